@@ -1,0 +1,43 @@
+"""The error a user sees, and the exit codes.
+
+Whatever a user can cause is a `StepscopeError`: what went wrong with the offending value in backticks, what was expected,
+and a hint that is a command to type. `cli.main` catches it once and prints it without a traceback. A bad argument inside
+the library is a `ValueError`, and our own mistakes are assertions.
+"""
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """What the process's exit status means. Scripts rely on these: they never change."""
+
+    OK = 0
+    GATE_FAILED = 1  # a gate the user asked for: a regression, a refuted claim
+    BAD_INPUT = 2
+    UNDECIDED = 3  # the evidence cannot answer the question
+    INTERRUPTED = 130
+
+
+class StepscopeError(Exception):
+    """Something the user can mend. `detail` says what was expected; `hint` is a command to type next."""
+
+    def __init__(self, message: str, *, detail: str = "", hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.detail = detail
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        lines += [f"  {line}" for line in self.detail.splitlines()]
+        if self.hint:
+            lines.append(f"hint: {self.hint}")
+        return "\n".join(lines)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` was most likely meant to be, or None when none is close."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return matches[0] if matches else None

@@ -1,0 +1,66 @@
+"""What an analysis says: tables and figures, before anybody decides how they look.
+
+This is the waist between the half that computes (`explain`) and the half that draws (`report`). A `Table` keeps raw values
+with their unit; formatting, rounding and colours belong to the renderer, so that CSV and JSON carry full precision while
+the terminal shows three digits. `None` is a value that does not exist (a case that ran out of memory has no step time).
+"""
+
+from typing import Literal
+
+import msgspec
+
+Cell = str | int | float | None
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True):
+    """One column. `key` is its stable name in CSV and JSON; `label` is what a person reads above it."""
+
+    key: str
+    label: str
+    # What the values are; the renderer derives digits and units from it. `share` is a fraction shown in per cent,
+    # `ratio` a factor shown as 1.23×, `count` an integer with thousands separators, `ms` milliseconds.
+    kind: Literal["text", "ms", "bytes", "count", "number", "share", "ratio"] = "text"
+    # A detail column stands in CSV and JSON always, and in text, Markdown and LaTeX only when the user asks for all.
+    detail: bool = False
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of raw values under typed columns, with a title above and notes below."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            assert len(row) == len(self.columns), f"{len(row)} cells under {len(self.columns)} columns"
+
+
+class Axis(msgspec.Struct, frozen=True, kw_only=True):
+    label: str
+    unit: str = ""
+    log: bool = False
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One mark of a figure. `low` and `high` are its spread, drawn as a band or bar where given."""
+
+    panel: str
+    series: str
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """A line chart in panels side by side: what is drawn, not how."""
+
+    title: str
+    subtitle: str
+    x: Axis
+    y: Axis
+    points: tuple[Point, ...]
+    series_label: str = ""
+    panel_label: str = ""
