@@ -1,8 +1,8 @@
 """The error a user sees, and the exit codes.
 
-Whatever a user can cause is a `StepscopeError`: what went wrong with the offending value in backticks, what was expected,
-and a hint that is a command to type. `cli.main` catches it once and prints it without a traceback. A bad argument inside
-the library is a `ValueError`, and our own mistakes are assertions.
+Whatever a user can cause is a `StepscopeError`: what went wrong with the offending value in backticks, what was
+expected, and a hint that is a command to type. `cli.main` catches it once and prints it without a traceback. A bad
+argument inside the library is a `ValueError`, and our own mistakes are assertions.
 """
 
 import difflib

@@ -1,8 +1,9 @@
 """What an analysis says: tables and figures, before anybody decides how they look.
 
-This is the waist between the half that computes (`explain`) and the half that draws (`report`). A `Table` keeps raw values
-with their unit; formatting, rounding and colours belong to the renderer, so that CSV and JSON carry full precision while
-the terminal shows three digits. `None` is a value that does not exist (a case that ran out of memory has no step time).
+This is the waist between the half that computes (`explain`) and the half that draws (`report`). A `Table` keeps raw
+values with their unit; formatting, rounding and colours belong to the renderer, so that CSV and JSON carry full
+precision while the terminal shows three digits. `None` is a value that does not exist (a case that ran out of memory
+has no step time).
 """
 
 from typing import Literal
@@ -33,6 +34,8 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        keys = [column.key for column in self.columns]
+        assert len(set(keys)) == len(keys), f"two columns of one name among {keys}"
         for row in self.rows:
             assert len(row) == len(self.columns), f"{len(row)} cells under {len(self.columns)} columns"
 

@@ -1,0 +1,105 @@
+"""What the harness itself costs: `time_steps` against a bare loop over the same step.
+
+Blocks of steps alternate between the two, so that whatever else the machine does falls on both alike, and each pair of
+neighbouring blocks gives one difference. Two figures come out of it: how far the step time that the harness reports is
+from the bare loop's, and how much longer the loop takes on the wall, looks at the machine between steps included.
+
+    python bench/harness_cost.py [--device cuda] [--pairs 60]
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stepscope.explain.statistics import quantile
+from stepscope.measure.environment import describe, resolve_device
+from stepscope.measure.soundness import Watch
+from stepscope.measure.timing import time_steps
+from stepscope.spec import SIZES, Workload
+from stepscope.step import Step, build
+
+STEPS = 10
+RESAMPLES = 4000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The harness against a bare loop.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pairs", type=int, default=60)
+    arguments = parser.parse_args()
+    device = resolve_device(arguments.device)
+    step = build(Workload(model=SIZES["nano"], device=str(device)), device)
+    for _ in range(STEPS):
+        step.run()
+    bare, reported, wall = measure_pairs(step, arguments.pairs)
+    base_us = statistics.median(bare)
+    result = {
+        "benchmark": "harness_cost",
+        "command": "python bench/harness_cost.py " + " ".join(sys.argv[1:]),
+        "environment": describe(device, {"fp32"}).identity,
+        "pairs": arguments.pairs,
+        "steps_a_block": STEPS,
+        "bare_step_us": round(base_us, 2),
+        "reported_minus_bare": difference(bare, reported),
+        "wall_minus_bare": difference(bare, wall),
+    }
+    print(f"bare loop: {base_us:,.1f} µs a step (median of {arguments.pairs} blocks of {STEPS}), {device}")
+    for name, key in (("reported", "reported_minus_bare"), ("on the wall", "wall_minus_bare")):
+        found = result[key]
+        assert isinstance(found, dict)
+        low, high = found["ci95_us"]
+        share = [100 * value / base_us for value in (found["us"], low, high)]
+        print(f"{name:12} {found['us']:+8.2f} µs a step, 95 % CI [{low:+.2f}, {high:+.2f}]", end="")
+        print(f" = {share[0]:+.3f} % [{share[1]:+.3f}, {share[2]:+.3f}]")
+    print(json.dumps(result))
+
+
+def measure_pairs(step: Step, pairs: int) -> tuple[list[float], list[float], list[float]]:
+    """Microseconds a step of each block. Which of the two goes first alternates, against a drift of the clock."""
+    bare, reported, wall = [], [], []
+
+    def run_bare() -> None:
+        bare.append(_timed(lambda: _bare_loop(step)) / STEPS)
+
+    def run_harness() -> None:
+        watch = Watch(step.device)
+        found = []
+        wall.append(_timed(lambda: found.append(time_steps(step, STEPS, after_step=watch.look))) / STEPS)
+        reported.append(sum(found[0].host_step_ns) / 1e3 / STEPS)
+
+    for pair in range(pairs):
+        for run in (run_bare, run_harness) if pair % 2 else (run_harness, run_bare):
+            run()
+    return bare, reported, wall
+
+
+def _bare_loop(step: Step) -> None:
+    for _ in range(STEPS):
+        step.run()
+        if step.device.type == "cuda":
+            torch.cuda.synchronize(step.device)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+def difference(bare: Sequence[float], other: Sequence[float]) -> dict[str, object]:
+    """The median of the paired differences, with a bootstrap confidence interval."""
+    deltas = [b - a for a, b in zip(bare, other, strict=True)]
+    chance = random.Random(0)
+    medians = sorted(statistics.median(chance.choices(deltas, k=len(deltas))) for _ in range(RESAMPLES))
+    low, high = quantile(medians, 0.025), quantile(medians, 0.975)
+    return {"us": round(statistics.median(deltas), 3), "ci95_us": (round(low, 3), round(high, 3))}
+
+
+if __name__ == "__main__":
+    main()

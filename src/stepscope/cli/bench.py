@@ -1,0 +1,70 @@
+"""`stepscope bench`: how long do forward, backward and optimizer take?"""
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli.options import takes_grid
+from stepscope.report.tables import Format
+from stepscope.spec import Grid
+
+
+@takes_grid
+def bench(
+    *,
+    grid: Grid,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.jsonl is kept and resumed from.")] = Path(
+        "runs/bench"
+    ),
+    from_: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Show a results file and run nothing.")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the named sizes and run nothing.")] = False,
+    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
+    detail: Annotated[bool, typer.Option("--detail", help="All statistics, of every phase.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the chart: .png, .svg, .pdf or .html.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the chart.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run failed cases again.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything again.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0.001, help="End a case that takes longer.")
+    ] = None,
+) -> None:
+    """How long do forward, backward and optimizer take, over sizes, contexts, precisions, attention, compile?
+
+    Every case runs in its own process and is kept as soon as it is done: run the same command again to go on.
+    """
+    from stepscope.explain.bench import bench_figure, bench_table, sizes_table
+    from stepscope.report.figures import check_target, save
+    from stepscope.report.tables import render
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    if list_:
+        typer.echo(render(sizes_table(), format_, detail=detail, width=width), nl=False)
+        return
+    if plot is not None:
+        check_target(plot, force=force)
+    if from_ is not None:
+        from stepscope.recording.lines import read_rows
+
+        rows = read_rows(from_)
+    else:
+        from stepscope.cli.progress import choose_listener
+        from stepscope.jobs.sweep import Sweep, default_grid
+
+        command = shlex.join(["stepscope", *sys.argv[1:]])
+        sweep = Sweep(folder=out, command=command, retry=retry, fresh=fresh, timeout_s=timeout)
+        with choose_listener() as listener:
+            rows = sweep.run((grid if grid.axes else default_grid()).cases(), listener)
+    typer.echo(render(bench_table(rows), format_, detail=detail, width=width), nl=False)
+    if plot is not None:
+        save(bench_figure(rows), plot)
+        typer.echo(f"chart: {plot}", err=True)
+    elif from_ is None:
+        typer.echo(f"next: stepscope bench --from {out / 'results.jsonl'} --plot bench.png", err=True)

@@ -1,0 +1,28 @@
+"""`stepscope doctor`: is this machine fit to measure on?"""
+
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+from stepscope.errors import Exit
+from stepscope.report.tables import Format
+
+
+def doctor(
+    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
+) -> None:
+    """Is this machine fit to measure on? Each line is fine, limited or broken, and says what to do.
+
+    Exits with 1 when something is broken.
+    """
+    from stepscope.jobs.doctor import any_broken, checks_table, examine
+    from stepscope.report.tables import render
+
+    checks = examine()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    typer.echo(render(checks_table(checks), format_, width=width), nl=False)
+    if any_broken(checks):
+        raise typer.Exit(Exit.GATE_FAILED)
+    typer.echo("next: stepscope bench", err=True)

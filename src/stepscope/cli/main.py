@@ -1,0 +1,54 @@
+"""The entry point: the verbs, and the one place where errors become messages and exit codes."""
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+import typer
+
+from stepscope import __version__
+from stepscope.cli import bench, doctor
+from stepscope.cli.options import fill_bare_flags
+from stepscope.errors import Exit, StepscopeError
+
+app = typer.Typer(
+    name="stepscope",
+    help="Shows where one training step of a Transformer spends its time and memory, and says why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
+
+
+@app.callback(invoke_without_command=True)
+def stepscope(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:  # noqa: FBT003
+    if version:
+        typer.echo(f"stepscope {__version__}")
+        raise typer.Exit
+
+
+def main() -> NoReturn:
+    """Exit codes are in `errors.Exit`; a termination request ends like Ctrl-C, with workers ended and rows kept."""
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        app(args=fill_bare_flags(sys.argv[1:]), standalone_mode=True)
+    except StepscopeError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(Exit.BAD_INPUT)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(Exit.INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. Nothing more can be written, not even while Python closes down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(Exit.OK)
+    sys.exit(Exit.OK)
+
+
+def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,63 @@
+"""Closed forms: what a model has and what a step of it must compute. The only place such formulas live.
+
+Conventions, the same everywhere in stepscope:
+- A multiply and an add are two operations. Only matrix products are counted: what is left (norms, softmax, activations)
+  is under one per cent of the operations, though often a large part of the time.
+- Causal attention is counted as half of the square, because no kernel needs to compute the other half. Tools that count
+  the full square report up to twice the utilisation at long contexts.
+- The backward pass is twice the forward: one product for the inputs' gradient, one for the weights'.
+- Operations redone by activation checkpointing do not count: they are the method's cost, not the model's work.
+"""
+
+import msgspec
+
+from stepscope.spec import Mode, ModelShape
+
+FLOP_CONVENTION = (
+    "2 operations a multiply-add, matrix products only, causal attention as half, recomputation not counted"
+)
+COUNTED_CONVENTION = (
+    "2 operations a multiply-add, counted at dispatch: matrix products and fused attention (causal as half); "
+    "masked attention written out by hand counts in full"
+)
+
+
+class ParameterCount(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the parameters are. Tied embeddings count once, under `embedding`."""
+
+    embedding: int
+    attention: int
+    feed_forward: int
+    norms: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.feed_forward + self.norms + self.head
+
+
+def parameters(shape: ModelShape) -> ParameterCount:
+    d, layers = shape.d_model, shape.num_layers
+    kv_width = shape.num_kv_heads * shape.head_dim
+    return ParameterCount(
+        embedding=shape.vocab * d,
+        attention=layers * (2 * d * d + 2 * d * kv_width),  # query and output; key and value
+        feed_forward=layers * 3 * d * shape.d_ff,  # gate, up, down
+        norms=(2 * layers + 1) * d,
+        head=0 if shape.tie_embeddings else shape.vocab * d,
+    )
+
+
+def forward_flops(shape: ModelShape, *, batch: int, context: int) -> int:
+    """Operations of one forward pass: every weight matrix against every token, and the two products inside
+    attention."""
+    counted = parameters(shape)
+    weights = counted.attention + counted.feed_forward + shape.vocab * shape.d_model
+    # Scores and weighted values: 2 · 2 · context² · width a layer, halved because the mask is a triangle.
+    attention = shape.num_layers * 2 * context * context * shape.d_model
+    return batch * (2 * context * weights + attention)
+
+
+def step_flops(forward: int, mode: Mode) -> int:
+    """Operations of a whole step whose forward pass takes `forward`. The optimizer's are not matrix products."""
+    return forward * (3 if mode in ("forward-backward", "train") else 1)

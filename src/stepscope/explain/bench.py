@@ -1,0 +1,382 @@
+"""From the rows of a sweep to its table and chart.
+
+A column stands for what differs between the rows; what they share is said once, in the title. Medians are compared,
+since one interrupted step should not decide a comparison; means and deviations stand beside them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stepscope import cost
+from stepscope.explain.statistics import Summary, summarise
+from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
+from stepscope.recording.bench import BenchRow, Environment
+from stepscope.spec import SIZES, Case, Timing
+
+PHASES = ("forward", "backward", "optimizer")
+_STATISTICS = ("mean", "sd", "median", "p20", "p80", "min", "max")
+
+DOUBTS = {
+    "throttled": "the GPU held its clocks back",
+    "shared": "other processes were using the device",
+    "few": "too few steps for a spread",
+    "spread": "steps differ by more than 10 % from one another",
+    "cold": "the first timed step was much slower than the others: more warm-up",
+    "clocks": "the host's clock and CUDA events disagree",
+    "host-bound": "the GPU waited for the host to issue work: fewer kernels (--compile) help, a faster GPU does not",
+    "uncounted": "the operations could not be counted",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """A setting that may be an axis of the grid. `baseline` is the value that others are compared with."""
+
+    key: str
+    label: str
+    read: Callable[[BenchRow], Cell]
+    kind: Literal["text", "count", "bytes"] = "text"
+    baseline: Cell = None
+
+
+_SETTINGS = (
+    _Setting(key="model", label="size", read=lambda row: row.case.workload.model.name),
+    _Setting(key="batch", label="batch", read=lambda row: row.case.workload.batch, kind="count"),
+    _Setting(key="context", label="context", read=lambda row: row.case.workload.context, kind="count"),
+    _Setting(key="mode", label="mode", read=lambda row: row.case.workload.mode),
+    _Setting(key="precision", label="precision", read=lambda row: row.case.workload.precision, baseline="fp32"),
+    _Setting(key="attention", label="attention", read=lambda row: row.case.workload.attention, baseline="naive"),
+    _Setting(key="compile", label="compile", read=lambda r: _yes_no(r.case.workload.compile), baseline="no"),
+    _Setting(key="checkpoint", label="checkpoint", read=lambda row: row.case.workload.checkpoint, baseline="none"),
+    _Setting(key="optimizer", label="optimizer", read=lambda row: row.case.workload.optimizer, baseline="adamw"),
+    _Setting(key="device", label="device", read=lambda row: row.environment.device),
+    _Setting(key="device_name", label="device", read=lambda row: row.environment.driver_name),
+    _Setting(key="torch", label="torch", read=lambda row: row.environment.torch),
+    _Setting(
+        key="vocab",
+        label="vocab",
+        read=lambda row: getattr(row.case.workload.model, "vocab", None),
+        kind="count",
+    ),
+    _Setting(key="seed", label="seed", read=lambda row: row.case.workload.seed, kind="count"),
+    _Setting(key="memory_limit_bytes", label="limit", read=lambda row: row.case.timing.memory_limit, kind="bytes"),
+    _Setting(key="steps", label="steps", read=lambda row: row.case.timing.steps, kind="count"),
+    _Setting(key="warmup", label="warm-up", read=lambda row: row.case.timing.warmup, kind="count"),
+)
+_ALWAYS_SHOWN = ("model", "context", "precision")
+
+
+def bench_table(rows: Sequence[BenchRow]) -> Table:
+    shown = [setting for setting in _SETTINGS if setting.key in _ALWAYS_SHOWN or _varies(setting, rows)]
+    columns: list[tuple[Column, list[Cell]]] = [
+        (
+            Column(key=setting.key, label=setting.label, kind=setting.kind, detail=setting not in shown),
+            [setting.read(row) for row in rows],
+        )
+        for setting in _SETTINGS
+    ]
+    columns += _phase_columns(rows) + _step_columns(rows) + _rate_columns(rows)
+    for setting in shown:
+        if setting.baseline is not None and _varies(setting, rows):
+            columns.append(_speedup_column(setting, rows))
+    if _varies(_setting("warmup"), rows):
+        columns.append(_warmup_column(rows))
+    columns += _remark_columns(rows)
+    return Table(
+        title=_title(rows),
+        columns=tuple(column for column, _ in columns),
+        rows=tuple(zip(*(values for _, values in columns), strict=True)),
+        notes=tuple(_notes(rows)),
+    )
+
+
+def bench_figure(rows: Sequence[BenchRow]) -> Figure:
+    """Step time against context where contexts differ, and against the number of parameters where they do not."""
+    by_context = _varies(_setting("context"), rows)
+    measured = [row for row in rows if row.measurement is not None]
+    inside = ("context", "precision") if by_context else ("model", "precision", "vocab")
+    series = [s for s in _SETTINGS if s.key not in inside and (_varies(s, rows) or (by_context and s.key == "model"))]
+    missing = Counter(row.status for row in rows if row.measurement is None)
+    subtitle = _shared(rows) + "".join(f"; {count} {status}" for status, count in missing.items())
+    return Figure(
+        title="Step time, median with the middle 60 % of steps",
+        subtitle=subtitle,
+        x=Axis(label="context", unit="tokens", log=True) if by_context else Axis(label="parameters", log=True),
+        y=Axis(label="step", unit="ms", log=True),
+        series_label=" · ".join(setting.label for setting in series),
+        panel_label="precision",
+        points=tuple(_point(row, series, by_context=by_context) for row in measured),
+    )
+
+
+def sizes_table() -> Table:
+    """The named sizes, with their exact parameter counts."""
+    keys = ("d_model", "d_ff", "num_layers", "num_heads", "parameters")
+    return Table(
+        title="Sizes of the built-in model: vocabulary 10,000, untied head",
+        columns=(
+            Column(key="size", label="size"),
+            *(Column(key=key, label=key.removeprefix("num_"), kind="count") for key in keys),
+        ),
+        rows=tuple(
+            (name, shape.d_model, shape.d_ff, shape.num_layers, shape.num_heads, cost.parameters(shape).total)
+            for name, shape in SIZES.items()
+        ),
+    )
+
+
+def describe_case(case: Case) -> str:
+    """A case in a few words: its model and what of it is not the default."""
+    workload, timing = case.workload, case.timing
+    words = [
+        workload.model.name,
+        f"batch {workload.batch}",
+        f"context {workload.context}",
+        workload.precision,
+    ]
+    words.append(workload.mode)
+    if workload.attention is not None:
+        words.append(workload.attention)
+    if workload.compile:
+        words.append("compiled")
+    if workload.checkpoint != "none":
+        words.append(f"checkpoint {workload.checkpoint}")
+    words += [f"warm-up {timing.warmup}"] * (timing.warmup != Timing().warmup)
+    words += [f"limit {timing.memory_limit / 1e9:g} GB"] if timing.memory_limit else []
+    return " ".join(words)
+
+
+def step_ms(row: BenchRow) -> Summary | None:
+    return _summary_ms(row.measurement.step_ns) if row.measurement else None
+
+
+def _summary_ms(samples_ns: Sequence[int]) -> Summary:
+    return summarise([sample / 1e6 for sample in samples_ns])
+
+
+def _phase_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
+    """A phase's median; the rest of its statistics as detail. Of a step with one phase, the step says it all."""
+    columns = []
+    present = [p for p in PHASES if any(row.measurement and p in row.measurement.phases_ns for row in rows)]
+    for phase in present if len(present) > 1 else ():
+        samples = [row.measurement.phases_ns.get(phase, ()) if row.measurement else () for row in rows]
+        summaries = [_summary_ms(values) if values else None for values in samples]
+        columns += _statistic_columns(phase, summaries, shown={"median": phase})
+    return columns
+
+
+def _step_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
+    return _statistic_columns(
+        "step", [step_ms(row) for row in rows], shown={"median": "step", "mean": "mean", "sd": "sd"}
+    )
+
+
+def _statistic_columns(
+    name: str, summaries: Sequence[Summary | None], *, shown: dict[str, str]
+) -> list[tuple[Column, list[Cell]]]:
+    order = [*shown, *(statistic for statistic in _STATISTICS if statistic not in shown)]
+    return [
+        (
+            Column(
+                key=f"{name}_{statistic}_ms",
+                label=shown.get(statistic, f"{name} {statistic}"),
+                kind="ms",
+                detail=statistic not in shown,
+            ),
+            [getattr(summary, statistic) if summary else None for summary in summaries],
+        )
+        for statistic in order
+    ]
+
+
+def _rate_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
+    kinds: tuple[tuple[Column, Callable[[BenchRow], Cell]], ...] = (
+        (Column(key="tokens_per_s", label="tokens/s", kind="count"), _tokens_per_s),
+        (Column(key="tflops", label="TFLOP/s", kind="number"), _tflops),
+        (Column(key="mfu", label="MFU", kind="share"), _mfu),
+        (Column(key="peak_bytes", label="peak", kind="bytes"), lambda row: _of(row, "peak_bytes")),
+        (
+            Column(key="reserved_bytes", label="reserved", kind="bytes", detail=True),
+            lambda row: _of(row, "reserved_bytes"),
+        ),
+        (
+            Column(key="parameters", label="parameters", kind="count", detail=True),
+            lambda row: _of(row, "parameters"),
+        ),
+    )
+    return [(column, [read(row) for row in rows]) for column, read in kinds]
+
+
+def _tokens_per_s(row: BenchRow) -> Cell:
+    step = step_ms(row)
+    return round(row.case.workload.tokens / step.median * 1e3) if step else None
+
+
+def _tflops(row: BenchRow) -> float | None:
+    step = step_ms(row)
+    if row.measurement is None or row.measurement.forward_flops is None or step is None:
+        return None
+    return cost.step_flops(row.measurement.forward_flops, row.case.workload.mode) / step.median / 1e9
+
+
+def _mfu(row: BenchRow) -> float | None:
+    peak = row.environment.hardware.peak_flops.get(row.case.workload.precision)
+    tflops = _tflops(row)
+    return tflops * 1e12 / peak if tflops is not None and peak else None
+
+
+def _of(row: BenchRow, name: str) -> Cell:
+    value: Cell = getattr(row.measurement, name) if row.measurement else None
+    return value
+
+
+def _speedup_column(setting: _Setting, rows: Sequence[BenchRow]) -> tuple[Column, list[Cell]]:
+    """Step time of the baseline over this row's, all else equal. Without the usual baseline the first value is it."""
+    values = [setting.read(row) for row in rows]
+    baseline = setting.baseline if setting.baseline in values else values[0]
+    others = {_others(row, setting): step_ms(row) for row in rows if setting.read(row) == baseline}
+    cells: list[Cell] = []
+    for row in rows:
+        base, step = others.get(_others(row, setting)), step_ms(row)
+        cells.append(base.median / step.median if base and step else None)
+    named = baseline if setting.kind == "text" and setting.key != "compile" else f"{setting.label} {baseline}"
+    return Column(key=f"speedup_{setting.key}", label=f"vs {named}", kind="ratio"), cells
+
+
+def _warmup_column(rows: Sequence[BenchRow]) -> tuple[Column, list[Cell]]:
+    """The mean against that of the longest warm-up: what skipping it does to the figure people quote."""
+    setting = _setting("warmup")
+    longest = max(row.case.timing.warmup for row in rows)
+    others = {_others(row, setting): step_ms(row) for row in rows if row.case.timing.warmup == longest}
+    cells: list[Cell] = []
+    for row in rows:
+        base, step = others.get(_others(row, setting)), step_ms(row)
+        cells.append(step.mean / base.mean if base and step else None)
+    return Column(key="mean_vs_warm", label=f"mean vs {longest} warm-ups", kind="ratio"), cells
+
+
+def _remark_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
+    columns: list[tuple[Column, list[Cell]]] = [
+        (Column(key="status", label="status", detail=True), [row.status for row in rows]),
+        (
+            Column(key="reason", label="reason", detail=True),
+            [row.reason or "; ".join(doubt.text for doubt in row.doubts) for row in rows],
+        ),
+    ]
+    remarks: list[Cell] = [
+        row.status if row.status != "ok" else ", ".join(doubt.code for doubt in row.doubts) for row in rows
+    ]
+    if any(remarks):
+        columns.append((Column(key="remarks", label="remarks"), remarks))
+    return columns
+
+
+def _title(rows: Sequence[BenchRow]) -> str:
+    return f"{_shared(rows)}; medians in ms" if rows else "no cases"
+
+
+def _shared(rows: Sequence[BenchRow]) -> str:
+    """What all rows have in common, in a line."""
+    if not rows:
+        return ""
+    parts = [_say(s, rows[0]) for s in _SETTINGS if s.key not in _ALWAYS_SHOWN and not _varies(s, rows)]
+    return ", ".join(part for part in parts if part)
+
+
+def _say(setting: _Setting, row: BenchRow) -> str:
+    value = setting.read(row)
+    match setting.key:
+        case "device_name":
+            return str(value)
+        case "device" | "seed" | "vocab":
+            return ""
+        case "compile":
+            return "compiled" if value == "yes" else ""
+        case "checkpoint":
+            return "" if value == "none" else f"checkpoint {value}"
+        case "attention":
+            return f"{value} attention" if value else ""
+        case "mode":
+            return str(value)
+        case "optimizer":
+            return str(value) if row.case.workload.mode == "train" else ""
+        case "memory_limit_bytes":
+            return f"held to {value / 1e9:g} GB" if isinstance(value, int) else ""
+        case "steps":
+            return f"{value} steps"
+        case "warmup":
+            return f"{value} warm-ups"
+        case _:
+            return f"{setting.label} {value}"
+
+
+def _notes(rows: Sequence[BenchRow]) -> list[str]:
+    measured = [row for row in rows if row.measurement is not None]
+    notes = [_peak_note(environment) for environment in _environments(measured)]
+    if any(row.measurement and row.measurement.flops_source == "closed form" for row in rows):
+        notes.append(f"FLOP: {cost.FLOP_CONVENTION}")
+    if any(row.measurement and row.measurement.flops_source == "counted" for row in rows):
+        notes.append(f"FLOP: {cost.COUNTED_CONVENTION}")
+    if any(row.measurement and row.measurement.peak_kind == "rss above start" for row in rows):
+        notes.append("peak: the process's resident high-water mark above its start")
+    if any(row.measurement and row.measurement.peak_kind == "cuda allocator" for row in rows):
+        notes.append("peak: allocated bytes of CUDA's caching allocator; times from CUDA events")
+    codes = Counter(doubt.code for row in rows for doubt in row.doubts)
+    notes += [f"{code}: {DOUBTS[code]} ({_cases(count)})" for code, count in codes.items()]
+    reasons = {row.status: row.reason for row in reversed(rows) if row.status != "ok"}
+    notes += [f"{status}: {reason}" for status, reason in reasons.items()]
+    return notes
+
+
+def _environments(rows: Sequence[BenchRow]) -> list[Environment]:
+    return list({(row.environment.device, row.environment.driver_name): row.environment for row in rows}.values())
+
+
+def _peak_note(environment: Environment) -> str:
+    hardware = environment.hardware
+    peaks = ", ".join(f"{name} {peak / 1e12:.4g}" for name, peak in hardware.peak_flops.items())
+    source = (
+        "measured here on a large matrix product" if hardware.source == "measured" else "dense, from its data sheet"
+    )
+    return f"MFU: against {hardware.name}'s peak in TFLOP/s ({source}): {peaks}"
+
+
+def _cases(count: int) -> str:
+    return f"{count} case" if count == 1 else f"{count} cases"
+
+
+def _point(row: BenchRow, series: Sequence[_Setting], *, by_context: bool) -> Point:
+    step = step_ms(row)
+    assert step is not None
+    assert row.measurement is not None
+    return Point(
+        panel=row.case.workload.precision,
+        series=" · ".join(_word(setting, row) for setting in series) or "step",
+        x=row.case.workload.context if by_context else row.measurement.parameters,
+        y=step.median,
+        low=step.p20,
+        high=step.p80,
+    )
+
+
+def _word(setting: _Setting, row: BenchRow) -> str:
+    value = setting.read(row)
+    return f"{setting.label} {value}" if setting.kind == "count" or setting.key == "compile" else str(value)
+
+
+def _setting(key: str) -> _Setting:
+    return next(setting for setting in _SETTINGS if setting.key == key)
+
+
+def _varies(setting: _Setting, rows: Sequence[BenchRow]) -> bool:
+    return len({setting.read(row) for row in rows}) > 1
+
+
+def _others(row: BenchRow, setting: _Setting) -> tuple[Cell, ...]:
+    return tuple(other.read(row) for other in _SETTINGS if other is not setting)
+
+
+def _yes_no(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,51 @@
+"""The summary of a handful of timings.
+
+The median is what we compare, because one step that the operating system interrupted should not move a result; the mean
+and standard deviation stand beside it because people quote them, and because their distance from the median is telling.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """All in the unit of the samples. `sd` is the sample's standard deviation, 0 for a single sample."""
+
+    mean: float
+    sd: float
+    median: float
+    p20: float
+    p80: float
+    min: float
+    max: float
+
+    @property
+    def spread(self) -> float:
+        """Width of the middle 60 per cent, relative to the median."""
+        return (self.p80 - self.p20) / self.median if self.median else 0.0
+
+
+def summarise(samples: Sequence[float]) -> Summary:
+    if not samples:
+        raise ValueError("no samples to summarise")
+    ordered = sorted(samples)
+    return Summary(
+        mean=statistics.fmean(ordered),
+        sd=statistics.stdev(ordered) if len(ordered) > 1 else 0.0,
+        median=quantile(ordered, 0.5),
+        p20=quantile(ordered, 0.2),
+        p80=quantile(ordered, 0.8),
+        min=ordered[0],
+        max=ordered[-1],
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear interpolation between the two nearest samples (NumPy's default) of an ascending sequence."""
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

@@ -1,0 +1,70 @@
+"""What a device can do: dense peaks per precision, bandwidth and memory, from the vendors' data sheets.
+
+Peaks are for dense matrices (the sheets' figures with sparsity are halved), at boost clock, with fp32 accumulation,
+which is what PyTorch uses: on GeForce cards that halves the figure in NVIDIA's headline. A precision that a device
+lacks is absent rather than zero. Anything not listed here is measured (`measure.peak`) and marked so.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+Source = Literal["datasheet", "measured"]
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """A device's limits. Rates in operations and bytes a second, memory in bytes."""
+
+    name: str
+    peak_flops: Mapping[str, float]
+    bandwidth: float | None = None
+    memory_bytes: int | None = None
+    source: Source = "datasheet"
+
+
+def _card(name: str, memory_gb: int, bandwidth_gb: float, **peak_tflops: float) -> Hardware:
+    return Hardware(
+        name=name,
+        peak_flops={precision: tflops * 1e12 for precision, tflops in peak_tflops.items()},
+        bandwidth=bandwidth_gb * 1e9,
+        memory_bytes=memory_gb * 10**9,
+    )
+
+
+# Patterns are tried in order against the name the driver gives, so variants stand before the plain name.
+# V100 has no bf16 units and no tf32; the others run bf16 and fp16 at one rate.
+_CARDS: tuple[tuple[str, Hardware], ...] = (
+    (r"V100.*PCIE", _card("V100 PCIe", 32, 900, fp32=14.0, fp16=112)),
+    (r"V100", _card("V100 SXM2", 32, 900, fp32=15.7, fp16=125)),
+    (
+        r"A100.*(?:80GB.*PCIE|PCIE.*80GB)",
+        _card("A100 PCIe 80GB", 80, 1935, fp32=19.5, tf32=156, bf16=312, fp16=312),
+    ),
+    (r"A100.*80GB", _card("A100 SXM 80GB", 80, 2039, fp32=19.5, tf32=156, bf16=312, fp16=312)),
+    (r"A100", _card("A100 40GB", 40, 1555, fp32=19.5, tf32=156, bf16=312, fp16=312)),
+    (r"H100.*PCIE", _card("H100 PCIe", 80, 2039, fp32=51.2, tf32=378, bf16=756, fp16=756)),
+    (r"H100.*NVL", _card("H100 NVL", 94, 3938, fp32=60.3, tf32=417.5, bf16=835, fp16=835)),
+    (r"H100", _card("H100 SXM", 80, 3352, fp32=66.9, tf32=494.7, bf16=989.4, fp16=989.4)),
+    (r"H200.*NVL", _card("H200 NVL", 141, 4800, fp32=60.3, tf32=417.5, bf16=835, fp16=835)),
+    (r"H200", _card("H200 SXM", 141, 4800, fp32=66.9, tf32=494.7, bf16=989.4, fp16=989.4)),
+    (r"B200", _card("B200", 180, 7700, fp32=75, tf32=1125, bf16=2250, fp16=2250)),
+    (r"L40S", _card("L40S", 48, 864, fp32=91.6, tf32=183, bf16=362, fp16=362)),
+    (r"RTX 3090(?! Ti)", _card("RTX 3090", 24, 936, fp32=35.6, tf32=35.6, bf16=71.2, fp16=71.2)),
+    (r"RTX 4090 D|RTX 4090D", _card("RTX 4090D", 24, 1008, fp32=73.5, tf32=73.5, bf16=147, fp16=147)),
+    (r"RTX 4090(?! Laptop)", _card("RTX 4090", 24, 1008, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2)),
+    (r"MI300X", _card("MI300X", 192, 5300, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4)),
+)
+
+
+def find(driver_name: str) -> Hardware | None:
+    """The data sheet of the device that the driver calls `driver_name`, or None when it is not in the list."""
+    for pattern, card in _CARDS:
+        if re.search(rf"\b(?:{pattern})(?!\w)", driver_name, re.IGNORECASE):
+            return card
+    return None
+
+
+def known() -> tuple[Hardware, ...]:
+    return tuple(card for _, card in _CARDS)

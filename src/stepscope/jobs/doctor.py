@@ -1,0 +1,205 @@
+"""Is this machine fit to measure on? A list of checks, each fine, limited or broken, with what to do about it.
+
+`limited` means that part of stepscope works, or that figures need care; `broken` that something which is there does not
+work. A laptop without a GPU is limited, not broken.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from stepscope.findings import Column, Table
+from stepscope.hardware import find
+from stepscope.jobs.messages import Failed, Inspect, Inspected
+from stepscope.jobs.process import Died, run_worker
+from stepscope.recording.inspection import DeviceState, Inspection
+
+Verdict = Literal["fine", "limited", "broken"]
+
+_BUSY_LOAD = 0.3  # load average a core, above which timings on the CPU suffer
+_LITTLE_MEMORY = 2 * 2**30
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    subject: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+def examine() -> list[Check]:
+    checks = [_check_python(), *_check_host()]
+    if find_spec("torch") is None:
+        install = "to run models: pip install 'stepscope[train]'"
+        checks.append(Check(subject="torch", verdict="limited", found="not installed", advice=install))
+    else:
+        checks += _check_torch()
+    checks.append(_check_package("transformers", "for --hf: pip install 'stepscope[hf]'"))
+    checks += [
+        _check_tool("nsys", "for Nsight Systems recordings"),
+        _check_tool("ncu", "for hardware counters"),
+    ]
+    checks.append(_check_counters())
+    return checks
+
+
+def checks_table(checks: list[Check]) -> Table:
+    names = ("subject", "verdict", "found", "advice")
+    return Table(
+        title="Is this machine fit to measure on?",
+        columns=tuple(Column(key=name, label=name) for name in names),
+        rows=tuple((check.subject, check.verdict, check.found, check.advice) for check in checks),
+    )
+
+
+def any_broken(checks: list[Check]) -> bool:
+    return any(check.verdict == "broken" for check in checks)
+
+
+def _check_python() -> Check:
+    return Check(subject="python", verdict="fine", found=platform.python_version())
+
+
+def _check_host() -> list[Check]:
+    cores = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0] / cores
+    free = _available_bytes()
+    busy, little = load > _BUSY_LOAD, free < _LITTLE_MEMORY
+    return [
+        Check(
+            subject="cpu",
+            verdict="limited" if busy else "fine",
+            found=f"{cores} cores, load {load:.2f} a core",
+            advice="other work is running: CPU timings will spread" if busy else "",
+        ),
+        Check(
+            subject="memory",
+            verdict="limited" if little else "fine",
+            found=f"{free / 2**30:.1f} GiB free",
+            advice="small workloads only" if little else "",
+        ),
+    ]
+
+
+def _check_torch() -> list[Check]:
+    answer = run_worker(Inspect()).answer
+    if isinstance(answer, Inspected):
+        return _judge_torch(answer.inspection)
+    assert isinstance(answer, Failed | Died), "an inspection is answered by one or fails"
+    reason = answer.reason if isinstance(answer, Died) else f"{answer.message} {answer.detail}".strip()
+    return [Check(subject="torch", verdict="broken", found=reason, advice="pip install 'stepscope[train]'")]
+
+
+def _judge_torch(found: Inspection) -> list[Check]:
+    checks = [
+        Check(
+            subject="torch",
+            verdict="broken" if found.torch_problem else "fine",
+            found=found.torch_problem or f"{found.torch}, {found.threads} threads",
+            advice="pip install 'stepscope[train]'" if found.torch_problem else "",
+        ),
+        _judge_triton(found),
+        _judge_cuda(found),
+    ]
+    for index, device in enumerate(found.devices):
+        checks += _judge_device(f"gpu {index}", device)
+    return checks
+
+
+def _judge_triton(found: Inspection) -> Check:
+    if found.triton is None:
+        advice = "for --compile on a GPU: pip install 'stepscope[train]'"
+        return Check(subject="triton", verdict="limited", found="not installed", advice=advice)
+    return Check(subject="triton", verdict="fine", found=found.triton)
+
+
+def _judge_cuda(found: Inspection) -> Check:
+    has_gpu = found.driver is not None or Path("/dev/nvidiactl").exists()
+    if found.devices:
+        return Check(subject="cuda", verdict="fine", found=f"{found.cuda}, driver {found.driver or 'unknown'}")
+    if not has_gpu:
+        return Check(subject="cuda", verdict="limited", found="no GPU", advice="workloads run on the CPU")
+    built = f"torch built for CUDA {found.cuda}" if found.cuda else "this torch is a CPU build"
+    advice = "install a torch built for CUDA, then `make run TORCH=installed`"
+    return Check(subject="cuda", verdict="broken", found=f"a GPU is here but {built} sees none", advice=advice)
+
+
+def _judge_device(subject: str, device: DeviceState) -> list[Check]:
+    known = find(device.name)
+    free = device.free_bytes / device.total_bytes
+    used, others = free < 0.9, device.other_processes or ()
+    company = f"{len(others)} other process(es) hold it: timings are shared" if others else "something holds the rest"
+    checks = [
+        Check(
+            subject=subject,
+            verdict="fine" if known else "limited",
+            found=f"{device.name}, compute capability {device.capability}",
+            advice="" if known else "no data sheet: the peak is measured, and MFU is against that",
+        ),
+        Check(
+            subject=f"{subject} memory",
+            verdict="limited" if used else "fine",
+            found=f"{device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free",
+            advice=company if used else "",
+        ),
+    ]
+    return [*checks, _judge_clocks(f"{subject} clocks", device)]
+
+
+def _judge_clocks(subject: str, device: DeviceState) -> Check:
+    if device.sm_mhz is None or device.throttled_by is None:
+        advice = "throttling cannot be seen: watch the spread"
+        return Check(subject=subject, verdict="limited", found="the driver does not tell", advice=advice)
+    found = f"SM {device.sm_mhz} of {device.max_sm_mhz} MHz now"
+    if device.throttled_by:
+        advice = "let it cool, or mind the power limit"
+        held = f"{found}, held back by {', '.join(device.throttled_by)}"
+        return Check(subject=subject, verdict="limited", found=held, advice=advice)
+    return Check(subject=subject, verdict="fine", found=found)
+
+
+def _check_package(name: str, advice: str) -> Check:
+    if find_spec(name) is None:
+        return Check(subject=name, verdict="limited", found="not installed", advice=advice)
+    return Check(subject=name, verdict="fine", found="installed")
+
+
+def _check_tool(name: str, purpose: str) -> Check:
+    path = shutil.which(name)
+    if path is None:
+        return Check(subject=name, verdict="limited", found="not on the PATH", advice=f"{purpose}, install it")
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check(subject=name, verdict="broken", found=f"{path} does not run: {error}", advice="install it again")
+    if done.returncode:
+        found = f"{path} --version exits with {done.returncode}"
+        return Check(subject=name, verdict="broken", found=found, advice="install it again")
+    version = re.search(r"\d{4}\.\d+(\.\d+)*", done.stdout)
+    return Check(subject=name, verdict="fine", found=version[0] if version else path)
+
+
+def _check_counters() -> Check:
+    """NVIDIA's driver lets everybody read performance counters, or administrators only."""
+    parameters = Path("/proc/driver/nvidia/params")
+    if not parameters.exists():
+        return Check(subject="counters", verdict="limited", found="no NVIDIA driver", advice="traces only, no counters")
+    admin_only = re.search(r"RmProfilingAdminOnly:\s*1", parameters.read_text()) is not None
+    if admin_only and os.geteuid() != 0:
+        advice = "ask for NVreg_RestrictProfilingToAdminUsers=0, or run as root"
+        return Check(subject="counters", verdict="limited", found="for administrators only", advice=advice)
+    return Check(subject="counters", verdict="fine", found="permitted")
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/meminfo has no MemAvailable")

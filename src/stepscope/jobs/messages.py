@@ -1,0 +1,66 @@
+"""What a sweep and its worker processes say to each other: one JSON line a message, over a pipe of their own.
+
+The worker's standard output and error are left to the model that runs there; they go to a log.
+"""
+
+import msgspec
+
+from stepscope.recording.bench import Doubt, Environment, Measurement
+from stepscope.recording.inspection import Inspection
+from stepscope.spec import Case
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
+    """Look at the device and at the models, and run nothing. All cases name one device."""
+
+    cases: tuple[Case, ...]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+    case: Case
+
+
+class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
+    """Say what torch sees of this machine."""
+
+
+Request = Probe | Run | Inspect
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
+    """The worker has come this far: for the progress bar, and for the reason if it goes no further."""
+
+    name: str
+
+
+class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
+    """`sources` holds, for each case, the digest of the file behind its model, and None for the built-in one."""
+
+    environment: Environment
+    sources: tuple[str | None, ...]
+
+
+class Inspected(msgspec.Struct, frozen=True, kw_only=True, tag="inspected"):
+    inspection: Inspection
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+    measurement: Measurement
+    doubts: tuple[Doubt, ...]
+
+
+class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):
+    reason: str
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """It raised. `bad_input` when the user can mend it: a wrong setting, or a model of theirs that does not build."""
+
+    message: str
+    detail: str = ""
+    hint: str = ""
+    bad_input: bool = False
+
+
+Result = Probed | Inspected | Measured | OutOfMemory | Failed
+Answer = Stage | Result

@@ -1,0 +1,178 @@
+"""A grid of cases, each in its own process, resumable at any moment.
+
+The results file is the only state. A case is done when its row is in the file, under a key made of everything that
+changes what is measured: the case, the device, the versions, and the source of a model of the user's own. So running
+the same command again goes on where it stopped, a wider grid reuses what it shares with a narrower one, and an
+upgrade or an edited model measures anew.
+"""
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from stepscope import cost
+from stepscope.errors import StepscopeError
+from stepscope.jobs.messages import Failed, Inspected, Measured, OutOfMemory, Probe, Probed, Result, Run
+from stepscope.jobs.process import Died, require_torch, run_worker
+from stepscope.recording.bench import BenchRow, Environment, Status, case_key
+from stepscope.recording.lines import ResultsFile, writing
+from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
+
+RESULTS_NAME = "results.jsonl"
+LOGS_NAME = "logs"
+EXPECTED_START_S = 4.0
+EXPECTED_MFU = 0.3
+
+
+class Listener(Protocol):
+    """Who watches a sweep: a progress bar, or lines in a log."""
+
+    def begin(self, planned: Sequence["Planned"], done: Sequence[BenchRow], repaired_bytes: int) -> None: ...
+
+    def start(self, planned: "Planned") -> None: ...
+
+    def stage(self, name: str) -> None: ...
+
+    def finish(self, row: BenchRow) -> None: ...
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A case with the environment it will run in."""
+
+    case: Case
+    environment: Environment
+    source: str | None
+
+    @property
+    def key(self) -> str:
+        return case_key(self.case, self.environment, self.source)
+
+    @property
+    def expected_s(self) -> float:
+        """A guess, for the time left: a fixed start, and the steps at a share of the peak that untuned models reach."""
+        workload, timing = self.case.workload, self.case.timing
+        peak = self.environment.hardware.peak_flops.get(workload.precision)
+        if not isinstance(workload.model, ModelShape) or peak is None:
+            return EXPECTED_START_S
+        forward = cost.forward_flops(workload.model, batch=workload.batch, context=workload.context)
+        steps_s = (timing.warmup + timing.steps) * cost.step_flops(forward, workload.mode) / peak
+        return EXPECTED_START_S + steps_s / EXPECTED_MFU
+
+
+class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+    """How to run a grid. `retry` runs failed cases again, `fresh` all of them; older rows stay in the file."""
+
+    folder: Path
+    command: str
+    retry: bool = False
+    fresh: bool = False
+    timeout_s: float | None = None
+
+    def run(self, cases: Sequence[Case], listener: Listener) -> tuple[BenchRow, ...]:
+        """The rows of all cases, in the order of `cases`, whether they were measured now or before."""
+        require_torch()
+        with ResultsFile.open(self.folder / RESULTS_NAME) as results:
+            planned = self._plan(cases)
+            rows = {row.key: row for row in results.rows}
+            done = [rows[one.key] for one in planned if one.key in rows and self._is_done(rows[one.key])]
+            waiting = [one for one in planned if one.key not in {row.key for row in done}]
+            listener.begin(waiting, done, results.damaged_bytes)
+            for one in waiting:
+                listener.start(one)
+                row = self._run_one(one, listener, may_refuse=not any(r.status == "ok" for r in rows.values()))
+                results.append(row)
+                rows[row.key] = row
+                listener.finish(row)
+        return tuple(rows[one.key] for one in planned)
+
+    def _is_done(self, row: BenchRow) -> bool:
+        return not self.fresh and (row.status == "ok" or not self.retry)
+
+    def _plan(self, cases: Sequence[Case]) -> list[Planned]:
+        """The cases with what they will run on. Each device is looked at once."""
+        planned: dict[Case, Planned] = {}
+        for device in dict.fromkeys(case.workload.device for case in cases):
+            chosen = [case for case in cases if case.workload.device == device]
+            answer = look_at(chosen)
+            for case, source in zip(chosen, answer.sources, strict=True):
+                here = msgspec.structs.replace(case.workload, device=answer.environment.device)
+                planned[case] = Planned(
+                    case=msgspec.structs.replace(case, workload=here),
+                    environment=answer.environment,
+                    source=source,
+                )
+        return list({one.key: one for one in (planned[case] for case in cases)}.values())
+
+    def _run_one(self, one: Planned, listener: Listener, *, may_refuse: bool) -> BenchRow:
+        """One case as a row. Bad input found only while building is an error as long as nothing has worked yet, and a
+        row after that: a factory that fails at one point of a long grid must not end it."""
+        started, clock = datetime.now(UTC), time.monotonic()
+        ended = run_worker(Run(case=one.case), on_stage=listener.stage, timeout_s=self.timeout_s)
+        answer = ended.answer
+        if isinstance(answer, Failed) and answer.bad_input and may_refuse:
+            raise StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
+        measured = answer if isinstance(answer, Measured) else None
+        status, reason = _judge(answer)
+        if status != "ok":
+            self._keep_log(one.key, ended.log)
+        return BenchRow(
+            key=one.key,
+            case=one.case,
+            environment=one.environment,
+            source=one.source,
+            status=status,
+            reason=reason,
+            started=started.isoformat(timespec="seconds"),
+            wall_s=round(time.monotonic() - clock, 3),
+            command=self.command,
+            measurement=measured.measurement if measured else None,
+            doubts=measured.doubts if measured else (),
+        )
+
+    def _keep_log(self, key: str, log: bytes) -> None:
+        """What a failed case printed, traceback included, for whoever wants more than its reason."""
+        folder = self.folder / LOGS_NAME
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+            (folder / f"{key}.log").write_bytes(log)
+
+
+def default_grid() -> Grid:
+    """What runs when nothing is asked for: seconds on a laptop's CPU, a minute or two on a GPU."""
+    require_torch()
+    on_cpu = grid_from_flags({"size": "nano", "context": "128,256", "precision": "fp32,bf16"})
+    environment = look_at(on_cpu.cases()[:1]).environment
+    if environment.device == "cpu":
+        return on_cpu
+    return grid_from_flags({"size": "small,medium", "context": "256,1024", "precision": "fp32,bf16"})
+
+
+def look_at(cases: Sequence[Case]) -> Probed:
+    """The environment of cases that name one device, found in a process of its own; bad input comes out here."""
+    answer = run_worker(Probe(cases=tuple(cases))).answer
+    if isinstance(answer, Failed):
+        raise StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
+    if not isinstance(answer, Probed):
+        _, reason = _judge(answer)
+        raise StepscopeError(
+            f"cannot look at device `{cases[0].workload.device}`", detail=reason, hint="stepscope doctor"
+        )
+    return answer
+
+
+def _judge(answer: Result | Died) -> tuple[Status, str]:
+    match answer:
+        case Measured():
+            return "ok", ""
+        case OutOfMemory(reason=reason):
+            return "oom", reason
+        case Failed(message=message, detail=detail):
+            return "error", f"{message} {detail}".strip()
+        case Died(status=status, reason=reason):
+            return status, reason
+        case Probed() | Inspected():
+            raise AssertionError("a case was answered as if it were a question")

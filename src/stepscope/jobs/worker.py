@@ -1,0 +1,163 @@
+"""The process in which one case runs: `python -m stepscope.jobs.worker REQUEST_FD ANSWER_FD PARENT_PID`.
+
+It is alone with its case, so whatever the case does (run out of memory, crash, hang, leave a GPU in a bad state) ends
+with it. It dies with its parent, so a killed sweep leaves nothing running that would disturb the next one.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.jobs.messages import (
+    Answer,
+    Failed,
+    Inspect,
+    Inspected,
+    Measured,
+    OutOfMemory,
+    Probe,
+    Probed,
+    Request,
+    Run,
+    Stage,
+)
+from stepscope.measure.failures import is_out_of_memory
+from stepscope.spec import Case, Factory, HuggingFace, ModelShape
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    request_fd, answer_fd, parent = (int(argument) for argument in arguments)
+    _die_with(parent)
+    with os.fdopen(request_fd, "rb") as questions:
+        request = msgspec.json.decode(questions.read(), type=Request)
+
+    def tell(answer: Answer) -> None:
+        content = msgspec.json.encode(answer) + b"\n"
+        while content:
+            content = content[os.write(answer_fd, content) :]
+
+    tell(_answer(request, tell))
+    # Not by way of the interpreter's own end: a GPU library that crashes while unloading would spoil a good result.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _answer(request: Request, tell: Callable[[Answer], None]) -> Answer:
+    """The process boundary: whatever a model, a driver or a library raises becomes an answer. Nothing is swallowed."""
+    stage = "starting"
+
+    def on_stage(name: str) -> None:
+        nonlocal stage
+        stage = name
+        tell(Stage(name=name))
+
+    try:
+        return _serve(request, on_stage)
+    except StepscopeError as error:
+        return Failed(message=error.message, detail=error.detail, hint=error.hint, bad_input=True)
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        return _explain_failure(error, request, stage)
+
+
+def _serve(request: Request, on_stage: Callable[[str], None]) -> Answer:
+    match request:
+        case Probe():
+            return _probe(request)
+        case Run(case=case):
+            return _run(case, on_stage)
+        case Inspect():
+            from stepscope.measure.inspection import inspect_torch
+
+            return Inspected(inspection=inspect_torch())
+
+
+def _probe(request: Probe) -> Probed:
+    from stepscope.measure.environment import check_torch, describe, resolve_device
+
+    check_torch()
+    device = resolve_device(request.cases[0].workload.device)
+    sources = tuple(_check_model(case) for case in request.cases)
+    return Probed(environment=describe(device, {case.workload.precision for case in request.cases}), sources=sources)
+
+
+def _check_model(case: Case) -> str | None:
+    """Everything about a model of the user's own that can be refused before it is built."""
+    from stepscope.step import hf, own
+
+    match case.workload.model:
+        case Factory() as factory:
+            own.check_arguments(case.workload, factory, own.load_factory(factory))
+            return own.source_digest(factory)
+        case HuggingFace() as spec:
+            return hf.check_config(case.workload, spec)
+        case ModelShape():
+            return None
+
+
+def _run(case: Case, on_stage: Callable[[str], None]) -> Measured:
+    import torch
+
+    from stepscope.measure.bench import measure
+
+    measurement, doubts = measure(case, torch.device(case.workload.device), on_stage=on_stage)
+    return Measured(measurement=measurement, doubts=doubts)
+
+
+def _explain_failure(error: Exception, request: Request, stage: str) -> OutOfMemory | Failed:
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "torch":
+        return Failed(
+            message="torch does not import",
+            detail=_in_a_line(error),
+            hint="pip install 'stepscope[train]'",
+            bad_input=True,
+        )
+    if is_out_of_memory(error):
+        return OutOfMemory(reason=_in_a_line(error))
+    match request:
+        case Probe(cases=cases):
+            doing = f"importing `{cases[0].workload.model.name}` raised "
+        case Run(case=case) if stage == "building" and not isinstance(case.workload.model, ModelShape):
+            doing = f"building `{case.workload.model.name}` raised "
+        case _:
+            doing = ""
+    return Failed(message=doing + _in_a_line(error), detail=_blame(error), bad_input=bool(doing))
+
+
+def _in_a_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _blame(error: BaseException) -> str:
+    """The innermost line that is neither ours nor an installed package's: the user's, where there is one."""
+    ours = Path(__file__).parents[1]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if ours not in Path(frame.filename).parents
+        and "site-packages" not in frame.filename
+        and Path(frame.filename).is_file()
+        and Path(sys.base_prefix) not in Path(frame.filename).parents
+    ]
+    return f"at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

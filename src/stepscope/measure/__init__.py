@@ -1,0 +1,1 @@
+"""Running a workload and writing down what happened. This half needs torch."""

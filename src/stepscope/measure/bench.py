@@ -1,0 +1,67 @@
+"""One case, measured: build it, warm it up, time it, and say what to doubt."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from stepscope import cost
+from stepscope.measure.failures import is_out_of_memory
+from stepscope.measure.flops import count_forward_flops
+from stepscope.measure.memory import HostMemory, limit_memory
+from stepscope.measure.soundness import Watch, doubt_samples
+from stepscope.measure.timing import time_steps
+from stepscope.recording.bench import Doubt, Measurement
+from stepscope.spec import Case, ModelShape
+from stepscope.step import Step, build
+
+Stage = Literal["building", "warming up", "timing", "counting operations"]
+
+
+def measure(
+    case: Case, device: torch.device, *, on_stage: Callable[[Stage], None]
+) -> tuple[Measurement, tuple[Doubt, ...]]:
+    """The process is used up by this: its memory is capped and its peak counted from here. One case, one process."""
+    host = HostMemory() if device.type == "cpu" else None
+    if case.timing.memory_limit is not None:
+        limit_memory(device, case.timing.memory_limit)
+    on_stage("building")
+    step = build(case.workload, device)
+    on_stage("warming up")
+    warmup = time_steps(step, case.timing.warmup)
+    on_stage("timing")
+    watch = Watch(device)
+    samples = time_steps(step, case.timing.steps, after_step=watch.look)
+    doubts = watch.doubts() + doubt_samples(samples, warmup=case.timing.warmup)
+    peak_bytes = host.peak_bytes() if host else torch.cuda.max_memory_allocated(device)
+    reserved_bytes = None if host else torch.cuda.max_memory_reserved(device)
+    on_stage("counting operations")
+    flops, more = _forward_flops(step)
+    measurement = Measurement(
+        clock="cuda events" if device.type == "cuda" else "host",
+        phases_ns={name: tuple(values) for name, values in samples.phases_ns.items()},
+        step_ns=tuple(samples.step_ns),
+        host_step_ns=tuple(samples.host_step_ns),
+        enqueue_ns=tuple(samples.enqueue_ns),
+        warmup_ns=tuple(warmup.step_ns),
+        parameters=step.parameters,
+        forward_flops=flops,
+        flops_source="closed form" if isinstance(case.workload.model, ModelShape) else "counted",
+        peak_bytes=peak_bytes,
+        peak_kind="rss above start" if host else "cuda allocator",
+        reserved_bytes=reserved_bytes,
+    )
+    return measurement, (*doubts, *more)
+
+
+def _forward_flops(step: Step) -> tuple[int | None, list[Doubt]]:
+    workload = step.workload
+    if isinstance(workload.model, ModelShape):
+        return cost.forward_flops(workload.model, batch=workload.batch, context=workload.context), []
+    try:
+        return count_forward_flops(step), []
+    except RuntimeError as error:
+        # A compiled step can fit where the same pass, uncompiled, does not. The timings stand; the count is missing.
+        if not is_out_of_memory(error):
+            raise
+        return None, [Doubt(code="uncounted", text="no memory left to count the operations: no TFLOP/s")]

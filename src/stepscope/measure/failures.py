@@ -1,0 +1,31 @@
+"""Telling "out of memory" from every other failure. Libraries say it in many ways, most of them plain RuntimeErrors.
+
+No torch here: a sweep reads a dead worker's last words with it.
+"""
+
+import re
+
+_OUT_OF_MEMORY = re.compile(
+    "|".join(
+        (
+            r"out of memory",
+            r"DefaultCPUAllocator: (can't|not enough)",
+            r"bad_alloc",
+            r"cannot allocate memory",
+            r"could not create a memory",  # oneDNN
+            r"ALLOC_FAILED",  # cuBLAS, cuDNN
+            r"\bMemoryError\b",
+        )
+    ),
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and mentions_out_of_memory(str(error))
+
+
+def mentions_out_of_memory(text: str) -> bool:
+    return _OUT_OF_MEMORY.search(text) is not None

@@ -1,0 +1,44 @@
+"""The operations of a forward pass of any model, counted as they are dispatched.
+
+The built-in model has closed forms (`cost`). For a user's own we let one forward pass run under PyTorch's counter, with
+one correction: its formulas for fused attention ignore `is_causal` and count the full square, twice what is computed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from stepscope.step import Step
+
+_aten = torch.ops.aten
+# The position of `is_causal` differs between the backends' operators, and it may come by name.
+_CAUSAL_POSITION = {
+    _aten._scaled_dot_product_flash_attention: 4,
+    _aten._scaled_dot_product_flash_attention_for_cpu: 4,
+    _aten._scaled_dot_product_efficient_attention: 6,
+    _aten._scaled_dot_product_cudnn_attention: 6,
+}
+
+
+def count_forward_flops(step: Step) -> int:
+    counter = FlopCounterMode(display=False, custom_mapping=_attention_formulas())
+    with counter:
+        step.forward_without_graph()
+    return counter.get_total_flops()
+
+
+def _attention_formulas() -> dict[Any, Any]:
+    return {operator: _formula(position) for operator, position in _CAUSAL_POSITION.items()}
+
+
+def _formula(position: int) -> Callable[..., int]:
+    def formula(query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **kwargs: Any) -> int:
+        index = position - 3
+        causal = kwargs.get("is_causal", args[index] if index < len(args) else False)
+        batch, heads, queries, head_dim = query_shape
+        full = 2 * batch * heads * queries * key_shape[-2] * (head_dim + value_shape[-1])
+        return int(full) // 2 if causal else int(full)
+
+    return formula

@@ -1,0 +1,60 @@
+"""Peak memory and its cap, on a GPU and on a CPU.
+
+On CUDA both are the caching allocator's. A CPU has no such allocator: the peak is how far the process's resident set
+rose above where it stood before the model was built, and the cap is a limit on how far its data segment may grow from
+there.
+"""
+
+import resource
+from pathlib import Path
+
+import torch
+
+from stepscope.errors import StepscopeError
+
+
+class HostMemory:
+    """The resident high-water mark above the moment this was made."""
+
+    def __init__(self) -> None:
+        # 5 resets the high-water mark to the present size: what importing torch took does not count.
+        Path("/proc/self/clear_refs").write_text("5")
+        self._start_bytes = _status_bytes("VmRSS")
+
+    def peak_bytes(self) -> int:
+        return max(0, _status_bytes("VmHWM") - self._start_bytes)
+
+
+def limit_memory(device: torch.device, limit_bytes: int) -> None:
+    """From here on, what does not fit into `limit_bytes` fails to allocate."""
+    if device.type == "cuda":
+        _limit_allocator(device, limit_bytes)
+    else:
+        _limit_data_segment(limit_bytes)
+
+
+def _limit_allocator(device: torch.device, limit_bytes: int) -> None:
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    if limit_bytes > total_bytes:
+        raise StepscopeError(
+            f"memory limit `{limit_bytes:,}` bytes is more than the device has",
+            detail=f"{torch.cuda.get_device_name(device)} has {total_bytes:,} bytes",
+            hint="leave --memory-limit out",
+        )
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, device)
+
+
+def _limit_data_segment(limit_bytes: int) -> None:
+    # The pool's threads take their stacks now: under the limit a thread that cannot start aborts the process.
+    square = torch.ones(256, 256)
+    torch.mm(square, square).sum()
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _status_bytes("VmData") + limit_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")

@@ -1,0 +1,107 @@
+"""Reasons to doubt a timing, looked for while it is made and kept with it.
+
+A doubt never changes a figure. It stands beside it in the table, so that nobody compares a throttled run with a cool
+one without knowing.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from stepscope.explain.statistics import summarise
+from stepscope.measure import nvml
+from stepscope.measure.timing import Samples
+from stepscope.recording.bench import Doubt
+
+SPREAD_LIMIT = 0.10  # of the middle 60 % of steps, relative to the median
+FEWEST_STEPS = 5
+COLD_RATIO = 1.25  # first timed step against the median
+CLOCK_LIMIT = 0.02  # host clock against CUDA events...
+CLOCK_SLACK_NS = 100_000  # ...beyond what one wait for the device costs
+ENQUEUE_SHARE = 0.90  # of the step that the host spent issuing work
+OTHERS_LIMIT = 0.10  # of all cores, used by other processes
+NVML_INTERVAL_NS = 100_000_000
+
+
+class Watch:
+    """Looks at the machine while steps run: GPU throttling and company on CUDA, other processes' load on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reasons: set[str] = set()
+        self._others: set[int] = set()
+        self._next_look_ns = 0
+        self._start = _cpu_times()
+
+    def look(self) -> None:
+        """Called between steps, off the clock. A look takes tens of microseconds; ten a second are enough."""
+        if self._device.type != "cuda" or time.perf_counter_ns() < self._next_look_ns:
+            return
+        self._next_look_ns = time.perf_counter_ns() + NVML_INTERVAL_NS
+        self._reasons |= nvml.throttle_reasons(self._device) or set()
+        self._others |= set(nvml.other_processes(self._device) or ())
+
+    def doubts(self) -> list[Doubt]:
+        if self._device.type != "cuda":
+            return self._doubt_load()
+        doubts = []
+        if self._reasons:
+            clocks = nvml.clocks(self._device)
+            at = f" (SM clock {clocks.sm_mhz} of {clocks.max_sm_mhz} MHz)" if clocks else ""
+            doubts.append(Doubt(code="throttled", text=f"clocks held back by {', '.join(sorted(self._reasons))}{at}"))
+        if self._others:
+            count = len(self._others)
+            doubts.append(Doubt(code="shared", text=f"{count} other process{'es' * (count > 1)} on the GPU"))
+        return doubts
+
+    def _doubt_load(self) -> list[Doubt]:
+        busy, own, wall = (end - start for end, start in zip(_cpu_times(), self._start, strict=True))
+        others = max(0.0, busy - own) / (wall * (os.cpu_count() or 1)) if wall else 0.0
+        if others <= OTHERS_LIMIT:
+            return []
+        return [Doubt(code="shared", text=f"other processes used {others:.0%} of the CPU meanwhile")]
+
+
+def doubt_samples(samples: Samples, *, warmup: int) -> list[Doubt]:
+    """What the samples themselves say against each other."""
+    step = summarise(samples.step_ns)
+    doubts = []
+    if len(samples.step_ns) < FEWEST_STEPS:
+        doubts.append(Doubt(code="few", text=f"{len(samples.step_ns)} steps are too few for a spread"))
+    elif step.spread > SPREAD_LIMIT:
+        doubts.append(
+            Doubt(code="spread", text=f"the middle 60 % of steps spread over {step.spread:.0%} of the median")
+        )
+    if len(samples.step_ns) > 1 and samples.step_ns[0] > COLD_RATIO * step.median:
+        first = samples.step_ns[0] / step.median
+        after = f"after {warmup} warm-up steps" if warmup else "without warm-up"
+        doubts.append(Doubt(code="cold", text=f"the first step {after} took {first:.1f} times the median"))
+    return doubts + _doubt_clocks(samples, step.median)
+
+
+def _doubt_clocks(samples: Samples, step_median: float) -> list[Doubt]:
+    host_median = summarise(samples.host_step_ns).median
+    doubts = []
+    if abs(host_median - step_median) > CLOCK_SLACK_NS + CLOCK_LIMIT * step_median:
+        off = host_median / step_median - 1
+        doubts.append(Doubt(code="clocks", text=f"the host's clock reads {off:+.1%} against CUDA events"))
+    if samples.enqueue_ns != samples.step_ns:
+        share = summarise(_ratios(samples.enqueue_ns, samples.host_step_ns)).median
+        if share > ENQUEUE_SHARE:
+            doubts.append(Doubt(code="host-bound", text=f"the host spent {share:.0%} of the step issuing work"))
+    return doubts
+
+
+def _ratios(parts: Sequence[int], wholes: Sequence[int]) -> list[float]:
+    return [part / whole for part, whole in zip(parts, wholes, strict=True)]
+
+
+def _cpu_times() -> tuple[float, float, float]:
+    """Seconds all cores were busy, this process's share of them, and the wall clock."""
+    fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = fields
+    busy = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    return busy, time.process_time(), time.perf_counter()

@@ -1,0 +1,146 @@
+"""Every operation of the reference Transformer, once, from tensor primitives.
+
+The model, the tests and the benchmarks import these, so that "the reference" means one thing. They are
+written to be read: a kernel that is faster than one of them has to give the same numbers, and the reader
+should be able to check here what those numbers are. Nothing comes from `torch.nn.functional`.
+
+Precision is part of the definition. Sums over many terms (the norm's mean square, the softmax, the loss) are
+computed in fp32 even when the tensors are bf16 or fp16, and the result goes back to the input's dtype; matrix
+products stay in the dtype they are given, or the one that `torch.autocast` chooses. float64 stays float64
+throughout, which makes the same code the truth that tests compare against. Autocast treats exp and sum
+differently on CPU and CUDA; because the widening is explicit here, both devices compute the same thing.
+
+A maximum subtracted for stability is detached: the result does not depend on it, so its gradient is exactly
+zero and autograd need not save anything to find that out.
+"""
+
+# B batch, H query heads, G key/value heads (G divides H), L length, Q queries, K keys,
+# S = Q * H/G the queries of a group, D head dim, P = D/2 rotated pairs, V vocabulary, N all targets.
+# A tensor without a suffix may have any leading dimensions; its docstring says what the last ones are.
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def _widen(x: Tensor) -> Tensor:
+    """x in the dtype that sums are computed in: at least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply (..., in) by a weight of shape (out, in), without a bias: (..., out)."""
+    return x @ weight.T
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """The rows of weight (vocabulary, width) that ids (...) name: (..., width)."""
+    # Not `weight[ids]`: that would take a negative id as counting from the end instead of refusing it.
+    return weight.index_select(0, ids.flatten()).view(*ids.shape, weight.shape[1])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale (..., width) to a root mean square of one, then each feature by weight (width)."""
+    wide = _widen(x)
+    inverse_rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * inverse_rms * weight).to(x.dtype)
+
+
+def rope_tables(
+    head_dim: int,
+    context: int,
+    theta: float,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin (context, head_dim / 2) of the angle position * theta ** (-2i / head_dim) of pair i."""
+    if head_dim % 2:
+        raise ValueError(f"RoPE rotates pairs: head_dim must be even, not {head_dim}")
+    # float64 until the end: an fp32 angle of thousands of radians is already wrong in its fourth decimal.
+    pair_P = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device)
+    position_L = torch.arange(context, dtype=torch.float64, device=device)
+    angle_LP = torch.outer(position_L, theta ** (-pair_P / head_dim))
+    return angle_LP.cos().to(dtype), angle_LP.sin().to(dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each interleaved pair (2i, 2i+1) of x (..., length, head_dim) by its position's angle.
+
+    cos and sin are (length, head_dim / 2), from `rope_tables`. They are fp32, so a bf16 x is rotated in fp32.
+    """
+    even, odd = x[..., 0::2], x[..., 1::2]
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), element by element."""
+    return x * torch.sigmoid(x)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up: the gated activation between the feed-forward layer's matrices."""
+    return silu(gate) * up
+
+
+def softmax(x: Tensor, dim: int) -> Tensor:
+    """exp(x) / sum(exp(x)) along dim. A row of only -inf has no softmax and gives NaN."""
+    # The wide maximum makes the difference wide without a wide copy of x. exp works in place because the
+    # difference is needed nowhere else: autograd keeps one tensor of x's size here, the exponentials.
+    exponential = (x - _widen(x.detach().amax(dim, keepdim=True))).exp_()
+    return (exponential / exponential.sum(dim, keepdim=True)).to(x.dtype)
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """True (queries, keys) where a key lies in a query's future. The last query and last key are level."""
+    mask_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return mask_QK.triu(1 + num_keys - num_queries)
+
+
+def attention(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
+    """softmax(q k^T * scale) v per head: (B, H, queries, D). scale is 1/sqrt(D) unless given.
+
+    Each key/value head serves the H/G consecutive query heads of its group. Query and key lengths may differ;
+    a causal mask is then aligned at the end (bottom-right), as in decoding: the last query sees every key,
+    the one before it all but the last key. With more queries than keys the first queries see no key, and
+    their output is zero.
+    """
+    num_heads, num_queries, head_dim = q_BHLD.shape[1:]
+    num_groups, num_keys = k_BGLD.shape[1:3]
+    if num_heads % num_groups:
+        raise ValueError(f"key/value heads must divide query heads: {num_groups} does not divide {num_heads}")
+    num_blind = max(0, num_queries - num_keys) if causal else 0
+    if num_blind:
+        # Left out rather than masked: a row of only -inf would be NaN, and so would every gradient.
+        seeing = attention(q_BHLD[:, :, num_blind:], k_BGLD, v_BGLD, causal=True, scale=scale)
+        blind = seeing.new_zeros(*seeing.shape[:2], num_blind, seeing.shape[3])
+        return torch.cat((blind, seeing), dim=2)
+
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    # A group's query heads are stacked along the length: one product serves them all, and no key is copied.
+    # The queries are scaled rather than the scores: fewer elements, and fp16 scores overflow later.
+    heads_per_group = num_heads // num_groups
+    q_BGSD = (q_BHLD * scale).reshape(-1, num_groups, heads_per_group * num_queries, head_dim)
+    scores_BGSK = q_BGSD @ k_BGLD.transpose(-2, -1)
+    if causal:
+        mask_SK = causal_mask(num_queries, num_keys, q_BHLD.device).repeat(heads_per_group, 1)
+        scores_BGSK.masked_fill_(mask_SK, -math.inf)
+    out_BGSD = softmax(scores_BGSK, dim=-1) @ v_BGLD
+    return out_BGSD.reshape(-1, num_heads, num_queries, v_BGLD.shape[-1])
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean of logsumexp(logits) - logits[target] over all targets (...), from logits (..., vocabulary).
+
+    A scalar in fp32, also from bf16 or fp16 logits: bf16 losses move in steps too coarse to see learning.
+    """
+    if logits.shape[:-1] != targets.shape:
+        # Some mismatches would broadcast into a plausible loss.
+        raise ValueError(f"one target per row of logits: {tuple(targets.shape)} for {tuple(logits.shape)}")
+    logits_NV, targets_N1 = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1, 1)
+    max_N1 = _widen(logits_NV.detach().amax(dim=-1, keepdim=True))
+    log_sum_N1 = (logits_NV - max_N1).exp_().sum(dim=-1, keepdim=True).log()
+    target_logit_N1 = logits_NV.gather(-1, targets_N1)
+    # The two large numbers first: their difference is small, and the logarithm then keeps its digits.
+    return (log_sum_N1 + (max_N1 - target_logit_N1)).mean()

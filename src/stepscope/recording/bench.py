@@ -1,0 +1,98 @@
+"""One timed case as it is kept: the raw samples, what ran where, and what to doubt about it.
+
+Samples are kept raw, in nanoseconds, and statistics are made from them when they are shown: a better statistic next
+year works on last year's file. A case that failed is a row as well, with its status and reason.
+"""
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from stepscope.hardware import Hardware
+from stepscope.spec import Case
+
+SCHEMA = "stepscope.bench/1"
+
+Status = Literal["ok", "oom", "error", "crash", "killed", "timeout"]
+Clock = Literal["cuda events", "host"]
+PeakKind = Literal["cuda allocator", "rss above start"]
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a case ran."""
+
+    device: str
+    hardware: Hardware
+    driver_name: str  # what the driver, or the kernel for a CPU, calls the device
+    python: str
+    torch: str
+    triton: str | None
+    cuda: str | None
+    driver: str | None
+    threads: int
+    stepscope: str
+    commit: str | None
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What makes two runs of one case the same measurement. A peak that was measured is not part of it."""
+        parts = (
+            self.device,
+            self.driver_name,
+            self.torch,
+            self.triton,
+            self.cuda,
+            self.threads,
+            self.stepscope,
+        )
+        return tuple(str(part) for part in parts)
+
+
+class Doubt(msgspec.Struct, frozen=True, kw_only=True):
+    """A reason not to trust a figure too far. The code is stable; the text says what was seen."""
+
+    code: str
+    text: str
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """The samples of one case, one entry a step. Phases add up to the step on the same clock."""
+
+    clock: Clock
+    phases_ns: dict[str, tuple[int, ...]]
+    step_ns: tuple[int, ...]
+    host_step_ns: tuple[int, ...]
+    # How long the host needed to issue the step's work, before it waited for the device. On a CPU it is the step.
+    enqueue_ns: tuple[int, ...]
+    warmup_ns: tuple[int, ...]
+    parameters: int
+    forward_flops: int | None
+    flops_source: Literal["closed form", "counted"]
+    peak_bytes: int
+    peak_kind: PeakKind
+    reserved_bytes: int | None = None
+
+
+class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One case of a sweep, done."""
+
+    schema: str = SCHEMA
+    key: str
+    case: Case
+    environment: Environment
+    # Digest of the file behind a model of the user's own: edit the model and its cases are new ones.
+    source: str | None = None
+    status: Status
+    reason: str = ""
+    started: str
+    wall_s: float
+    command: str
+    measurement: Measurement | None = None
+    doubts: tuple[Doubt, ...] = ()
+
+
+def case_key(case: Case, environment: Environment, source: str | None) -> str:
+    """The name under which a case is done or not. Everything that changes what is measured is in it."""
+    content = msgspec.json.encode([case, environment.identity, source], order="sorted")
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,178 @@
+"""A results file: one JSON row a line, appended as it arrives, whole or not at all.
+
+A sweep runs for hours and dies at the worst moment, so the file is built for that. It is only ever appended to, each
+row is on the disk before the next case starts, and one process writes at a time. A last line that a crash or a full
+disk cut short is moved aside when the file is next opened for writing; any other damage is not ours, and is an error.
+"""
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.recording.bench import SCHEMA, BenchRow
+
+
+class _Versioned(msgspec.Struct):
+    schema: str
+
+
+def read_rows(path: Path) -> tuple[BenchRow, ...]:
+    """The rows of a results file, the newest of each case, in the order in which the cases first came."""
+    rows, _ = _parse(path, _read(path))
+    return _newest(rows)
+
+
+class ResultsFile:
+    """A results file open for appending. `rows` are those it had; `damaged_bytes` how much of a cut line was set
+    aside."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        rows, good_bytes = _parse(path, _read(path))
+        self.rows = _newest(rows)
+        self.damaged_bytes = self._repair(good_bytes)
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[Self]:
+        """Opens for this process alone; a second sweep on the same file is an error, not a mixture."""
+        new_folder = not path.parent.exists()
+        descriptor = _open_locked(path)
+        try:
+            yield cls(path, descriptor)
+        finally:
+            if os.fstat(descriptor).st_size == 0:
+                _leave_nothing(path, folder=new_folder)
+            os.close(descriptor)
+
+    def append(self, row: BenchRow) -> None:
+        """The row is on the disk when this returns; when the disk is full, the file is as it was before."""
+        size = os.fstat(self._descriptor).st_size
+        with writing(self.path):
+            try:
+                _write_all(self._descriptor, msgspec.json.encode(row) + b"\n")
+                os.fsync(self._descriptor)
+            except OSError:
+                os.ftruncate(self._descriptor, size)
+                raise
+
+    def _repair(self, good_bytes: int) -> int:
+        content = _read(self.path)
+        rest = content[good_bytes:]
+        with writing(self.path):
+            if rest:
+                with self.path.with_name(self.path.name + ".damaged").open("ab") as aside:
+                    aside.write(rest + b"\n")
+                os.ftruncate(self._descriptor, good_bytes)
+            elif content and not content.endswith(b"\n"):
+                _write_all(self._descriptor, b"\n")
+        return len(rest)
+
+
+def _parse(path: Path, content: bytes) -> tuple[list[BenchRow], int]:
+    """The rows, and how many bytes of the file they take: what lies beyond is a last line cut short."""
+    rows: list[BenchRow] = []
+    good_bytes = 0
+    lines = content.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                rows.append(_decode(path, number, line))
+            except msgspec.DecodeError as error:
+                if number == len(lines) and not isinstance(error, msgspec.ValidationError):
+                    return rows, good_bytes
+                raise StepscopeError(
+                    f"damaged results file: `{path}`, line {number}",
+                    detail=f"{error}; only a last line can be cut short by a crash, so this is other damage",
+                    hint=f"mend or delete that line, or write elsewhere: stepscope bench --out {path.parent}-2",
+                ) from None
+        good_bytes += len(line)
+    return rows, good_bytes
+
+
+def _decode(path: Path, number: int, line: bytes) -> BenchRow:
+    try:
+        schema = msgspec.json.decode(line, type=_Versioned).schema
+    except msgspec.ValidationError:
+        schema = ""
+    if schema != SCHEMA:
+        raise StepscopeError(
+            f"not a results file of this version: `{path}`, line {number}",
+            detail=f"expected rows of schema `{SCHEMA}`, found `{schema or 'none'}`",
+            hint=f"write elsewhere: stepscope bench --out {path.parent}-2",
+        )
+    return msgspec.json.decode(line, type=BenchRow)
+
+
+def _newest(rows: list[BenchRow]) -> tuple[BenchRow, ...]:
+    return tuple({row.key: row for row in rows}.values())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StepscopeError(
+            f"cannot read the results file: `{path}`", detail=error.strerror or "", hint="stepscope bench"
+        ) from None
+
+
+def _leave_nothing(path: Path, *, folder: bool) -> None:
+    """A sweep that was refused before its first row leaves no empty file, nor a folder made for it."""
+    path.unlink()
+    if folder and not any(path.parent.iterdir()):
+        path.parent.rmdir()
+
+
+def _open_locked(path: Path) -> int:
+    """Opens again when another process removed the file, empty, between our opening and our locking it."""
+    while True:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            _lock(path, descriptor)
+            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        except StepscopeError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(path: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StepscopeError(
+            f"another sweep is writing to `{path}`",
+            detail="two would disturb each other's timings as well as the file",
+            hint=f"wait for it, or write elsewhere: stepscope bench --out {path.parent}-2",
+        ) from None
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an operating system's refusal to write at `path` into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise StepscopeError(
+            f"cannot write to `{path}`: {error.strerror}",
+            detail="the rows that were there are whole; free some space and the same command goes on" if full else "",
+            hint="stepscope bench --out FOLDER",
+        ) from None

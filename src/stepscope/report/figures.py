@@ -1,0 +1,99 @@
+"""A `Figure` as a file: PNG, SVG, PDF or one self-contained HTML page, all from one altair definition.
+
+Everything is drawn on this machine: vl-convert carries Vega and its fonts, and the HTML page holds its
+scripts inline, so a figure can be made on a cluster node and opened on a train. How it looks is decided in
+`chart`.
+"""
+
+import json
+import os
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from stepscope.errors import StepscopeError
+from stepscope.findings import Figure
+from stepscope.report.chart import define
+
+SUFFIXES = (".png", ".svg", ".pdf", ".html")
+
+_PNG_SCALE = 2
+# What the bundled scripts leave behind for the page: the one function it calls.
+_EXPORT = "window.vegaEmbed = vegaEmbed;"
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<script>{bundle}</script>
+</head>
+<body>
+<div id="figure"></div>
+<script>vegaEmbed("#figure", {spec}, {{actions: false, renderer: "svg"}});</script>
+</body>
+</html>
+"""
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Draw the figure into `path`; the suffix says how. The file is there whole or not at all."""
+    check_target(path, force=True)
+    _write_atomically(path, draw(figure, path.suffix.lower()))
+
+
+def check_target(path: Path, *, force: bool) -> None:
+    """Refuse what could not be written after hours of measuring. Without `force` nothing is overwritten."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise StepscopeError(
+            f"a figure cannot be written as `{path.suffix or path.name}`: `{path}`",
+            detail=f"expected one of {', '.join(SUFFIXES)}",
+            hint=f"{path.with_suffix('.png')} (or {', '.join(SUFFIXES[1:])})",
+        )
+    if not path.parent.is_dir():
+        raise StepscopeError(f"there is no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")
+    if path.exists() and not force:
+        raise StepscopeError(f"there is a figure already: `{path}`", hint="--force overwrites it")
+
+
+def draw(figure: Figure, suffix: str) -> bytes:
+    """The figure as the content of a file with this suffix, one of `SUFFIXES`."""
+    import altair  # most of a second: not at the top, where `--help` would pay for it
+    import vl_convert
+
+    spec = define(figure).to_dict()
+    version = ".".join(altair.SCHEMA_VERSION.split(".")[:2])
+    match suffix:
+        case ".png":
+            png: bytes = vl_convert.vegalite_to_png(spec, vl_version=version, scale=_PNG_SCALE)
+            return png
+        case ".svg":
+            return str(vl_convert.vegalite_to_svg(spec, vl_version=version)).encode()
+        case ".pdf":
+            pdf: bytes = vl_convert.vegalite_to_pdf(spec, vl_version=version)
+            return pdf
+        case ".html":
+            return _page(figure.title, spec, vl_convert.javascript_bundle(_EXPORT, version)).encode()
+        case _:
+            raise ValueError(f"no figure has the suffix {suffix!r}; expected one of {', '.join(SUFFIXES)}")
+
+
+def _page(title: str, spec: dict[str, Any], bundle: str) -> str:
+    # A series named `</script>` must not end the script it stands in.
+    inline = json.dumps(spec).replace("<", "\\u003c")
+    return _PAGE.format(title=escape(title), bundle=bundle, spec=inline)
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StepscopeError(
+            f"the figure cannot be written: `{path}`",
+            detail=error.strerror or "",
+            hint=f"ls -ld {path.parent} {path}",
+        ) from error

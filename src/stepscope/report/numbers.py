@@ -1,0 +1,119 @@
+"""How a number of each `Column.kind` is written for a person: digits, separators and units, in this one
+place.
+
+A column is written as a whole and not cell by cell, because a reader compares down a column: values of
+similar size share their number of decimals. Values that lie far apart keep three to four significant digits
+each, since common decimals would either drop the small ones or give the large ones digits that were never
+measured.
+"""
+
+import math
+from collections.abc import Sequence
+
+from stepscope.findings import Cell, Column
+
+MISSING = "–"
+# Up to this factor between the largest and the smallest value, a column shares its decimals.
+_CLOSE = 100.0
+_SCIENTIFIC_BELOW, _SCIENTIFIC_FROM = 1e-4, 1e9
+_SUFFIX = {"share": "%", "ratio": "×"}
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_column(column: Column, cells: Sequence[Cell]) -> list[str]:
+    """The cells of one column as text, `MISSING` where there is no value. Strings stay as they are."""
+    values = [_displayed(column, cell) for cell in cells if _is_finite(cell)]
+    decimals = _common_decimals(column, values)
+    return [_format_cell(column, cell, decimals) for cell in cells]
+
+
+def _is_finite(cell: Cell) -> bool:
+    return isinstance(cell, int | float) and math.isfinite(cell)
+
+
+def _displayed(column: Column, cell: Cell) -> float:
+    """The number whose digits are shown: a share is stored as a fraction and shown in per cent."""
+    assert isinstance(cell, int | float)
+    return cell * 100 if column.kind == "share" else cell
+
+
+def _format_cell(column: Column, cell: Cell, decimals: int | None) -> str:
+    if cell is None:
+        return MISSING
+    if isinstance(cell, str) or column.kind == "text" or not math.isfinite(cell):
+        return str(cell)
+    if column.kind == "bytes":
+        return _format_bytes(cell)
+    value = _displayed(column, cell)
+    return _format_decimal(value, _decimals(column, value) if decimals is None else decimals, column.kind)
+
+
+def _format_decimal(value: float, decimals: int, kind: str) -> str:
+    # A count is exact at any size and a share has its one decimal; the others may turn to powers of ten.
+    if kind not in ("count", "share") and value and not _SCIENTIFIC_BELOW <= abs(value) < _SCIENTIFIC_FROM:
+        return f"{value:.2e}{_SUFFIX.get(kind, '')}"
+    return f"{value:z,.{decimals}f}{_SUFFIX.get(kind, '')}"
+
+
+def _common_decimals(column: Column, values: Sequence[float]) -> int | None:
+    """The decimals all values share, or None where they lie too far apart to share any."""
+    sizes = [abs(value) for value in values if value]
+    if not sizes:
+        return 0
+    if max(sizes) > _CLOSE * min(sizes):
+        return None
+    return _decimals(column, min(sizes))
+
+
+def _decimals(column: Column, value: float) -> int:
+    """Decimals for one value on its own. Rounding first: 9.999 is shown as 10.0 and not as 10.00."""
+    match column.kind:
+        case "count":
+            return 0
+        case "share":
+            return 1
+        case "ratio":
+            ladder = _ratio_decimals
+        case _:
+            ladder = _measured_decimals
+    return ladder(round(value, ladder(value)))
+
+
+def _measured_decimals(value: float) -> int:
+    """Three significant digits, four from 100 on: 0.0123, 1.23, 12.3, 123.4, 1,234."""
+    size = abs(value)
+    if size >= 1000 or not size:
+        return 0
+    if size >= 100:
+        return 1
+    return 2 - math.floor(math.log10(size))
+
+
+def _ratio_decimals(value: float) -> int:
+    """Two decimals, as a speed-up is quoted; fewer for a large factor, more for one that would read 0.00×."""
+    size = abs(value)
+    if size >= 100 or not size:
+        return 0
+    if size >= 10:
+        return 1
+    return 2 if size >= 0.1 else 1 - math.floor(math.log10(size))
+
+
+def _format_bytes(value: float) -> str:
+    """Three significant digits in binary units, changing at 1000 rather than 1024 so that none has four."""
+    unit = 0
+    while abs(value) >= 999.5 and unit < len(_BINARY_UNITS) - 1:
+        value /= 1024
+        unit += 1
+    if unit == 0:
+        return f"{value:z.0f} {_BINARY_UNITS[unit]}"
+    return f"{value:z,.{_byte_decimals(value)}f} {_BINARY_UNITS[unit]}"
+
+
+def _byte_decimals(value: float) -> int:
+    size = abs(value)
+    if size >= 99.95:
+        return 0
+    if size >= 9.995:
+        return 1
+    return 2 if size >= 0.9995 else 3

@@ -1,0 +1,75 @@
+"""A `Table` in the format the user asked for.
+
+Text, Markdown and LaTeX are for people: rounded, with units, without the detail columns unless asked. CSV
+and JSON are for programs: every column under its key, every value in full precision. `None` is an en dash
+for people, an empty field in CSV and null in JSON. A number that is not finite is shown as it is (`nan`,
+`inf`) except in JSON, which has no such number and gets null: an overflow that a reader takes for a case
+that did not run would be the wrong answer.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from stepscope.findings import Cell, Column, Table
+from stepscope.report.markup import render_latex, render_markdown
+from stepscope.report.sheet import lay_out
+from stepscope.report.text import render_text
+
+
+class Format(StrEnum):
+    """What `--format` accepts."""
+
+    TEXT = "text"
+    MD = "md"
+    LATEX = "latex"
+    CSV = "csv"
+    JSON = "json"
+
+
+class _JsonTable(msgspec.Struct, frozen=True, kw_only=True):
+    """What a JSON table looks like. The rows are objects, so that a new column breaks no reader."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: list[dict[str, Cell]]
+    notes: tuple[str, ...]
+
+
+def render(table: Table, format: Format, *, detail: bool = False, width: int | None = None) -> str:  # noqa: A002
+    """The table as a complete file that ends in a newline.
+
+    `detail` shows the detail columns, which CSV and JSON always carry. `width` is the terminal's, for text.
+    """
+    match format:
+        case Format.TEXT:
+            return render_text(lay_out(table, detail=detail), width)
+        case Format.MD:
+            return render_markdown(lay_out(table, detail=detail))
+        case Format.LATEX:
+            return render_latex(lay_out(table, detail=detail))
+        case Format.CSV:
+            return _render_csv(table)
+        case Format.JSON:
+            return _render_json(table)
+
+
+def _render_csv(table: Table) -> str:
+    return "".join(map(_csv_line, ([column.key for column in table.columns], *table.rows)))
+
+
+def _csv_line(cells: Sequence[Cell]) -> str:
+    """One line. Python 3.11 quotes a carriage return only where the line ending has one, hence the detour."""
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\r\n").writerow(cells)
+    return buffer.getvalue().removesuffix("\r\n") + "\n"
+
+
+def _render_json(table: Table) -> str:
+    keys = [column.key for column in table.columns]
+    rows = [dict(zip(keys, row, strict=True)) for row in table.rows]
+    content = _JsonTable(title=table.title, columns=table.columns, rows=rows, notes=table.notes)
+    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode() + "\n"

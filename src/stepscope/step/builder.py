@@ -1,0 +1,133 @@
+"""`build(workload)` makes a runnable step of any model: the built-in one, a user's own, or one from `transformers`.
+
+A step is a sequence of named phases. Running them in order is one step, whoever runs them: a bare loop, the timer
+with a clock between phases, or a profiler with ranges around them. So no measurement has a training loop of its own.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.nn import AdamW
+from stepscope.spec import Factory, HuggingFace, ModelShape, Optimizer, Workload
+from stepscope.step.builtin import build_builtin
+from stepscope.step.checkpointing import checkpoint_blocks
+from stepscope.step.hf import build_hf
+from stepscope.step.own import Parts, build_own
+
+# Small enough that random tokens do not send the weights away over a few hundred steps.
+LEARNING_RATE = 1e-4
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Step:
+    """One step of a workload, phase by phase.
+
+    Between phases it holds the loss, and with it the graph: `backward` lets both go. What a mode leaves behind (a
+    graph in `forward`, gradients in `forward-backward`) is dropped at the start of the next step, so two never stand
+    together.
+    """
+
+    def __init__(self, workload: Workload, parts: Parts, device: torch.device) -> None:
+        self.workload = workload
+        self.device = device
+        self.module = parts.module.train(workload.mode != "inference")
+        self._call = parts.call
+        self._measure_loss = parts.loss
+        self._run: Callable[..., object] = self.module
+        if workload.compile:
+            self._run = torch.compile(self.module, dynamic=False)
+        self._loss: Tensor | None = None
+        self._scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
+        self._optimizer = _build_optimizer(workload.optimizer, self.module)
+        self.phases: tuple[tuple[str, Callable[[], None]], ...] = self._choose_phases()
+
+    def run(self) -> None:
+        for _, phase in self.phases:
+            phase()
+
+    @property
+    def parameters(self) -> int:
+        """Every parameter once, tied ones too."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    def forward_without_graph(self) -> object:
+        """The model's outputs, uncompiled: for counting what it does."""
+        with torch.no_grad(), self._autocast():
+            return self._call(self.module)
+
+    def _choose_phases(self) -> tuple[tuple[str, Callable[[], None]], ...]:
+        match self.workload.mode:
+            case "inference":
+                return (("forward", self._infer),)
+            case "forward":
+                return (("forward", self._forward),)
+            case "forward-backward":
+                return (("forward", self._forward), ("backward", self._backward))
+            case "train":
+                return (("forward", self._forward), ("backward", self._backward), ("optimizer", self._update))
+
+    def _infer(self) -> None:
+        with torch.no_grad(), self._autocast():
+            self._call(self._run)
+
+    def _forward(self) -> None:
+        self._loss = None
+        if self.workload.mode == "forward-backward":
+            self._optimizer.zero_grad(set_to_none=True)
+        with self._autocast():
+            self._loss = self._measure_loss(self._call(self._run))
+
+    def _backward(self) -> None:
+        assert self._loss is not None, "backward runs after forward"
+        self._scaler.scale(self._loss).backward()  # type: ignore[no-untyped-call]
+
+    def _update(self) -> None:
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = AUTOCAST_DTYPES.get(self.workload.precision)
+        return torch.autocast(self.device.type, dtype=dtype) if dtype is not None else nullcontext()
+
+
+def build(workload: Workload, device: torch.device) -> Step:
+    """Weights and batch are made on `device` itself: a 2.7B model never passes through the host's memory."""
+    _set_float32_arithmetic(tf32=workload.precision == "tf32")
+    torch.manual_seed(workload.seed)
+    with device:
+        parts = _build_parts(workload, device)
+    parts.module.to(device)
+    if workload.checkpoint == "block":
+        checkpoint_blocks(parts.module)
+    return Step(workload, parts, device)
+
+
+def _build_parts(workload: Workload, device: torch.device) -> Parts:
+    match workload.model:
+        case ModelShape() as shape:
+            return build_builtin(workload, shape)
+        case Factory() as factory:
+            return build_own(workload, factory, device)
+        case HuggingFace() as config:
+            return build_hf(workload, config)
+
+
+def _set_float32_arithmetic(*, tf32: bool) -> None:
+    """fp32 means fp32: PyTorch leaves cuDNN's convolutions in tf32 unless told otherwise."""
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+
+
+def _build_optimizer(name: Optimizer, module: nn.Module) -> torch.optim.Optimizer:
+    makers: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": AdamW,
+        "adamw-torch": torch.optim.AdamW,
+        "adamw-fused": partial(torch.optim.AdamW, fused=True),
+        "sgd": torch.optim.SGD,
+    }
+    return makers[name](list(module.parameters()), lr=LEARNING_RATE)

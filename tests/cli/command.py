@@ -1,0 +1,60 @@
+"""Running the command as a person does: a real process, in a folder of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TINY = ["--d-model", "16", "--d-ff", "32", "--num-layers", "1", "--num-heads", "2", "--vocab", "50"]
+TINY += ["--batch", "1", "--device", "cpu", "--warmup", "1", "--steps", "2"]
+
+
+def stepscope(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "stepscope", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env=os.environ | environment,
+    )
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "stepscope", *arguments],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def rows(folder: Path, out: str = "runs/bench") -> list[dict[str, Any]]:
+    """The raw lines, duplicates and all."""
+    path = folder / out / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def workers() -> list[int]:
+    """Worker processes that are alive on this machine."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if b"stepscope.jobs.worker" in command and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def kill(process: "subprocess.Popen[bytes]", with_signal: signal.Signals = signal.SIGKILL) -> int:
+    process.send_signal(with_signal)
+    return process.wait(timeout=30)

@@ -1,0 +1,246 @@
+"""`stepscope bench` from a person's side: tables, resuming, failures, bad input."""
+
+import csv
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import TINY, kill, rows, start, stepscope, workers
+
+FACTORY = """
+import os
+import torch
+from torch import nn
+
+def build(batch, context):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return model, torch.randn(batch, context, 4), lambda output: output.square().mean()
+
+def raises(batch):
+    raise RuntimeError("no such dataset")
+
+def dies(batch, context):
+    if context == 32:
+        os.kill(os.getpid(), 11)
+    return build(batch, context)
+
+def raises_at_32(batch, context):
+    if context == 32:
+        raise RuntimeError("only 16")
+    return build(batch, context)
+
+def hangs(batch, context):
+    import time
+    time.sleep(600)
+"""
+
+
+def test_a_grid_gives_a_row_a_case_and_running_it_again_runs_nothing(tmp_path: Path) -> None:
+    command = ["bench", *TINY, "--context", "8,16", "--precision", "fp32,bf16"]
+    first = stepscope(tmp_path, *command)
+    assert first.returncode == 0, first.stderr
+    assert "vs fp32" in first.stdout
+    assert [r["status"] for r in rows(tmp_path)] == ["ok"] * 4
+    again = stepscope(tmp_path, *command)
+    assert "4 of 4 cases are done already" in again.stderr
+    assert again.stdout == first.stdout
+    assert len(rows(tmp_path)) == 4
+    fresh = stepscope(tmp_path, *command, "--fresh", "--context", "8", "--precision", "fp32")
+    assert fresh.returncode == 0
+    assert len(rows(tmp_path)) == 5
+
+
+def test_formats_carry_the_same_rows(tmp_path: Path) -> None:
+    stepscope(tmp_path, "bench", *TINY, "--context", "8")
+    show = ["bench", "--from", "runs/bench/results.jsonl"]
+    table = json.loads(stepscope(tmp_path, *show, "--format", "json").stdout)
+    (by_csv,) = csv.DictReader(stepscope(tmp_path, *show, "--format", "csv").stdout.splitlines())
+    assert float(by_csv["step_median_ms"]) == table["rows"][0]["step_median_ms"]
+    assert {"forward_p20_ms", "optimizer_sd_ms", "step_max_ms", "mfu"} <= set(by_csv)
+    assert stepscope(tmp_path, *show, "--format", "md").stdout.count("|") > 20
+    assert r"\toprule" in stepscope(tmp_path, *show, "--format", "latex").stdout
+
+
+def test_chart_is_drawn_and_not_overwritten_unless_forced(tmp_path: Path) -> None:
+    stepscope(tmp_path, "bench", *TINY, "--context", "8,16")
+    show = ["bench", "--from", "runs/bench/results.jsonl", "--plot", "chart.png"]
+    assert stepscope(tmp_path, *show).returncode == 0
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    again = stepscope(tmp_path, *show)
+    assert again.returncode == 2
+    assert "--force" in again.stderr
+    assert stepscope(tmp_path, *show, "--force").returncode == 0
+
+
+def test_every_case_has_a_process_of_its_own(tmp_path: Path) -> None:
+    """One crashes and the others are measured."""
+    (tmp_path / "mine.py").write_text(FACTORY)
+    done = stepscope(
+        tmp_path, "bench", "--model", "mine:dies", "--context", "16,32,64", "--device", "cpu", "--steps", "2"
+    )
+    assert done.returncode == 0, done.stderr
+    found = {r["case"]["workload"]["context"]: r for r in rows(tmp_path)}
+    assert [found[context]["status"] for context in (16, 32, 64)] == ["ok", "crash", "ok"]
+    assert "SIGSEGV" in found[32]["reason"]
+    assert (tmp_path / "runs/bench/logs" / f"{found[32]['key']}.log").exists()
+
+
+def test_a_case_that_needs_more_than_its_limit_is_oom_and_the_others_complete(tmp_path: Path) -> None:
+    grid = [*TINY, "--context", "8,16,24,32,40,48,56,64,72,80,88,2048"]
+    done = stepscope(tmp_path, "bench", *grid, "--memory-limit", "100MB")
+    assert done.returncode == 0, done.stderr
+    statuses = {r["case"]["workload"]["context"]: r["status"] for r in rows(tmp_path)}
+    assert statuses.pop(2048) == "oom"
+    assert set(statuses.values()) == {"ok"}
+    assert len(statuses) == 11
+
+
+def test_a_sweep_killed_three_times_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
+    command = ["bench", *TINY, "--context", "8,16,24", "--batch", "1,2", "--precision", "fp32,bf16"]
+    chance = random.Random(2)
+    for _ in range(3):
+        sweep = start(tmp_path, *command)
+        time.sleep(chance.uniform(4, 14))
+        kill(sweep)
+        time.sleep(0.3)
+        assert workers() == [], "a killed sweep leaves no worker running"
+    assert stepscope(tmp_path, *command).returncode == 0
+    keys = [r["key"] for r in rows(tmp_path)]
+    assert len(keys) == len(set(keys)) == 12
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path, with_signal: signal.Signals) -> None:
+    sweep = start(tmp_path, "bench", *TINY, "--context", "8,16,24,32,40,48")
+    deadline = time.monotonic() + 120
+    while not rows(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert kill(sweep, with_signal) == 130
+    assert workers() == []
+    assert 1 <= len(rows(tmp_path)) < 6
+
+
+def test_a_killed_worker_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    sweep = start(tmp_path, "bench", "--model", "mine:hangs", "--device", "cpu")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and sweep.poll() is None:
+        for pid in workers():
+            if b"mine" not in Path(f"/proc/{pid}/maps").read_bytes() and _age_s(pid) > 8:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+    (row,) = rows(tmp_path)
+    assert row["status"] == "killed"
+    assert "SIGKILL while building" in row["reason"]
+
+
+def _age_s(pid: int) -> float:
+    try:
+        started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except FileNotFoundError:
+        return 0.0
+    return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_case_that_hangs_is_ended_in_time(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    done = stepscope(tmp_path, "bench", "--model", "mine:hangs", "--device", "cpu", "--timeout", "6")
+    assert done.returncode == 0
+    assert [r["status"] for r in rows(tmp_path)] == ["timeout"]
+
+
+def test_an_edited_model_is_measured_anew(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    command = ["bench", "--model", "mine:build", "--device", "cpu", "--steps", "2"]
+    stepscope(tmp_path, *command)
+    (tmp_path / "mine.py").write_text(FACTORY + "\n# edited\n")
+    stepscope(tmp_path, *command)
+    assert [r["status"] for r in rows(tmp_path)] == ["ok", "ok"]
+
+
+def test_a_factory_that_fails_late_is_a_row_and_retry_runs_it_again(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    command = ["bench", "--model", "mine:raises_at_32", "--context", "16,32", "--device", "cpu", "--steps", "2"]
+    assert stepscope(tmp_path, *command).returncode == 0
+    assert [r["status"] for r in rows(tmp_path)] == ["ok", "error"]
+    assert "only 16" in rows(tmp_path)[1]["reason"]
+    stepscope(tmp_path, *command, "--retry")
+    assert [r["status"] for r in rows(tmp_path)] == ["ok", "error", "error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--size", "smal"], ["unknown size: `smal`", "did you mean `small`", "hint: stepscope bench --list"]),
+        (["--num-heads", "7"], ["num_heads `7`", "hint: --num-heads 8"]),
+        (["--batch", "0"], ["batch `0` is not positive"]),
+        (["--steps", "-3"], ["steps `-3` is not positive"]),
+        (["--size"], ["--size"]),
+        (["--contxt", "8"], ["--contxt", "--context"]),
+        (["--model", "mine:raises"], ["building `mine:raises` raised RuntimeError: no such dataset", "mine.py:"]),
+        (["--model", "mine:missing"], ["`mine` has no `missing`"]),
+        (["--model", "absent:build"], ["cannot import `absent`", "hint: run from the folder"]),
+        (["--model", "broken:build"], ["importing `broken:build` raised SyntaxError"]),
+        (["--device", "cuda:7"], ["no device `cuda:7`", "hint: stepscope doctor"]),
+        (["--config", "none.toml"], ["cannot read the settings file: `none.toml`"]),
+        (["--out", "mine.py/x"], ["cannot write to", "hint: stepscope bench --out FOLDER"]),
+        (["--out", "old"], ["not a results file of this version", "stepscope.bench/0"]),
+        (["--from", "nowhere.jsonl"], ["cannot read the results file: `nowhere.jsonl`"]),
+        (["--plot", "chart.gif"], ["chart.gif", ".png"]),
+        (["--plot", "none/chart.png"], ["no folder `none`", "mkdir"]),
+        (["--precision", "tf32", "--device", "cpu"], ["tf32", "hint: --precision"]),
+    ],
+)
+def test_bad_input_is_an_error_with_a_hint_and_leaves_nothing(
+    tmp_path: Path, arguments: list[str], said: list[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    (tmp_path / "broken.py").write_text("def build(:\n")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/results.jsonl").write_text('{"schema":"stepscope.bench/0"}\n')
+    done = stepscope(tmp_path, "bench", *arguments)
+    assert done.returncode == 2, done.stderr
+    for part in said:
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "runs").exists()
+    assert (tmp_path / "old/results.jsonl").read_text() == '{"schema":"stepscope.bench/0"}\n'
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    shell = f"{sys.executable} -m stepscope bench --list --format csv | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+
+
+def test_without_torch_the_analysis_half_works_and_bench_says_what_to_install(tmp_path: Path) -> None:
+    """A finder that hides torch stands in for an installation without it."""
+    stepscope(tmp_path, "bench", *TINY, "--context", "8")
+    (tmp_path / "hide").mkdir()
+    (tmp_path / "hide/sitecustomize.py").write_text(
+        "import sys\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'triton'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+    )
+    hidden = {"PYTHONPATH": str(tmp_path / "hide")}
+    shown = stepscope(tmp_path, "bench", "--from", "runs/bench/results.jsonl", **hidden)
+    assert shown.returncode == 0, shown.stderr
+    refused = stepscope(tmp_path, "bench", *TINY, **hidden)
+    assert refused.returncode == 2
+    assert "torch is not installed" in refused.stderr
+    assert "pip install 'stepscope[train]'" in refused.stderr
+    examined = stepscope(tmp_path, "doctor", **hidden)
+    assert examined.returncode == 0
+    assert "not installed" in examined.stdout

@@ -1,0 +1,155 @@
+"""The timer, the memory marks and the doubts."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from stepscope.errors import StepscopeError
+from stepscope.measure.environment import check_torch, describe, resolve_device
+from stepscope.measure.failures import is_out_of_memory, mentions_out_of_memory
+from stepscope.measure.soundness import doubt_samples
+from stepscope.measure.timing import Samples, time_steps
+from stepscope.step import Step
+
+MS = 1_000_000
+
+
+@dataclass
+class Sleeper:
+    """Stands in for a step whose phases take a known time."""
+
+    phases: tuple[tuple[str, Callable[[], None]], ...]
+    device: torch.device
+
+
+def sleeper(**phases_s: float) -> Step:
+    phases = tuple((name, lambda s=seconds: time.sleep(s)) for name, seconds in phases_s.items())
+    return Sleeper(phases, torch.device("cpu"))  # type: ignore[return-value]
+
+
+def samples(
+    *step_ns: int, host_ns: tuple[int, ...] | None = None, enqueue_ns: tuple[int, ...] | None = None
+) -> Samples:
+    return Samples(
+        phases_ns={"forward": list(step_ns)},
+        step_ns=list(step_ns),
+        host_step_ns=list(host_ns or step_ns),
+        enqueue_ns=list(enqueue_ns or step_ns),
+    )
+
+
+def codes(found: Samples, warmup: int = 5) -> set[str]:
+    return {doubt.code for doubt in doubt_samples(found, warmup=warmup)}
+
+
+def test_phases_add_up_to_the_step() -> None:
+    found = time_steps(sleeper(forward=0.002, backward=0.004), 3)
+    assert len(found.step_ns) == 3
+    for forward, backward, step in zip(
+        found.phases_ns["forward"], found.phases_ns["backward"], found.step_ns, strict=True
+    ):
+        assert forward + backward == step
+        assert forward >= 2 * MS
+        assert backward >= 4 * MS
+
+
+def test_what_happens_between_steps_is_off_the_clock() -> None:
+    found = time_steps(sleeper(forward=0.001), 3, after_step=lambda: time.sleep(0.05))
+    assert min(found.step_ns) < 50 * MS
+
+
+def test_a_quiet_run_is_not_doubted() -> None:
+    assert codes(samples(*[100 * MS] * 10)) == set()
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        (samples(*[100 * MS] * 3), "few"),
+        (samples(*[100 * MS, 130 * MS] * 5), "spread"),
+        (samples(200 * MS, *[100 * MS] * 9), "cold"),
+        (samples(*[100 * MS] * 10, host_ns=(105 * MS,) * 10), "clocks"),
+        (samples(*[100 * MS] * 10, enqueue_ns=(95 * MS,) * 10), "host-bound"),
+    ],
+)
+def test_each_doubt_is_raised_by_its_cause_alone(found: Samples, code: str) -> None:
+    assert codes(found) == {code}
+
+
+def test_a_wait_of_microseconds_is_no_disagreement_of_clocks() -> None:
+    assert codes(samples(*[1 * MS] * 10, host_ns=(1 * MS + 60_000,) * 10)) == set()
+
+
+def test_a_device_asked_for_is_there_or_is_an_error() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        assert resolve_device("auto") == torch.device("cpu")
+        with pytest.raises(StepscopeError, match="no CUDA device"):
+            resolve_device("cuda")
+
+
+def test_a_cpu_has_a_peak_that_says_it_was_measured() -> None:
+    environment = describe(torch.device("cpu"), {"fp32"})
+    assert environment.hardware.source == "measured"
+    assert set(environment.hardware.peak_flops) == {"fp32"}
+    assert 1e8 < environment.hardware.peak_flops["fp32"] < 1e14
+
+
+def test_a_torch_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_torch()
+    for version in ("2.10.1", "2.14.0+cu130", "3.0.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        with pytest.raises(StepscopeError, match="out of range"):
+            check_torch()
+
+
+def test_memory_failures_are_told_from_others() -> None:
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert is_out_of_memory(
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+    )
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("the allocation of heads"))
+    assert mentions_out_of_memory("terminate called after throwing an instance of 'std::bad_alloc'")
+
+
+def in_a_process(code: str) -> str:
+    """Limits and high-water marks belong to a process; each test takes a new one."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_peak_counts_what_was_freed_again_and_not_what_was_there() -> None:
+    out = in_a_process(
+        "import torch\n"
+        "before = torch.ones(50_000_000)\n"
+        "from stepscope.measure.memory import HostMemory\n"
+        "host = HostMemory()\n"
+        "for _ in range(3):\n"
+        "    tensor = torch.ones(25_000_000); del tensor\n"
+        "print(host.peak_bytes())\n"
+    )
+    # The kernel sums resident pages over its cores lazily, some tens of kilobytes late.
+    assert 99e6 <= int(out) < 130e6
+
+
+def test_a_limit_lets_through_what_fits_and_stops_what_does_not() -> None:
+    out = in_a_process(
+        "import torch\n"
+        "from stepscope.measure.failures import is_out_of_memory\n"
+        "from stepscope.measure.memory import limit_memory\n"
+        "limit_memory(torch.device('cpu'), 200_000_000)\n"
+        "small = torch.ones(25_000_000); del small\n"
+        "try:\n"
+        "    torch.ones(75_000_000)\n"
+        "except RuntimeError as error:\n"
+        "    print('oom' if is_out_of_memory(error) else error)\n"
+    )
+    assert out == "oom"

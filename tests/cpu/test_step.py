@@ -1,0 +1,281 @@
+"""A step of any model, in any mode, is the same sequence of phases and does what it says."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from stepscope import cost
+from stepscope.errors import StepscopeError
+from stepscope.measure.flops import count_forward_flops
+from stepscope.spec import ModelShape, Scalar, Workload, build_case
+from stepscope.step import Step, build
+from stepscope.step.checkpointing import repeated_blocks
+
+CPU = torch.device("cpu")
+TINY: dict[str, Scalar] = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab": 50}
+RUN: dict[str, Scalar] = {"batch": 2, "context": 16, "device": "cpu"}
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.inside = nn.Embedding(50, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.out = nn.Linear(8, 50)
+
+    def forward(self, ids):
+        x = self.inside(ids)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return self.out(x)
+
+def build(batch, context, depth=2):
+    model = Own(depth)
+    ids = torch.randint(50, (batch, context))
+    return model, ids, lambda logits: nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+def as_dict(batch, context):
+    model, ids, loss = build(batch, context)
+    return model, {"ids": ids}, loss
+
+def as_tuple(batch, context):
+    model, ids, loss = build(batch, context)
+    return model, (ids,), loss
+
+class WithLoss(Own):
+    def forward(self, ids):
+        return nn.functional.cross_entropy(super().forward(ids).flatten(0, 1), ids.flatten())
+
+def no_loss(batch, context):
+    return WithLoss(2), torch.randint(50, (batch, context)), None
+
+def two_things(batch): return nn.Linear(1, 1), torch.zeros(1)
+def no_module(batch): return "model", torch.zeros(1), None
+def bad_input(batch): return nn.Linear(1, 1), 3, None
+def bad_loss(batch): return nn.Linear(1, 1), torch.zeros(1, 1), 7
+def vector_loss(batch): return nn.Linear(1, 2), torch.zeros(1, 1), lambda output: output
+def needs_more(batch, width): return None
+def flat(batch): return nn.Linear(1, 1), torch.zeros(1, 1), lambda output: output.sum()
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"own_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def make(**settings: Scalar | Mapping[str, Scalar]) -> Step:
+    return build(build_case({**RUN, **settings}).workload, CPU)
+
+
+def loss_of(step: Step) -> float:
+    dict(step.phases)["forward"]()
+    assert step._loss is not None
+    return float(step._loss.detach())
+
+
+@pytest.mark.parametrize(
+    ("mode", "phases"),
+    [
+        ("inference", ["forward"]),
+        ("forward", ["forward"]),
+        ("forward-backward", ["forward", "backward"]),
+        ("train", ["forward", "backward", "optimizer"]),
+    ],
+)
+def test_modes_are_sequences_of_phases(mode: str, phases: list[str]) -> None:
+    step = make(**TINY, mode=mode)
+    assert [name for name, _ in step.phases] == phases
+    before = [parameter.detach().clone() for parameter in step.module.parameters()]
+    step.run()
+    step.run()
+    has_graph = step._loss is not None and step._loss.grad_fn is not None
+    assert has_graph == (mode != "inference")
+    has_grads = all(parameter.grad is not None for parameter in step.module.parameters())
+    assert has_grads == (mode == "forward-backward")
+    moved = any(not torch.equal(a, b) for a, b in zip(before, step.module.parameters(), strict=True))
+    assert moved == (mode == "train")
+
+
+def test_gradients_of_one_step_do_not_add_to_the_next() -> None:
+    step = make(**TINY, mode="forward-backward")
+    step.run()
+    first = [p.grad.clone() for p in step.module.parameters() if p.grad is not None]
+    step.run()
+    assert all(
+        torch.equal(a, p.grad) for a, p in zip(first, step.module.parameters(), strict=True) if p.grad is not None
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-torch", "adamw-fused", "sgd"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_training_lowers_the_loss(optimizer: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepscope.step.builder.LEARNING_RATE", 1.0 if optimizer == "sgd" else 1e-2)
+    step = make(**TINY, optimizer=optimizer, precision=precision)
+    first = loss_of(step)
+    assert first == pytest.approx(math.log(50), rel=0.2)
+    for _ in range(8):
+        step.run()
+    assert loss_of(step) < first - 0.3
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
+    assert loss_of(make(**TINY, seed=1)) == loss_of(make(**TINY, seed=1))
+    assert loss_of(make(**TINY, seed=1)) != loss_of(make(**TINY, seed=2))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_sdpa_is_the_same_model_as_naive(kv_heads: int) -> None:
+    naive, fused = (
+        make(**TINY, num_kv_heads=kv_heads, attention=a, mode="forward-backward") for a in ("naive", "sdpa")
+    )
+    assert loss_of(naive) == pytest.approx(loss_of(fused), rel=1e-6)
+    naive.run()
+    fused.run()
+    for a, b in zip(naive.module.parameters(), fused.module.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_checkpointing_changes_memory_not_gradients() -> None:
+    plain, saved = (make(**TINY, checkpoint=c, mode="forward-backward") for c in ("none", "block"))
+    stored: dict[str, int] = {}
+    for name, step in (("plain", plain), ("saved", saved)):
+        sizes: list[int] = []
+
+        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            dict(step.phases)["forward"]()
+        stored[name] = sum(sizes)
+        dict(step.phases)["backward"]()
+    assert stored["saved"] < stored["plain"] / 2
+    for a, b in zip(plain.module.parameters(), saved.module.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("factory", ["build", "as_dict", "as_tuple", "no_loss"])
+@pytest.mark.parametrize("checkpoint", ["none", "block"])
+def test_an_own_model_trains(own_module: str, factory: str, checkpoint: str) -> None:
+    step = make(model=f"{own_module}:{factory}", checkpoint=checkpoint)
+    step.run()
+    assert math.isfinite(loss_of(step))
+    assert step.parameters == 50 * 8 + 2 * (8 * 8 + 8) + 8 * 50 + 50
+
+
+def test_set_reaches_the_factory(own_module: str) -> None:
+    step = make(model=f"{own_module}:build", set={"depth": 3})
+    assert len(list(repeated_blocks(step.module))) == 3
+
+
+@pytest.mark.parametrize(
+    ("factory", "settings", "said"),
+    [
+        ("two_things", {}, "a tuple of 2"),
+        ("no_module", {}, "a str as module"),
+        ("bad_input", {}, "a int as input"),
+        ("bad_loss", {}, "a int as loss"),
+        ("needs_more", {}, "needs `width`"),
+        ("build", {"set": {"dept": 3}}, "takes no `dept`"),
+        ("build", {"attention": "sdpa"}, "takes no `attention`"),
+        ("biuld", {}, "did you mean `build`"),
+        ("Own.forward.nothing", {}, "has no"),
+        ("flat", {"checkpoint": "block"}, "no repeated blocks"),
+    ],
+)
+def test_a_factory_off_the_contract_is_told_what_is_wrong(
+    own_module: str, factory: str, settings: dict[str, Scalar], said: str
+) -> None:
+    with pytest.raises(StepscopeError) as raised:
+        make(model=f"{own_module}:{factory}", **settings)
+    assert said in str(raised.value)
+
+
+def test_a_loss_that_is_no_scalar_is_refused(own_module: str) -> None:
+    with pytest.raises(StepscopeError, match="not a scalar"):
+        make(model=f"{own_module}:vector_loss").run()
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    with pytest.raises(StepscopeError, match="no_such_module"):
+        make(model="no_such_module:build")
+
+
+@pytest.mark.parametrize("shape", [TINY, TINY | {"num_kv_heads": 2, "tie_embeddings": True}])
+def test_closed_forms_equal_the_built_model(shape: dict[str, Scalar]) -> None:
+    step = make(**shape)
+    model = step.workload.model
+    assert isinstance(model, ModelShape)
+    assert step.parameters == cost.parameters(model).total
+
+
+def test_counting_agrees_with_the_closed_form_and_halves_causal_attention() -> None:
+    fused, naive = make(**TINY, attention="sdpa"), make(**TINY)
+    model = fused.workload.model
+    assert isinstance(model, ModelShape)
+    closed = cost.forward_flops(model, batch=2, context=16)
+    assert count_forward_flops(fused) == closed
+    # Written out by hand, the mask is applied after the products: the full square is computed and counted.
+    assert count_forward_flops(naive) == closed + 2 * 2 * 2 * 16 * 16 * 32
+
+
+class TestTransformers:
+    """Random weights, no network."""
+
+    TINY_GPT2: ClassVar[dict[str, int]] = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 60}
+
+    def test_a_model_type_with_overrides_trains(self) -> None:
+        step = make(hf="gpt2", set=self.TINY_GPT2, checkpoint="block")
+        first = loss_of(step)
+        for _ in range(3):
+            step.run()
+        assert loss_of(step) < first
+
+    @pytest.mark.parametrize("attention", ["naive", "sdpa"])
+    def test_attention_is_theirs_by_our_name(self, attention: str) -> None:
+        step = make(hf="gpt2", set=self.TINY_GPT2, attention=attention)
+        config = step.module.config
+        assert getattr(config, "_attn_implementation", None) == {"naive": "eager", "sdpa": "sdpa"}[attention]
+
+    def test_a_config_file_is_taken(self, tmp_path: Path) -> None:
+        from transformers import GPT2Config
+
+        GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=60).save_pretrained(tmp_path)
+        step = make(hf=str(tmp_path / "config.json"), mode="inference")
+        step.run()
+        assert step.parameters > 0
+
+    @pytest.mark.parametrize(
+        ("config", "overrides", "said"),
+        [
+            ("gtp2", {}, "did you mean `gpt2`"),
+            ("gpt2", {"n_layers_": 2}, "has no `n_layers_`"),
+            ("gpt2", {"n_positions": 8}, "longer than the model's `8` positions"),
+            ("clip", {}, "causal language model"),
+        ],
+    )
+    def test_what_transformers_cannot_build(self, config: str, overrides: dict[str, Scalar], said: str) -> None:
+        with pytest.raises(StepscopeError) as raised:
+            make(hf=config, set=overrides)
+        assert said in str(raised.value)
+
+    def test_a_file_that_is_no_config(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(StepscopeError, match="not a transformers config"):
+            make(hf=str(tmp_path / "config.json"))
+
+
+def test_workload_from_python_needs_no_flags() -> None:
+    shape = ModelShape(d_model=16, d_ff=32, num_layers=1, num_heads=2, num_kv_heads=2, vocab=20)
+    build(Workload(model=shape, context=8, device="cpu"), CPU).run()

@@ -1,0 +1,100 @@
+"""CSV and JSON carry everything in full precision; no format loses the end of its last line."""
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from stepscope.findings import Cell, Column, Table
+from stepscope.report.tables import Format, render
+
+from .examples import bench_table
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+cells = st.one_of(st.none(), texts, st.integers(), st.floats())
+
+
+def two_columns(rows: list[tuple[Cell, Cell]]) -> Table:
+    columns = (Column(key="a_ms", label="a", kind="ms"), Column(key="b", label="b", detail=True))
+    return Table(title="t", columns=columns, rows=tuple(rows))
+
+
+def as_csv(cell: Cell) -> str:
+    return "" if cell is None else str(cell)
+
+
+@given(st.lists(st.tuples(cells, cells), max_size=5))
+@example([("a\rb", 'say "hi", twice\r\n')])
+@example([(None, None)])
+@example([("a", "space at the end ")])
+@example([(0.1 + 0.2, float("nan"))])
+def test_csv_reads_back_with_every_digit(rows: list[tuple[Cell, Cell]]) -> None:
+    source = render(two_columns(rows), Format.CSV)
+    header, *body = csv.reader(io.StringIO(source, newline=""))
+    assert header == ["a_ms", "b"]
+    assert body == [[as_csv(cell) for cell in row] for row in rows]
+
+
+def test_csv_of_one_empty_cell_is_still_a_row() -> None:
+    table = Table(title="t", columns=(Column(key="a", label="a"),), rows=((None,), ("x",)))
+    assert list(csv.reader(io.StringIO(render(table, Format.CSV)))) == [["a"], [""], ["x"]]
+
+
+@given(st.lists(st.tuples(cells, cells), max_size=5))
+def test_json_reads_back_and_what_is_not_finite_is_null(rows: list[tuple[Cell, Cell]]) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    content = json.loads(render(two_columns(rows), Format.JSON), parse_constant=refuse)
+    expected = [[None if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in row] for row in rows]
+    assert [[row["a_ms"], row["b"]] for row in content["rows"]] == expected
+
+
+def test_json_holds_title_columns_rows_and_notes() -> None:
+    table = bench_table()
+    content = json.loads(render(table, Format.JSON))
+    assert list(content) == ["title", "columns", "rows", "notes"]
+    assert content["title"] == table.title
+    assert content["notes"] == list(table.notes)
+    assert content["columns"] == [msgspec.to_builtins(column) for column in table.columns]
+    assert [tuple(row.values()) for row in content["rows"]] == list(table.rows)
+    assert list(content["rows"][0]) == [column.key for column in table.columns]
+
+
+def test_csv_holds_detail_columns_and_neither_title_nor_notes() -> None:
+    table = bench_table()
+    source = render(table, Format.CSV)
+    header, *rows = csv.DictReader(io.StringIO(source)), *csv.DictReader(io.StringIO(source))
+    assert header.fieldnames == [column.key for column in table.columns]
+    assert [float(row["step_p20_ms"]) for row in rows[:6]] == [row[9] for row in table.rows[:6]]
+    assert table.title not in source
+    assert table.notes[0] not in source
+
+
+@pytest.mark.parametrize("format_", list(Format))
+@pytest.mark.parametrize("num_rows", [0, 1, 40])
+def test_every_format_ends_in_one_newline(format_: Format, num_rows: int) -> None:
+    table = bench_table()
+    source = render(msgspec.structs.replace(table, rows=table.rows[:num_rows]), format_)
+    assert source.endswith("\n")
+    assert not source.endswith("\n\n")
+
+
+def test_formats_are_the_words_of_the_command_line() -> None:
+    assert [str(format_) for format_ in Format] == ["text", "md", "latex", "csv", "json"]
+
+
+def test_importing_report_imports_neither_torch_nor_altair() -> None:
+    code = (
+        "import sys, stepscope.report.tables, stepscope.report.figures\n"
+        "sys.exit(' '.join({'torch', 'altair', 'vl_convert', 'triton'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,20 @@
+"""Flags that may stand alone."""
+
+import pytest
+
+from stepscope.cli.options import fill_bare_flags
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["bench", "--compile"], ["bench", "--compile=yes"]),
+        (["bench", "--compile", "--size", "nano"], ["bench", "--compile=yes", "--size", "nano"]),
+        (["bench", "--compile", "no,yes"], ["bench", "--compile", "no,yes"]),
+        (["bench", "--compile=no"], ["bench", "--compile=no"]),
+        (["bench", "--tie-embeddings", "-h"], ["bench", "--tie-embeddings=yes", "-h"]),
+        ([], []),
+    ],
+)
+def test_a_bare_flag_means_yes(given: list[str], meant: list[str]) -> None:
+    assert fill_bare_flags(given) == meant

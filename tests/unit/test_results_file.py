@@ -1,0 +1,131 @@
+"""A results file survives what happens to files: cut lines, full disks, other versions, second writers."""
+
+import errno
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.errors import StepscopeError
+from stepscope.recording.lines import ResultsFile, read_rows
+from tests.unit.rows import row
+
+ROWS = [row(context=context) for context in (128, 256, 512)]
+
+
+def write(path: Path, rows: list[bytes]) -> Path:
+    path.write_bytes(b"".join(rows))
+    return path
+
+
+def lines() -> list[bytes]:
+    return [msgspec.json.encode(one) + b"\n" for one in ROWS]
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "results.jsonl"
+    with ResultsFile.open(path) as results:
+        for one in ROWS:
+            results.append(one)
+    assert read_rows(path) == tuple(ROWS)
+
+
+@pytest.mark.parametrize("kept_bytes", [1, 10, 500, -2])
+def test_a_last_line_cut_short_is_set_aside_and_the_rest_kept(tmp_path: Path, kept_bytes: int) -> None:
+    whole = lines()
+    path = write(tmp_path / "results.jsonl", [*whole[:2], whole[2][:kept_bytes]])
+    with ResultsFile.open(path) as results:
+        assert results.rows == tuple(ROWS[:2])
+        assert results.damaged_bytes == len(whole[2][:kept_bytes])
+        results.append(ROWS[2])
+    assert read_rows(path) == tuple(ROWS)
+    assert path.read_bytes() == b"".join(whole)
+    assert (tmp_path / "results.jsonl.damaged").read_bytes() == whole[2][:kept_bytes] + b"\n"
+
+
+def test_a_last_line_that_lost_its_newline_only_is_a_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "results.jsonl", [b"".join(lines()).rstrip()])
+    with ResultsFile.open(path) as results:
+        assert results.damaged_bytes == 0
+        results.append(row(context=1024))
+    assert len(read_rows(path)) == 4
+
+
+def test_blocks_of_zeros_after_a_power_cut_are_set_aside(tmp_path: Path) -> None:
+    path = write(tmp_path / "results.jsonl", [*lines(), b"\0" * 4096])
+    with ResultsFile.open(path) as results:
+        assert len(results.rows) == 3
+    assert read_rows(path) == tuple(ROWS)
+
+
+def test_damage_in_the_middle_is_not_ours_to_mend(tmp_path: Path) -> None:
+    whole = lines()
+    path = write(tmp_path / "results.jsonl", [whole[0], whole[1][:50] + b"\n", whole[2]])
+    before = path.read_bytes()
+    with pytest.raises(StepscopeError, match="line 2"), ResultsFile.open(path):
+        pass
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("line", [b'{"schema":"stepscope.bench/9"}\n', b'{"a":1}\n', b"[1,2]\n"])
+def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path, line: bytes) -> None:
+    path = write(tmp_path / "results.jsonl", [line])
+    with pytest.raises(StepscopeError, match="not a results file of this version"), ResultsFile.open(path):
+        pass
+    assert path.read_bytes() == line
+
+
+def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    with ResultsFile.open(path) as results:
+        results.append(row("oom", context=128))
+        results.append(row(context=128))
+    (one,) = read_rows(path)
+    assert one.status == "ok"
+    assert len(path.read_bytes().splitlines()) == 2
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    with (
+        ResultsFile.open(path),
+        pytest.raises(StepscopeError, match="another sweep is writing"),
+        ResultsFile.open(path),
+    ):
+        pass
+
+
+def test_nothing_is_left_behind_when_no_row_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.jsonl"
+    with pytest.raises(RuntimeError), ResultsFile.open(path):
+        raise RuntimeError("refused")
+    assert not path.parent.exists()
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.jsonl"
+    real_write = os.write
+
+    def fill_up(descriptor: int, content: bytes) -> int:
+        if len(content) > 100:
+            return real_write(descriptor, content[:100])  # a part fits...
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with ResultsFile.open(path) as results:
+        results.append(ROWS[0])
+        before = path.read_bytes()
+        monkeypatch.setattr(os, "write", lambda d, c: fill_up(d, c if len(c) != len(lines()[1]) else c[:150]))
+        with pytest.raises(StepscopeError, match="No space left"):
+            results.append(ROWS[1])
+    assert path.read_bytes() == before
+
+
+def test_an_unwritable_folder_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(StepscopeError, match="cannot write") as raised,
+        ResultsFile.open(tmp_path / "file" / "results.jsonl"),
+    ):
+        pass
+    assert "--out" in raised.value.hint

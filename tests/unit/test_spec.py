@@ -1,0 +1,152 @@
+"""Workloads come in by flags, by TOML and from Python, and mean the same; what cannot be says what to change."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.spec import (
+    SIZES,
+    Case,
+    Factory,
+    ModelShape,
+    SpecError,
+    Timing,
+    Workload,
+    build_case,
+    grid_from_flags,
+    grid_from_toml,
+    parse_bytes,
+)
+
+
+def test_flags_toml_and_python_give_the_same_case(tmp_path: Path) -> None:
+    by_flags = grid_from_flags({"size": "small", "context": "256", "precision": "bf16", "memory_limit": "24GB"})
+    file = tmp_path / "grid.toml"
+    file.write_text('size = "small"\ncontext = 256\nprecision = "bf16"\nmemory_limit = "24GB"\n')
+    by_hand = Case(
+        workload=Workload(model=SIZES["small"], context=256, precision="bf16"),
+        timing=Timing(memory_limit=24 * 10**9),
+    )
+    assert by_flags.cases() == grid_from_toml(file).cases() == (by_hand,)
+
+
+def test_grid_is_the_product_of_its_axes_first_axis_slowest() -> None:
+    cases = grid_from_flags({"size": "small,medium", "context": "128,256", "warmup": "0,5"}).cases()
+    seen = [(c.workload.model.name, c.workload.context, c.timing.warmup) for c in cases]
+    assert seen == [(s, c, w) for s in ("small", "medium") for c in (128, 256) for w in (0, 5)]
+
+
+def test_a_value_given_twice_counts_once() -> None:
+    assert len(grid_from_flags({"context": "128,128,256"}).cases()) == 2
+
+
+def test_flags_win_over_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text("context = [128, 256]\nbatch = 2\n")
+    (case,) = grid_from_toml(file).override(grid_from_flags({"context": "64"})).cases()
+    assert (case.workload.context, case.workload.batch) == (64, 2)
+
+
+def test_arguments_of_an_own_model_are_axes_too() -> None:
+    cases = grid_from_flags({"model": "mine:build"}, ["depth=2,4", "fast=true", "name=a"]).cases()
+    models = [c.workload.model for c in cases]
+    assert [m.arguments for m in models if isinstance(m, Factory)] == [
+        (("depth", depth), ("fast", True), ("name", "a")) for depth in (2, 4)
+    ]
+
+
+def test_case_survives_json() -> None:
+    case = build_case({"hf": "gpt2", "set": {"n_layer": 2}, "compile": True})
+    assert msgspec.json.decode(msgspec.json.encode(case), type=Case) == case
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"size": "smal"}, ("smal", "did you mean `small`")),
+        ({"num_heads": "5"}, ("num_heads `5`", "d_model `128`", "--num-heads 4")),
+        ({"num_kv_heads": "3"}, ("num_kv_heads `3`", "--num-kv-heads 2")),
+        ({"d_model": "12", "num_heads": "4"}, ("odd", "--d-model 16")),
+        ({"batch": "0"}, ("batch `0`", "1 or more")),
+        ({"context": "-1"}, ("context `-1`",)),
+        ({"steps": "0"}, ("steps `0`",)),
+        ({"warmup": "-1"}, ("warmup `-1`",)),
+        ({"context": "12x"}, ("--context", "12x")),
+        ({"context": "128,,256"}, ("empty value", "--context")),
+        ({"precision": "fp33"}, ("fp33", "fp32")),
+        ({"mode": "trian"}, ("trian", "did you mean `train`")),
+        ({"device": "gpu"}, ("gpu", "cuda")),
+        ({"device": "cpu", "precision": "tf32"}, ("tf32", "--precision fp32")),
+        ({"mode": "inference", "checkpoint": "block"}, ("checkpoint `block`", "--mode forward-backward")),
+        ({"memory_limit": "lots"}, ("lots", "24GB")),
+        ({"memory_limit": "0"}, ("memory_limit `0`",)),
+        ({"compile": "maybe"}, ("maybe", "--compile")),
+        ({"seed": "-1"}, ("seed `-1`",)),
+        ({"model": "mine"}, ("mine", "package.module:function")),
+        ({"model": "a:b", "size": "small"}, ("`--model` and `--size`", "--set")),
+        ({"model": "a:b", "hf": "gpt2"}, ("`--model` and `--hf`",)),
+        ({"precison": "fp32"}, ("precison", "did you mean `precision`")),
+    ],
+)
+def test_what_cannot_be_says_what_to_change(flags: dict[str, str], said: tuple[str, ...]) -> None:
+    with pytest.raises(SpecError) as raised:
+        grid_from_flags(flags).cases()
+    for part in said:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("contxt = 128", "did you mean `context`"),
+        ("context = []", "no values"),
+        ("context = [[1]]", "neither a word nor a number"),
+        ('batch = "four"', "not a whole number"),
+        ("batch = 1.5", "wrong kind"),
+        ("set = 3", "not a table"),
+        ("context = ", "not a TOML file"),
+        ("[set]\ndepth = 2", "without a model of your own"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=said):
+        grid_from_toml(file).cases()
+
+
+def test_a_missing_file_is_an_error_not_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cannot read"):
+        grid_from_toml(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"), [("24GB", 24 * 10**9), ("24GiB", 24 * 2**30), ("1.5 mib", 1572864), ("512", 512)]
+)
+def test_units_of_memory(text: str, bytes_: int) -> None:
+    assert parse_bytes(text) == bytes_
+
+
+def test_a_named_size_is_known_by_its_name_whatever_its_vocabulary() -> None:
+    shape = msgspec.structs.replace(SIZES["xl"], vocab=50_257)
+    assert shape.name == "xl"
+    assert msgspec.structs.replace(shape, num_layers=2).name == "d1600-f6400-l2-h25"
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**9))
+def test_the_hint_for_heads_always_works(d_model: int, num_heads: int) -> None:
+    """Whatever is wrong with the shape, following the hints leads to one that is accepted."""
+    flags = {"d_model": str(d_model), "num_heads": str(num_heads)}
+    for _ in range(4):
+        try:
+            (case,) = grid_from_flags(flags).cases()
+        except SpecError as error:
+            flag, value = error.hint.split()
+            flags[flag.removeprefix("--").replace("-", "_")] = value
+        else:
+            assert isinstance(case.workload.model, ModelShape)
+            return
+    pytest.fail(f"hints led nowhere: {flags}")
