@@ -31,6 +31,12 @@ def error(actual: Tensor, truth: Tensor) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
+def typical_error(actual: Tensor, truth: Tensor) -> float:
+    """The root mean square difference: for a whole model, where the largest one is luck."""
+    difference = (actual.detach().double() - truth.detach().double()).square().mean().sqrt().item()
+    return math.inf if math.isnan(difference) else difference
+
+
 def one_ulp(truth: Tensor, dtype: torch.dtype) -> float:
     """The step from truth's largest value to the next one that dtype can hold."""
     return torch.finfo(dtype).eps * truth.detach().abs().max().item()
@@ -43,6 +49,7 @@ def assert_as_accurate(
     *,
     name: str = "output",
     computed_in: torch.dtype | None = None,
+    measure: Callable[[Tensor, Tensor], float] = error,
 ) -> None:
     """Ours has plain's shape and dtype, and is at most twice as far from the truth.
 
@@ -51,10 +58,11 @@ def assert_as_accurate(
     assert truth.dtype == torch.float64, f"{name}: the truth is {truth.dtype}"
     assert ours.shape == plain.shape == truth.shape, f"{name}: {ours.shape}, {plain.shape}, {truth.shape}"
     assert ours.dtype == plain.dtype, f"{name}: {ours.dtype} instead of {plain.dtype}"
-    limit = 2 * error(plain, truth) + one_ulp(truth, computed_in or plain.dtype)
+    limit = 2 * measure(plain, truth) + one_ulp(truth, computed_in or plain.dtype)
     limit += FP32_UNITS * one_ulp(truth, torch.float32)
-    assert error(ours, truth) <= limit, f"{name}: off by {error(ours, truth):.3g}, limit {limit:.3g}"
-    assert error(torch.zeros_like(truth), truth) > limit, f"{name}: the limit {limit:.3g} would pass zeros"
+    ours_off, zeros_off = measure(ours, truth), measure(torch.zeros_like(truth), truth)
+    assert ours_off <= limit, f"{name}: off by {ours_off:.3g}, limit {limit:.3g}"
+    assert zeros_off > limit, f"{name}: the limit {limit:.3g} would pass zeros"
 
 
 def run_with_gradients(op: Op, inputs: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:

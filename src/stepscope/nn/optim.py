@@ -102,7 +102,7 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
         for grad in grads
     ]
     total_norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    # The small term keeps gradients that are all zero from becoming NaN.
+    # torch adds the same small term: runs clipped by either agree.
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(factor.to(grad.device))

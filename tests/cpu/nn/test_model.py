@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.nn import REFERENCE, AdamW, Operations, TransformerLM, clip_grad_norm
 from stepscope.nn.model import Block, CausalAttention, Embedding, Linear, RMSNorm, SwiGLU
-from tests.cpu.accuracy import assert_as_accurate, error
+from tests.cpu.accuracy import assert_as_accurate, error, typical_error
 
 VOCAB, HEADS, GROUPS, LAYERS, THETA = 37, 4, 2, 2, 50.0
 IDS_BL = torch.tensor([[1, 5, 9, 36, 0, 5, 7], [2, 2, 30, 11, 8, 20, 3]])
@@ -114,7 +114,7 @@ def _gradients(model: TransformerLM) -> list[Tensor]:
 
 
 def _stack(runs: list[list[Tensor]]) -> list[Tensor]:
-    """Value by value, the runs as one tensor: the largest error of a few small tensors alone is luck."""
+    """Value by value, the runs as one tensor: the error of one scalar or small tensor alone is luck."""
     return [torch.stack(values) for values in zip(*runs, strict=True)]
 
 
@@ -122,7 +122,7 @@ def _assert_model_as_accurate(
     ours: list[Tensor], plain: list[Tensor], truth: list[Tensor], computed_in: torch.dtype
 ) -> None:
     for index, (a, b, c) in enumerate(zip(ours, plain, truth, strict=True)):
-        assert_as_accurate(a, b, c, name=f"value {index}", computed_in=computed_in)
+        assert_as_accurate(a, b, c, name=f"value {index}", computed_in=computed_in, measure=typical_error)
 
 
 def _vary_norms(model: TransformerLM) -> TransformerLM:
@@ -137,10 +137,10 @@ def _vary_norms(model: TransformerLM) -> TransformerLM:
 @pytest.mark.parametrize("num_kv_heads", [None, 2, 1])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_logits_loss_and_every_gradient_match_the_float64_twin(num_kv_heads: int | None, tied: bool) -> None:
-    model = _vary_norms(_build(num_kv_heads=num_kv_heads, tie_embeddings=tied))
-    truth = _plain_gradients(model, torch.float64, tied=tied)
-    plain = _plain_gradients(model, torch.float32, tied=tied)
-    _assert_model_as_accurate(_gradients(model), plain, truth, torch.float32)
+    models = [_vary_norms(_build(seed=seed, num_kv_heads=num_kv_heads, tie_embeddings=tied)) for seed in range(4)]
+    truth = _stack([_plain_gradients(model, torch.float64, tied=tied) for model in models])
+    plain = _stack([_plain_gradients(model, torch.float32, tied=tied) for model in models])
+    _assert_model_as_accurate(_stack([_gradients(model) for model in models]), plain, truth, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)

@@ -189,6 +189,13 @@ def test_clipping_returns_the_norm_before_and_leaves_max_norm_behind() -> None:
     assert clip_grad_norm(params, 0.5).item() == pytest.approx(0.5, rel=1e-5)
 
 
+def test_clipping_in_float64_follows_torch_to_the_last_digits() -> None:
+    ours, theirs = _with_gradients(torch.float64), _with_gradients(torch.float64)
+    torch.testing.assert_close(clip_grad_norm(ours, 0.1), nn.utils.clip_grad_norm_(theirs, 0.1), rtol=1e-14, atol=0)
+    for a, b in zip(_gradients(ours), _gradients(theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
+
+
 def test_small_gradients_are_left_exactly_as_they_are() -> None:
     params, untouched = _with_gradients(torch.float32), _with_gradients(torch.float32)
     clip_grad_norm(params, 1e3)

@@ -1,0 +1,54 @@
+# Two commands on a fresh machine: `make run` and `make test`. Both first make .venv with the pinned set (constraints.txt);
+# that takes minutes once and no time afterwards. tools/setup.py does it and says why it does it that way.
+
+# Where the environment is, and what it is made of. TORCH and DEPS, once given, stay until .venv is made anew.
+VENV ?= .venv
+PYTHON ?=
+TORCH ?=
+DEPS ?=
+# Options for the command that a target runs: make run ARGS="--help", make test ARGS="-k attention"
+ARGS ?=
+
+bin := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test gpu check format clean
+
+help: ## this list
+	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  ARGS="..."                options for the command: make run ARGS="--help", make test ARGS="-k flash"'
+	@echo '  PYTHON=/path/to/python    the Python to use (default: the first of python3, python3.13 ... that will do)'
+	@echo '  TORCH=installed           keep the torch (and numpy, triton) that this Python has; TORCH=pinned goes back'
+	@echo '  DEPS="msgspec typer"      install only these besides what is there (DEPS=none, DEPS=all)'
+	@echo '  VENV=/path                an environment elsewhere than .venv'
+
+setup: ## make .venv with the pinned packages; at once if it is up to date
+	@python=$$(sh tools/python.sh "$(VENV)" "$(PYTHON)") && \
+		"$$python" tools/setup.py --venv "$(VENV)" --torch "$(TORCH)" --deps "$(DEPS)"
+
+run: setup ## the main job: `stepscope bench` over its default grid, on the GPU if there is one
+	"$(bin)/stepscope" bench $(ARGS)
+
+test: setup ## all tests that need no GPU
+	"$(bin)/python" -m pytest tests/unit tests/cpu tests/cli $(ARGS)
+
+gpu: setup ## the tests that need a CUDA GPU
+	@"$(bin)/python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || { \
+		echo 'error: torch finds no CUDA GPU on this machine, so the tests in tests/gpu cannot run' >&2; \
+		echo 'hint: make test    # runs all that need none' >&2; exit 2; }
+	"$(bin)/python" -m pytest tests/gpu $(ARGS)
+
+check: setup ## formatting, lint, types, and that imports point one way
+	"$(bin)/python" -m ruff format --check .
+	"$(bin)/python" -m ruff check .
+	"$(bin)/python" -m mypy
+	"$(bin)/python" -c "from importlinter.cli import lint_imports_command as check; check()"
+
+format: setup ## format the code and fix what the linter can fix
+	"$(bin)/python" -m ruff check --fix --exit-zero --quiet .
+	"$(bin)/python" -m ruff format .
+
+clean: ## remove .venv and every cache; never runs/
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist src/*.egg-info
+	find src tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} +
