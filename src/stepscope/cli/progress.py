@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from stepscope.explain.bench import describe_case, step_ms
+from stepscope.explain.bench import brief, describe_case, step_ms
 from stepscope.jobs.sweep import LOGS_NAME, Listener, Planned
 from stepscope.recording.bench import BenchRow
 
@@ -54,7 +54,7 @@ class _Lines:
     def finish(self, row: BenchRow) -> None:
         self._finished += 1
         step = step_ms(row)
-        outcome = f"{step.median:.4g} ms" if step else f"{row.status}: {row.reason}"
+        outcome = f"{step.median:.4g} ms" if step else f"{row.status}: {brief(row.reason)}"
         log = "" if row.status in ("ok", "oom") else f" ({LOGS_NAME}/{row.key}.log)"
         self._say(f"[{self._finished}/{self._total}] {describe_case(row.case)}: {outcome}{log}")
 

@@ -4,6 +4,7 @@ A column stands for what differs between the rows; what they share is said once,
 since one interrupted step should not decide a comparison; means and deviations stand beside them.
 """
 
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,11 @@ def describe_case(case: Case) -> str:
     words += [f"warm-up {timing.warmup}"] * (timing.warmup != Timing().warmup)
     words += [f"limit {timing.memory_limit / 1e9:g} GB"] if timing.memory_limit else []
     return " ".join(words)
+
+
+def brief(reason: str) -> str:
+    """The beginning of a reason: libraries go on about their settings. The row has all of it."""
+    return textwrap.shorten(reason, 110, placeholder=" …")
 
 
 def step_ms(row: BenchRow) -> Summary | None:
@@ -326,7 +332,7 @@ def _notes(rows: Sequence[BenchRow]) -> list[str]:
     codes = Counter(doubt.code for row in rows for doubt in row.doubts)
     notes += [f"{code}: {DOUBTS[code]} ({_cases(count)})" for code, count in codes.items()]
     reasons = {row.status: row.reason for row in reversed(rows) if row.status != "ok"}
-    notes += [f"{status}: {reason}" for status, reason in reasons.items()]
+    notes += [f"{status}: {brief(reason)}" for status, reason in reasons.items()]
     return notes
 
 
