@@ -41,7 +41,7 @@ def rows(folder: Path, out: str = "runs/bench") -> list[dict[str, Any]]:
 
 
 def workers() -> list[int]:
-    """Worker processes that are alive on this machine."""
+    """Processes that a sweep started and that are alive on this machine, the nursery among them."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -50,7 +50,7 @@ def workers() -> list[int]:
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if b"stepscope.jobs.worker" in command and state != "Z":
+            if b"stepscope.jobs.nursery" in command and state != "Z":
                 found.append(int(entry.name))
     return found
 

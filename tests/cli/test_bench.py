@@ -223,16 +223,15 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
 
 
 def test_without_torch_the_analysis_half_works_and_bench_says_what_to_install(tmp_path: Path) -> None:
-    """A finder that hides torch stands in for an installation without it."""
+    """A path finder that does not see torch stands in for an installation without it."""
     stepscope(tmp_path, "bench", *TINY, "--context", "8")
     (tmp_path / "hide").mkdir()
     (tmp_path / "hide/sitecustomize.py").write_text(
-        "import sys\n"
-        "class Hide:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('torch', 'triton'):\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Hide())\n"
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def find_spec(name, path=None, target=None):\n"
+        "    return None if name.split('.')[0] in ('torch', 'triton') else find(name, path, target)\n"
+        "PathFinder.find_spec = find_spec\n"
     )
     hidden = {"PYTHONPATH": str(tmp_path / "hide")}
     shown = stepscope(tmp_path, "bench", "--from", "runs/bench/results.jsonl", **hidden)

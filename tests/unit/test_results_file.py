@@ -97,10 +97,10 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_behind_when_no_row_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "results.jsonl"
+    path = tmp_path / "new" / "deep" / "results.jsonl"
     with pytest.raises(RuntimeError), ResultsFile.open(path):
         raise RuntimeError("refused")
-    assert not path.parent.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from stepscope.findings import Column, Table
 from stepscope.hardware import find
 from stepscope.jobs.messages import Failed, Inspect, Inspected
-from stepscope.jobs.process import Died, run_worker
+from stepscope.jobs.process import Died, Workers
 from stepscope.recording.inspection import DeviceState, Inspection
 
 Verdict = Literal["fine", "limited", "broken"]
@@ -89,7 +89,8 @@ def _check_host() -> list[Check]:
 
 
 def _check_torch() -> list[Check]:
-    answer = run_worker(Inspect()).answer
+    with Workers() as workers:
+        answer = workers.run(Inspect()).answer
     if isinstance(answer, Inspected):
         return _judge_torch(answer.inspection)
     assert isinstance(answer, Failed | Died), "an inspection is answered by one or fails"

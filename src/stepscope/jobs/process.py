@@ -1,8 +1,14 @@
-"""Starting a worker, listening to it, and saying how it ended when it could not say so itself."""
+"""Processes for cases: started quickly, listened to, and explained when they end without a word.
+
+Importing torch takes seconds, on a GPU host as long as many a case. So one process, the nursery (`jobs.nursery`),
+imports it and nothing else, and every case runs in a process forked from there: as isolated as one started from
+nothing, and there at once. The nursery never touches a GPU, nor runs a model, so what it hands down is clean.
+"""
 
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +17,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import TracebackType
+from typing import IO, Self
 
 import msgspec
 
@@ -19,9 +27,8 @@ from stepscope.jobs.messages import Answer, Request, Result, Stage
 from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.bench import Status
 
-# How often to look whether the worker is still there, besides being woken by its answers.
-_TICK_S = 0.2
 _LOG_TAIL = 20_000
+_LEAVE_S = 0.5  # for a worker that has answered to leave by itself
 
 
 class Died(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +36,13 @@ class Died(msgspec.Struct, frozen=True, kw_only=True):
 
     status: Status
     reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker answered, or how it died, and what it printed."""
+
+    answer: Result | Died
+    log: bytes
 
 
 def require_torch() -> None:
@@ -41,99 +55,191 @@ def require_torch() -> None:
         )
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker answered, or how it died, and what it printed."""
+class Workers:
+    """A source of worker processes, one at a time. Whatever runs ends when this does."""
 
-    answer: Result | Died
-    log: bytes
+    def __init__(self) -> None:
+        self._nursery: _Nursery | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def run(
+        self, request: Request, *, on_stage: Callable[[str], None] = lambda _: None, timeout_s: float | None = None
+    ) -> Ended:
+        """Runs one request in a process of its own."""
+        oom_kills = _kernel_oom_kills()
+        if self._nursery is None:
+            self._nursery = _Nursery()
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        with TemporaryFile() as output, _Worker(self._nursery, request, output) as worker:
+            for stage in worker.listen(deadline):
+                on_stage(stage)
+            worker.end()
+            log = _content(output)
+        if worker.answer is not None:
+            return Ended(answer=worker.answer, log=log)
+        if worker.timed_out:
+            if worker.returncode is None:
+                self._close()
+            reason = f"not done after {timeout_s:g} s, while {worker.stage}"
+            return Ended(answer=Died(status="timeout", reason=reason), log=log)
+        returncode = worker.returncode
+        if returncode is None:  # the nursery itself is gone: torch does not import, or somebody killed it
+            log += self._nursery.log()
+            returncode = self._close()
+        oom_killed = _kernel_oom_kills() > oom_kills
+        return Ended(answer=_explain_death(returncode, worker.stage, log, oom_killed=oom_killed), log=log)
+
+    def _close(self) -> int:
+        returncode = self._nursery.close() if self._nursery else 0
+        self._nursery = None
+        return returncode
 
 
-def run_worker(
-    request: Request, *, on_stage: Callable[[str], None] = lambda _: None, timeout_s: float | None = None
-) -> Ended:
-    """Runs one request in a process of its own."""
-    oom_kills = _kernel_oom_kills()
-    stage = "starting"
-    answer: Result | None = None
-    timed_out = False
-    deadline = time.monotonic() + timeout_s if timeout_s else None
-    with TemporaryFile() as output:
-        worker, answers = _start(request, output.fileno())
-        try:
-            for message in _listen(worker, answers, deadline):
-                if message is None:
-                    timed_out = True
-                elif isinstance(message, Stage):
-                    stage = message.name
-                    on_stage(stage)
-                else:
-                    answer = message
-        finally:
-            os.close(answers)
-            _end(worker)
-        output.seek(0)
-        log = output.read()
-    if answer is not None:
-        return Ended(answer=answer, log=log)
-    if timed_out:
-        return Ended(answer=Died(status="timeout", reason=f"not done after {timeout_s:g} s, while {stage}"), log=log)
-    died = _explain_death(worker.returncode, stage, log, oom_killed=_kernel_oom_kills() > oom_kills)
-    return Ended(answer=died, log=log)
+class _Nursery:
+    """The process that workers are forked from."""
+
+    def __init__(self) -> None:
+        self._output = TemporaryFile()  # noqa: SIM115  # closed in `close`
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # -P: the current folder is put on the path when a factory is loaded, and not before: a stray `random.py` in it
+        # must not break torch. A session of its own: Ctrl-C reaches us alone, and we end it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "stepscope.jobs.nursery", str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def log(self) -> bytes:
+        return _content(self._output)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> int:
+        """Ends it, and says how it had ended where it was gone already."""
+        self.socket.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_LEAVE_S)
+        self._process.kill()
+        self._output.close()
+        return self._process.wait()
 
 
-def _start(request: Request, output: int) -> tuple["subprocess.Popen[bytes]", int]:
-    request_out, request_in = os.pipe()
-    answer_out, answer_in = os.pipe()
-    # -P: the current folder is put on the path when a factory is loaded, and not before: a stray `random.py` in it must
-    # not break torch. A session of its own: Ctrl-C reaches us alone, and we end it.
-    command = [sys.executable, "-P", "-m", "stepscope.jobs.worker"]
-    worker = subprocess.Popen(
-        [*command, str(request_out), str(answer_in), str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=(request_out, answer_in),
-        start_new_session=True,
-    )
-    os.close(request_out)
-    os.close(answer_in)
-    try:
-        with os.fdopen(request_in, "wb") as pipe:
+class _Worker:
+    """One forked process, from the request to its end."""
+
+    def __init__(self, nursery: _Nursery, request: Request, output: IO[bytes]) -> None:
+        self.stage = "starting"
+        self.answer: Result | None = None
+        self.timed_out = False
+        # The nursery tells the process id, and later how it ended. `gone` with no returncode: the nursery is gone.
+        self.returncode: int | None = None
+        self._gone = False
+        self._pid: int | None = None
+        self._nursery = nursery
+        self._unread = b""
+        self._answers = self._ask(request, output)
+
+    def _ask(self, request: Request, output: IO[bytes]) -> int:
+        request_out, request_in = os.pipe()
+        answer_out, answer_in = os.pipe()
+        # A pipe broken here means that it died; listening finds out how.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._nursery.socket, [b"run"], [request_out, answer_in, output.fileno()])
+        os.close(request_out)
+        os.close(answer_in)
+        with suppress(BrokenPipeError), os.fdopen(request_in, "wb") as pipe:
             pipe.write(msgspec.json.encode(request))
-    except BrokenPipeError:
-        pass  # it died at once; listening finds out how
-    return worker, answer_out
+        return answer_out
 
+    def __enter__(self) -> Self:
+        return self
 
-def _listen(worker: "subprocess.Popen[bytes]", answers: int, deadline: float | None) -> Iterator[Answer | None]:
-    """Its messages until the last one or its end; None when time is up."""
-    buffered = b""
-    while True:
-        ready, _, _ = select.select([answers], [], [], _TICK_S)
-        if ready:
-            content = os.read(answers, 1 << 16)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._answers)
+        if not self._gone:
+            self._kill()
+
+    def listen(self, deadline: float | None) -> Iterator[str]:
+        """The stages it comes to, until it has answered, has ended, or time is up."""
+        sources = {self._answers, self._nursery.socket.fileno()}
+        while self.answer is None and not self._gone:
+            remaining = max(0.0, deadline - time.monotonic()) if deadline is not None else None
+            ready, _, _ = select.select(sources, [], [], remaining)
+            if not ready:
+                self.timed_out = True
+                return
+            if self._answers in ready:
+                content = os.read(self._answers, 1 << 16)
+                if not content:
+                    sources.remove(self._answers)
+                yield from self._read(content)
+            else:
+                self._hear()
+        while self.answer is None and select.select([self._answers], [], [], 0)[0]:
+            # It ended, and what it last said is still in the pipe.
+            content = os.read(self._answers, 1 << 16)
             if not content:
                 return
-            *lines, buffered = (buffered + content).split(b"\n")
-            for line in lines:
-                message = msgspec.json.decode(line, type=Answer)
-                yield message
-                if not isinstance(message, Stage):
-                    return
-        elif worker.poll() is not None:
-            return
-        if deadline is not None and time.monotonic() > deadline:
-            yield None
-            return
+            yield from self._read(content)
+
+    def end(self) -> None:
+        """After an answer it is leaving by itself and gets a moment to; then it is made to."""
+        if self.answer is not None and select.select([self._nursery.socket], [], [], _LEAVE_S)[0]:
+            self._hear()
+        if not self._gone:
+            self._kill()
+        while not self._gone:
+            self._hear()
+
+    def _read(self, content: bytes) -> Iterator[str]:
+        *lines, self._unread = (self._unread + content).split(b"\n")
+        for line in lines:
+            message = msgspec.json.decode(line, type=Answer)
+            if isinstance(message, Stage):
+                self.stage = message.name
+                yield message.name
+            else:
+                self.answer = message
+
+    def _hear(self) -> None:
+        """News from the nursery: the process id at first, then how it ended; nothing at all when the nursery died."""
+        try:
+            news = self._nursery.socket.recv(64)
+        except ConnectionResetError:
+            news = b""
+        if news.startswith(b"pid "):
+            self._pid = int(news[4:])
+        elif news.startswith(b"end "):
+            self.returncode, self._gone = int(news[4:]), True
+        else:
+            self._gone = True
+
+    def _kill(self) -> None:
+        """The process and whatever it started. Before it was forked, the nursery: that is what takes so long."""
+        if self._pid is None:
+            self._nursery.kill()
+        else:
+            with suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
 
 
-def _end(worker: "subprocess.Popen[bytes]") -> None:
-    """Whatever it started goes with it. After an answer it is leaving by itself and gets a moment to do so."""
-    with suppress(subprocess.TimeoutExpired):
-        worker.wait(timeout=0.5 if sys.exc_info()[0] is None else 0)
-    with suppress(ProcessLookupError):
-        os.killpg(worker.pid, signal.SIGKILL)
-    worker.wait()
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
 
 
 def _explain_death(returncode: int, stage: str, log: bytes, *, oom_killed: bool) -> Died:

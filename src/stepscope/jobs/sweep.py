@@ -17,7 +17,7 @@ import msgspec
 from stepscope import cost
 from stepscope.errors import StepscopeError
 from stepscope.jobs.messages import Failed, Inspected, Measured, OutOfMemory, Probe, Probed, Result, Run
-from stepscope.jobs.process import Died, require_torch, run_worker
+from stepscope.jobs.process import Died, Workers, require_torch
 from stepscope.recording.bench import BenchRow, Environment, Status, case_key
 from stepscope.recording.lines import ResultsFile, writing
 from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
@@ -75,15 +75,15 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     def run(self, cases: Sequence[Case], listener: Listener) -> tuple[BenchRow, ...]:
         """The rows of all cases, in the order of `cases`, whether they were measured now or before."""
         require_torch()
-        with ResultsFile.open(self.folder / RESULTS_NAME) as results:
-            planned = self._plan(cases)
+        with ResultsFile.open(self.folder / RESULTS_NAME) as results, Workers() as workers:
+            planned = _plan(cases, workers)
             rows = {row.key: row for row in results.rows}
             done = [rows[one.key] for one in planned if one.key in rows and self._is_done(rows[one.key])]
             waiting = [one for one in planned if one.key not in {row.key for row in done}]
             listener.begin(waiting, done, results.damaged_bytes)
             for one in waiting:
                 listener.start(one)
-                row = self._run_one(one, listener, may_refuse=not any(r.status == "ok" for r in rows.values()))
+                row = self._run_one(one, workers, listener, may_refuse=not any(r.status == "ok" for r in rows.values()))
                 results.append(row)
                 rows[row.key] = row
                 listener.finish(row)
@@ -92,26 +92,11 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     def _is_done(self, row: BenchRow) -> bool:
         return not self.fresh and (row.status == "ok" or not self.retry)
 
-    def _plan(self, cases: Sequence[Case]) -> list[Planned]:
-        """The cases with what they will run on. Each device is looked at once."""
-        planned: dict[Case, Planned] = {}
-        for device in dict.fromkeys(case.workload.device for case in cases):
-            chosen = [case for case in cases if case.workload.device == device]
-            answer = look_at(chosen)
-            for case, source in zip(chosen, answer.sources, strict=True):
-                here = msgspec.structs.replace(case.workload, device=answer.environment.device)
-                planned[case] = Planned(
-                    case=msgspec.structs.replace(case, workload=here),
-                    environment=answer.environment,
-                    source=source,
-                )
-        return list({one.key: one for one in (planned[case] for case in cases)}.values())
-
-    def _run_one(self, one: Planned, listener: Listener, *, may_refuse: bool) -> BenchRow:
+    def _run_one(self, one: Planned, workers: Workers, listener: Listener, *, may_refuse: bool) -> BenchRow:
         """One case as a row. Bad input found only while building is an error as long as nothing has worked yet, and a
         row after that: a factory that fails at one point of a long grid must not end it."""
         started, clock = datetime.now(UTC), time.monotonic()
-        ended = run_worker(Run(case=one.case), on_stage=listener.stage, timeout_s=self.timeout_s)
+        ended = workers.run(Run(case=one.case), on_stage=listener.stage, timeout_s=self.timeout_s)
         answer = ended.answer
         if isinstance(answer, Failed) and answer.bad_input and may_refuse:
             raise StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
@@ -141,19 +126,36 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
             (folder / f"{key}.log").write_bytes(log)
 
 
+def _plan(cases: Sequence[Case], workers: Workers) -> list[Planned]:
+    """The cases with what they will run on. Each device is looked at once."""
+    planned: dict[Case, Planned] = {}
+    for device in dict.fromkeys(case.workload.device for case in cases):
+        chosen = [case for case in cases if case.workload.device == device]
+        answer = look_at(chosen, workers)
+        for case, source in zip(chosen, answer.sources, strict=True):
+            here = msgspec.structs.replace(case.workload, device=answer.environment.device)
+            planned[case] = Planned(
+                case=msgspec.structs.replace(case, workload=here),
+                environment=answer.environment,
+                source=source,
+            )
+    return list({one.key: one for one in (planned[case] for case in cases)}.values())
+
+
 def default_grid() -> Grid:
     """What runs when nothing is asked for: seconds on a laptop's CPU, a minute or two on a GPU."""
     require_torch()
     on_cpu = grid_from_flags({"size": "nano", "context": "128,256", "precision": "fp32,bf16"})
-    environment = look_at(on_cpu.cases()[:1]).environment
+    with Workers() as workers:
+        environment = look_at(on_cpu.cases()[:1], workers).environment
     if environment.device == "cpu":
         return on_cpu
     return grid_from_flags({"size": "small,medium", "context": "256,1024", "precision": "fp32,bf16"})
 
 
-def look_at(cases: Sequence[Case]) -> Probed:
+def look_at(cases: Sequence[Case], workers: Workers) -> Probed:
     """The environment of cases that name one device, found in a process of its own; bad input comes out here."""
-    answer = run_worker(Probe(cases=tuple(cases))).answer
+    answer = workers.run(Probe(cases=tuple(cases))).answer
     if isinstance(answer, Failed):
         raise StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
     if not isinstance(answer, Probed):

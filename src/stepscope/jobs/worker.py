@@ -1,16 +1,15 @@
-"""The process in which one case runs: `python -m stepscope.jobs.worker REQUEST_FD ANSWER_FD PARENT_PID`.
+"""What a worker does: one request, answered, and the process is used up.
 
 It is alone with its case, so whatever the case does (run out of memory, crash, hang, leave a GPU in a bad state) ends
-with it. It dies with its parent, so a killed sweep leaves nothing running that would disturb the next one.
+with it.
 """
 
-import ctypes
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -31,12 +30,8 @@ from stepscope.jobs.messages import (
 from stepscope.measure.failures import is_out_of_memory
 from stepscope.spec import Case, Factory, HuggingFace, ModelShape
 
-_PR_SET_PDEATHSIG = 1
 
-
-def main(arguments: list[str]) -> None:
-    request_fd, answer_fd, parent = (int(argument) for argument in arguments)
-    _die_with(parent)
+def serve(request_fd: int, answer_fd: int) -> NoReturn:
     with os.fdopen(request_fd, "rb") as questions:
         request = msgspec.json.decode(questions.read(), type=Request)
 
@@ -46,9 +41,9 @@ def main(arguments: list[str]) -> None:
             content = content[os.write(answer_fd, content) :]
 
     tell(_answer(request, tell))
-    # Not by way of the interpreter's own end: a GPU library that crashes while unloading would spoil a good result.
     sys.stdout.flush()
     sys.stderr.flush()
+    # Not by way of the interpreter's own end: a GPU library that crashes while unloading would spoil a good result.
     os._exit(0)
 
 
@@ -151,13 +146,3 @@ def _blame(error: BaseException) -> str:
         and Path(sys.base_prefix) not in Path(frame.filename).parents
     ]
     return f"at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

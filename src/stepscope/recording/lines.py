@@ -8,7 +8,7 @@ disk cut short is moved aside when the file is next opened for writing; any othe
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -44,13 +44,13 @@ class ResultsFile:
     @contextmanager
     def open(cls, path: Path) -> Iterator[Self]:
         """Opens for this process alone; a second sweep on the same file is an error, not a mixture."""
-        new_folder = not path.parent.exists()
+        new_folders = [folder for folder in path.parents if not folder.exists()]
         descriptor = _open_locked(path)
         try:
             yield cls(path, descriptor)
         finally:
             if os.fstat(descriptor).st_size == 0:
-                _leave_nothing(path, folder=new_folder)
+                _leave_nothing(path, new_folders)
             os.close(descriptor)
 
     def append(self, row: BenchRow) -> None:
@@ -125,11 +125,13 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
-def _leave_nothing(path: Path, *, folder: bool) -> None:
-    """A sweep that was refused before its first row leaves no empty file, nor a folder made for it."""
+def _leave_nothing(path: Path, folders: Sequence[Path]) -> None:
+    """A sweep that was refused before its first row leaves no empty file, nor folders made for it, innermost first."""
     path.unlink()
-    if folder and not any(path.parent.iterdir()):
-        path.parent.rmdir()
+    for folder in folders:
+        if any(folder.iterdir()):
+            return
+        folder.rmdir()
 
 
 def _open_locked(path: Path) -> int:
