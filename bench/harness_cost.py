@@ -1,15 +1,16 @@
 """What the harness itself costs: `time_steps` against a bare loop over the same step.
 
-Blocks of steps alternate between the two, so that whatever else the machine does falls on both alike, and each pair of
-neighbouring blocks gives one difference. Two figures come out of it: how far the step time that the harness reports is
+Single steps alternate between the two, so that whatever else the machine does falls on both alike, and each pair of
+neighbours gives one difference. Two figures come out of it: how far the step time that the harness reports is
 from the bare loop's, and how much longer the loop takes on the wall, looks at the machine between steps included.
 
-    python bench/harness_cost.py [--device cuda] [--pairs 60]
+    python bench/harness_cost.py [--device cuda] [--pairs 2000] [--batch 1] [--context 32]
 """
 
 import argparse
 import json
 import random
+import shlex
 import statistics
 import sys
 import time
@@ -20,36 +21,42 @@ import torch
 from stepscope.explain.statistics import quantile
 from stepscope.measure.environment import describe, resolve_device
 from stepscope.measure.soundness import Watch
-from stepscope.measure.timing import time_steps
+from stepscope.measure.timing import settle_heap, time_steps
 from stepscope.spec import SIZES, Workload
 from stepscope.step import Step, build
 
-STEPS = 10
+WARMUP = 10
 RESAMPLES = 4000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The harness against a bare loop.")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=1, help="a short step shows a small cost")
+    parser.add_argument("--context", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=1, help="one thread is steadier than several")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     device = resolve_device(arguments.device)
-    step = build(Workload(model=SIZES["nano"], device=str(device)), device)
-    for _ in range(STEPS):
-        step.run()
+    workload = Workload(model=SIZES["nano"], device=str(device), batch=arguments.batch, context=arguments.context)
+    step = build(workload, device)
+    settle_heap()
+    time_steps(step, WARMUP)
     bare, reported, wall = measure_pairs(step, arguments.pairs)
     base_us = statistics.median(bare)
     result = {
         "benchmark": "harness_cost",
-        "command": "python bench/harness_cost.py " + " ".join(sys.argv[1:]),
+        "command": shlex.join(["python", *sys.argv]),
         "environment": describe(device, {"fp32"}).identity,
+        "batch": arguments.batch,
+        "context": arguments.context,
         "pairs": arguments.pairs,
-        "steps_a_block": STEPS,
         "bare_step_us": round(base_us, 2),
         "reported_minus_bare": difference(bare, reported),
         "wall_minus_bare": difference(bare, wall),
     }
-    print(f"bare loop: {base_us:,.1f} µs a step (median of {arguments.pairs} blocks of {STEPS}), {device}")
+    print(f"bare loop: {base_us:,.1f} µs a step (median of {arguments.pairs}), {device}")
     for name, key in (("reported", "reported_minus_bare"), ("on the wall", "wall_minus_bare")):
         found = result[key]
         assert isinstance(found, dict)
@@ -61,17 +68,17 @@ def main() -> None:
 
 
 def measure_pairs(step: Step, pairs: int) -> tuple[list[float], list[float], list[float]]:
-    """Microseconds a step of each block. Which of the two goes first alternates, against a drift of the clock."""
+    """Microseconds of each step. Which of the two goes first alternates, against a drift of the clock."""
     bare, reported, wall = [], [], []
+    watch = Watch(step.device)
 
     def run_bare() -> None:
-        bare.append(_timed(lambda: _bare_loop(step)) / STEPS)
+        bare.append(_timed(lambda: _bare_step(step)))
 
     def run_harness() -> None:
-        watch = Watch(step.device)
         found = []
-        wall.append(_timed(lambda: found.append(time_steps(step, STEPS, after_step=watch.look))) / STEPS)
-        reported.append(sum(found[0].host_step_ns) / 1e3 / STEPS)
+        wall.append(_timed(lambda: found.append(time_steps(step, 1, after_step=watch.look))))
+        reported.append(found[0].host_step_ns[0] / 1e3)
 
     for pair in range(pairs):
         for run in (run_bare, run_harness) if pair % 2 else (run_harness, run_bare):
@@ -79,11 +86,10 @@ def measure_pairs(step: Step, pairs: int) -> tuple[list[float], list[float], lis
     return bare, reported, wall
 
 
-def _bare_loop(step: Step) -> None:
-    for _ in range(STEPS):
-        step.run()
-        if step.device.type == "cuda":
-            torch.cuda.synchronize(step.device)
+def _bare_step(step: Step) -> None:
+    step.run()
+    if step.device.type == "cuda":
+        torch.cuda.synchronize(step.device)
 
 
 def _timed(run: Callable[[], object]) -> float:

@@ -297,7 +297,7 @@ def _named_size(text: str) -> str:
 
 
 SHAPE_SETTINGS: dict[str, Setting] = {
-    "size": Setting(parse=_named_size, metavar="NAME", help="A named size of the built-in model."),
+    "size": Setting(parse=_named_size, metavar="NAME", help="A named size of the built-in model (see --list)."),
     "vocab": Setting(parse=_integer, metavar="N", help="Vocabulary of the built-in model."),
     "d_model": Setting(parse=_integer, metavar="N", help="Width, in place of the size's."),
     "d_ff": Setting(parse=_integer, metavar="N", help="Feed-forward width, in place of the size's."),

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli.options import takes_grid
-from stepscope.report.tables import Format
+from stepscope.report.formats import Format
 from stepscope.spec import Grid
 
 
@@ -38,7 +38,8 @@ def bench(
 ) -> None:
     """How long do forward, backward and optimizer take, over sizes, contexts, precisions, attention, compile?
 
-    Every case runs in its own process and is kept as soon as it is done: run the same command again to go on.
+    Every setting from --size on may take several values, comma-separated; the cases are their product. Each case runs
+    in its own process and is kept as soon as it is done: run the same command again to go on.
     """
     from stepscope.explain.bench import bench_figure, bench_table, sizes_table
     from stepscope.report.figures import check_target, save

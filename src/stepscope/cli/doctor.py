@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from stepscope.errors import Exit
-from stepscope.report.tables import Format
+from stepscope.report.formats import Format
 
 
 def doctor(

@@ -3,28 +3,14 @@ flag, a TOML key and a line of help at once."""
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from stepscope.spec import (
-    OWN_MODEL_SETTINGS,
-    RUN_SETTINGS,
-    SHAPE_SETTINGS,
-    TIMING_SETTINGS,
-    Setting,
-    grid_from_flags,
-    grid_from_toml,
-)
+from stepscope.spec import SETTINGS, Case, Setting, build_case, grid_from_flags, grid_from_toml
 
-_PANELS: tuple[tuple[str, Mapping[str, Setting]], ...] = (
-    ("Built-in model", SHAPE_SETTINGS),
-    ("Your own model", OWN_MODEL_SETTINGS),
-    ("Workload (each may take several values, comma-separated)", RUN_SETTINGS),
-    ("Timing (each may take several values, comma-separated)", TIMING_SETTINGS),
-)
 # Flags that mean `yes` when they stand alone.
 _BARE_FLAGS = ("--compile", "--tie-embeddings")
 
@@ -33,7 +19,7 @@ def takes_grid(verb: Callable[..., None]) -> Callable[..., None]:
     """Gives a verb all settings as flags, plus `--config` and `--set`, and hands them over as its argument `grid`."""
 
     def wrapper(**values: Any) -> None:
-        flags = {name: values.pop(name) for _, settings in _PANELS for name in settings}
+        flags = {name: values.pop(name) for name in SETTINGS}
         grid = grid_from_flags(
             {name: text for name, text in flags.items() if text is not None}, values.pop("set") or ()
         )
@@ -41,12 +27,8 @@ def takes_grid(verb: Callable[..., None]) -> Callable[..., None]:
         verb(grid=grid_from_toml(config).override(grid) if config else grid, **values)
 
     own = [p for p in inspect.signature(verb).parameters.values() if p.name != "grid"]
-    parameters = [
-        *own,
-        _config(),
-        *(_flag(name, s, panel) for panel, group in _PANELS for name, s in group.items()),
-    ]
-    parameters.append(_set())
+    default = build_case({})
+    parameters = [*own, _config(), _set(), *(_flag(name, setting, default) for name, setting in SETTINGS.items())]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     wrapper.__doc__ = verb.__doc__
@@ -63,20 +45,16 @@ def fill_bare_flags(arguments: Sequence[str]) -> list[str]:
     return filled
 
 
-def _flag(name: str, setting: Setting, panel: str) -> inspect.Parameter:
-    option = typer.Option(
-        "--" + name.replace("_", "-"), help=setting.help, metavar=setting.metavar, rich_help_panel=panel
+def _flag(name: str, setting: Setting, default: Case) -> inspect.Parameter:
+    value = getattr(default.workload, name, None) or getattr(default.timing, name, None)
+    text = f"{setting.help}  [default: {value}]" if value and isinstance(value, int | str) else setting.help
+    return _parameter(
+        name, Annotated[str | None, typer.Option("--" + name.replace("_", "-"), help=text, metavar=setting.metavar)]
     )
-    return _parameter(name, Annotated[str | None, option])
 
 
 def _set() -> inspect.Parameter:
-    option = typer.Option(
-        "--set",
-        help="An argument for your own model; may be repeated.",
-        metavar="NAME=VALUE",
-        rich_help_panel=_PANELS[1][0],
-    )
+    option = typer.Option("--set", help="An argument for your own model; may be repeated.", metavar="NAME=VALUE")
     return _parameter("set", Annotated[list[str] | None, option])
 
 

@@ -10,7 +10,7 @@ from stepscope.measure.failures import is_out_of_memory
 from stepscope.measure.flops import count_forward_flops
 from stepscope.measure.memory import HostMemory, limit_memory
 from stepscope.measure.soundness import Watch, doubt_samples
-from stepscope.measure.timing import time_steps
+from stepscope.measure.timing import settle_heap, time_steps
 from stepscope.recording.bench import Doubt, Measurement
 from stepscope.spec import Case, ModelShape
 from stepscope.step import Step, build
@@ -28,6 +28,7 @@ def measure(
     on_stage("building")
     step = build(case.workload, device)
     on_stage("warming up")
+    settle_heap()
     warmup = time_steps(step, case.timing.warmup)
     on_stage("timing")
     watch = Watch(device)

@@ -34,16 +34,17 @@ def time_steps(step: Step, count: int, *, after_step: Callable[[], None] = lambd
     """Runs and times `count` steps. `after_step` runs between steps, outside of the clock."""
     time_one = _time_on_cuda if step.device.type == "cuda" else _time_on_host
     samples = Samples(phases_ns={name: [] for name, _ in step.phases})
-    # What exists by now is not looked at again: the collector's full passes would land in some steps and not in others.
+    for _ in range(count):
+        time_one(step, samples)
+        after_step()
+    return samples
+
+
+def settle_heap() -> None:
+    """Called once before the clock: what exists by now is garbage or here to stay, and the collector's full passes over
+    it would land in some steps and not in others."""
     gc.collect()
     gc.freeze()
-    try:
-        for _ in range(count):
-            time_one(step, samples)
-            after_step()
-    finally:
-        gc.unfreeze()
-    return samples
 
 
 def _time_on_host(step: Step, samples: Samples) -> None:

@@ -10,24 +10,14 @@ that did not run would be the wrong answer.
 import csv
 import io
 from collections.abc import Sequence
-from enum import StrEnum
 
 import msgspec
 
 from stepscope.findings import Cell, Column, Table
+from stepscope.report.formats import Format
 from stepscope.report.markup import render_latex, render_markdown
 from stepscope.report.sheet import lay_out
 from stepscope.report.text import render_text
-
-
-class Format(StrEnum):
-    """What `--format` accepts."""
-
-    TEXT = "text"
-    MD = "md"
-    LATEX = "latex"
-    CSV = "csv"
-    JSON = "json"
 
 
 class _JsonTable(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from stepscope.findings import Column, Table
-from stepscope.report.tables import Format, render
+from stepscope.report.formats import Format
+from stepscope.report.tables import render
 
 from .examples import bench_table
 

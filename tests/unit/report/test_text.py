@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from stepscope.findings import Cell, Column, Table
-from stepscope.report.tables import Format, render
+from stepscope.report.formats import Format
+from stepscope.report.tables import render
 
 from .examples import bench_table
 
