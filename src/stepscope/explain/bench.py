@@ -14,7 +14,7 @@ from stepscope import cost
 from stepscope.explain.statistics import Summary, summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.bench import BenchRow, Environment
-from stepscope.spec import SIZES, Case, Timing
+from stepscope.spec import SIZES, Case, Timing, Workload
 
 PHASES = ("forward", "backward", "optimizer")
 _STATISTICS = ("mean", "sd", "median", "p20", "p80", "min", "max")
@@ -51,7 +51,7 @@ _SETTINGS = (
     _Setting(key="attention", label="attention", read=lambda row: row.case.workload.attention, baseline="naive"),
     _Setting(key="compile", label="compile", read=lambda r: _yes_no(r.case.workload.compile), baseline="no"),
     _Setting(key="checkpoint", label="checkpoint", read=lambda row: row.case.workload.checkpoint, baseline="none"),
-    _Setting(key="optimizer", label="optimizer", read=lambda row: row.case.workload.optimizer, baseline="adamw"),
+    _Setting(key="optimizer", label="optimized by", read=lambda row: row.case.workload.optimizer, baseline="adamw"),
     _Setting(key="device", label="device", read=lambda row: row.environment.device),
     _Setting(key="device_name", label="device", read=lambda row: row.environment.driver_name),
     _Setting(key="torch", label="torch", read=lambda row: row.environment.torch),
@@ -144,6 +144,8 @@ def describe_case(case: Case) -> str:
         words.append("compiled")
     if workload.checkpoint != "none":
         words.append(f"checkpoint {workload.checkpoint}")
+    if workload.mode == "train" and workload.optimizer != Workload(model=workload.model).optimizer:
+        words.append(workload.optimizer)
     words += [f"warm-up {timing.warmup}"] * (timing.warmup != Timing().warmup)
     words += [f"limit {timing.memory_limit / 1e9:g} GB"] if timing.memory_limit else []
     return " ".join(words)

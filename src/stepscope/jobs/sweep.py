@@ -24,7 +24,7 @@ from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
 
 RESULTS_NAME = "results.jsonl"
 LOGS_NAME = "logs"
-EXPECTED_START_S = 4.0
+EXPECTED_START_S = 1.0
 EXPECTED_MFU = 0.3
 
 

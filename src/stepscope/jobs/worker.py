@@ -5,6 +5,7 @@ with it.
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -130,7 +131,8 @@ def _explain_failure(error: Exception, request: Request, stage: str) -> OutOfMem
 
 
 def _in_a_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    # PyTorch's checks begin with where they are in its source, which tells a user nothing.
+    lines = re.sub(r"^\[enforce fail at [^\]]*\][^.]*\. ", "", str(error).strip()).splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 

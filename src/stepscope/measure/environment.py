@@ -83,8 +83,8 @@ def cpu_name() -> str:
 def _commit() -> str | None:
     """Of the checkout that stepscope runs from, with `-dirty` when files differ from it. A copy of the tree without its
     history can be told by STEPSCOPE_COMMIT what it is a copy of."""
-    if "STEPSCOPE_COMMIT" in os.environ:
-        return os.environ["STEPSCOPE_COMMIT"]
+    if named := os.environ.get("STEPSCOPE_COMMIT"):
+        return named
     folder = Path(stepscope.__file__).parent
     command = [
         "git",
