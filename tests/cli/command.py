@@ -40,17 +40,18 @@ def rows(folder: Path, out: str = "runs/bench") -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def workers() -> list[int]:
-    """Processes that a sweep started and that are alive on this machine, the nursery among them."""
+def workers(folder: Path) -> list[int]:
+    """Processes that a sweep in this folder started and that are alive, the nursery among them."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 command = (entry / "cmdline").read_bytes()
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except (FileNotFoundError, ProcessLookupError):
+                here = (entry / "cwd").readlink() == folder
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or not ours
                 continue
-            if b"stepscope.jobs.nursery" in command and state != "Z":
+            if b"stepscope.jobs.nursery" in command and state != "Z" and here:
                 found.append(int(entry.name))
     return found
 
