@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
 from stepscope.explain.statistics import quantile
@@ -48,7 +49,7 @@ def main() -> None:
     result = {
         "benchmark": "harness_cost",
         "command": shlex.join(["python", *sys.argv]),
-        "environment": describe(device, {"fp32"}).identity,
+        "environment": msgspec.to_builtins(describe(device, {"fp32"})),
         "batch": arguments.batch,
         "context": arguments.context,
         "pairs": arguments.pairs,

@@ -14,11 +14,11 @@ import msgspec
 from stepscope.spec import Mode, ModelShape
 
 FLOP_CONVENTION = (
-    "2 operations a multiply-add, matrix products only, causal attention as half, recomputation not counted"
+    "2 operations a multiply-add, matrix products only, causal attention as half, backward as twice the forward"
 )
 COUNTED_CONVENTION = (
-    "2 operations a multiply-add, counted at dispatch: matrix products and fused attention (causal as half); "
-    "masked attention written out by hand counts in full"
+    "2 operations a multiply-add, counted in a forward pass: matrix products and fused attention (causal as half), "
+    "attention written out by hand in full; backward as twice the forward"
 )
 
 

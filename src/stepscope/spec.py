@@ -25,6 +25,13 @@ Mode = Literal["inference", "forward", "forward-backward", "train"]
 Attention = Literal["naive", "sdpa"]
 Checkpoint = Literal["none", "block"]
 Optimizer = Literal["adamw", "adamw-torch", "adamw-fused", "sgd"]
+_CHOICES: dict[str, object] = {
+    "precision": Precision,
+    "mode": Mode,
+    "attention": Attention,
+    "checkpoint": Checkpoint,
+    "optimizer": Optimizer,
+}
 Scalar = bool | int | float | str
 T = TypeVar("T")
 
@@ -42,7 +49,21 @@ def _named(target: str, arguments: tuple[tuple[str, Scalar], ...]) -> str:
     return f"{target}({inside})" if inside else target
 
 
+def _require_choice(name: str, value: str) -> None:
+    """A workload made in Python passes through no parser; a word that nobody knows must not run as something else."""
+    options = get_args(_CHOICES[name])
+    if value not in options:
+        close = nearest(str(value), options)
+        raise SpecError(
+            f"unknown {name}: `{value}`",
+            detail=f"expected one of {', '.join(options)}",
+            hint=f"did you mean `{close}`?" if close else "",
+        )
+
+
 def _require_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SpecError(f"{name} `{value}` is not a whole number", hint=f"{_flag(name)} 1")
     if value < 1:
         raise SpecError(f"{name} `{value}` is not positive", detail="expected 1 or more", hint=f"{_flag(name)} 1")
 
@@ -170,6 +191,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if self.attention is None and isinstance(self.model, ModelShape):
             msgspec.structs.force_setattr(self, "attention", "naive")
+        for name in ("precision", "mode", "checkpoint", "optimizer"):
+            _require_choice(name, getattr(self, name))
+        if self.attention is not None:
+            _require_choice("attention", self.attention)
         _require_positive("batch", self.batch)
         _require_positive("context", self.context)
         if self.seed < 0:
@@ -239,18 +264,10 @@ def _integer(text: str) -> int:
         raise SpecError(f"not a whole number: `{text}`") from None
 
 
-def _choice(kind: object) -> Callable[[str], str]:
-    options: tuple[str, ...] = get_args(kind)
-
+def _choice(name: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
-        if text in options:
-            return text
-        close = nearest(text, options)
-        raise SpecError(
-            f"unknown value: `{text}`",
-            detail=f"expected one of {', '.join(options)}",
-            hint=f"did you mean `{close}`?" if close else "",
-        )
+        _require_choice(name, text)
+        return text
 
     return parse
 
@@ -267,6 +284,10 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
+def _limit(text: str) -> int | None:
+    return None if text.lower() == "none" else parse_bytes(text)
+
+
 def parse_bytes(text: str) -> int:
     """`24GB` is 24 · 10⁹ bytes and `24GiB` is 24 · 2³⁰, as everywhere outside of marketing."""
     match = re.fullmatch(r"([\d._]+)\s*([KMGT]?i?B)?", text.strip(), re.IGNORECASE)
@@ -281,8 +302,8 @@ def parse_bytes(text: str) -> int:
     return round(number * _UNITS[(match[2] or "B").upper()])
 
 
-def _options(kind: object) -> str:
-    return "|".join(get_args(kind))
+def _options(name: str) -> str:
+    return "|".join(get_args(_CHOICES[name]))
 
 
 def _named_size(text: str) -> str:
@@ -313,19 +334,19 @@ OWN_MODEL_SETTINGS: dict[str, Setting] = {
 RUN_SETTINGS: dict[str, Setting] = {
     "batch": Setting(parse=_integer, metavar="N", help="Sequences in a step."),
     "context": Setting(parse=_integer, metavar="N", help="Tokens in a sequence."),
-    "precision": Setting(parse=_choice(Precision), metavar=_options(Precision), help="Arithmetic of the step."),
-    "mode": Setting(parse=_choice(Mode), metavar=_options(Mode), help="What a step is."),
-    "attention": Setting(parse=_choice(Attention), metavar=_options(Attention), help="Attention implementation."),
+    "precision": Setting(parse=_choice("precision"), metavar=_options("precision"), help="Arithmetic of the step."),
+    "mode": Setting(parse=_choice("mode"), metavar=_options("mode"), help="What a step is."),
+    "attention": Setting(parse=_choice("attention"), metavar=_options("attention"), help="Attention implementation."),
     "compile": Setting(parse=_yes_or_no, metavar="yes|no", help="torch.compile the model; alone it means yes."),
-    "checkpoint": Setting(parse=_choice(Checkpoint), metavar=_options(Checkpoint), help="Recompute activations."),
-    "optimizer": Setting(parse=_choice(Optimizer), metavar=_options(Optimizer), help="Who updates the weights."),
+    "checkpoint": Setting(parse=_choice("checkpoint"), metavar=_options("checkpoint"), help="Recompute activations."),
+    "optimizer": Setting(parse=_choice("optimizer"), metavar=_options("optimizer"), help="Who updates the weights."),
     "device": Setting(parse=str, metavar="auto|cpu|cuda|cuda:N", help="Where to run."),
     "seed": Setting(parse=_integer, metavar="N", help="Seed of weights and tokens."),
 }
 TIMING_SETTINGS: dict[str, Setting] = {
     "warmup": Setting(parse=_integer, metavar="N", help="Steps before the clock starts."),
     "steps": Setting(parse=_integer, metavar="N", help="Steps that are timed."),
-    "memory_limit": Setting(parse=parse_bytes, metavar="SIZE", help="Cap on memory, such as 24GB."),
+    "memory_limit": Setting(parse=_limit, metavar="SIZE|none", help="Cap on memory, such as 24GB."),
 }
 WORKLOAD_SETTINGS = SHAPE_SETTINGS | OWN_MODEL_SETTINGS | RUN_SETTINGS
 SETTINGS = WORKLOAD_SETTINGS | TIMING_SETTINGS
@@ -434,7 +455,11 @@ def grid_from_flags(flags: Mapping[str, str], arguments: Sequence[str] = ()) -> 
     """A grid from flags' texts (`{"size": "small,medium"}`) and `--set` pairs (`["depth=2,4"]`)."""
     _check_names(flags)
     axes = tuple((name, tuple(_parse_flag(name, part) for part in _split(name, text))) for name, text in flags.items())
-    return Grid(axes=axes, arguments=tuple(_parse_argument(pair) for pair in arguments))
+    pairs = [_parse_argument(pair) for pair in arguments]
+    for name, _ in pairs:
+        if [other for other, _ in pairs].count(name) > 1:
+            raise SpecError(f"`--set {name}` twice", detail="several values stand in one", hint=f"--set {name}=1,2")
+    return Grid(axes=axes, arguments=tuple(pairs))
 
 
 def grid_from_toml(path: Path) -> Grid:

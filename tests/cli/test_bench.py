@@ -21,7 +21,7 @@ def build(batch, context):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     return model, torch.randn(batch, context, 4), lambda output: output.square().mean()
 
-def raises(batch):
+def raises(batch, context, again=0):
     raise RuntimeError("no such dataset")
 
 def dies(batch, context):
@@ -171,14 +171,24 @@ def test_an_edited_model_is_measured_anew(tmp_path: Path) -> None:
     assert [r["status"] for r in rows(tmp_path)] == ["ok", "ok"]
 
 
-def test_a_factory_that_fails_late_is_a_row_and_retry_runs_it_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("contexts", ["16,32", "32,16"])
+def test_a_factory_that_fails_at_one_point_is_a_row_and_retry_runs_it_again(tmp_path: Path, contexts: str) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)
-    command = ["bench", "--model", "mine:raises_at_32", "--context", "16,32", "--device", "cpu", "--steps", "2"]
+    command = ["bench", "--model", "mine:raises_at_32", "--context", contexts, "--device", "cpu", "--steps", "2"]
     assert stepscope(tmp_path, *command).returncode == 0
     assert [r["status"] for r in rows(tmp_path)] == ["ok", "error"]
     assert "only 16" in rows(tmp_path)[1]["reason"]
     stepscope(tmp_path, *command, "--retry")
     assert [r["status"] for r in rows(tmp_path)] == ["ok", "error", "error"]
+
+
+def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    assert stepscope(tmp_path, "bench", *TINY, "--context", "8").returncode == 0
+    done = stepscope(tmp_path, "bench", "--model", "mine:raises", "--device", "cpu", "--set", "again=1,2")
+    assert done.returncode == 2
+    assert "no such dataset" in done.stderr
+    assert len(rows(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -202,6 +212,10 @@ def test_a_factory_that_fails_late_is_a_row_and_retry_runs_it_again(tmp_path: Pa
         (["--plot", "chart.gif"], ["chart.gif", ".png"]),
         (["--plot", "none/chart.png"], ["no folder `none`", "mkdir"]),
         (["--precision", "tf32", "--device", "cpu"], ["tf32", "hint: --precision"]),
+        (["--set", "depth=2"], ["`--set` without a model of your own"]),
+        (["--from", "old/results.jsonl", "--size", "small"], ["`--size` does nothing here"]),
+        (["--model", "quits:build"], ["importing `quits:build` raised SystemExit"]),
+        (["--model", "half:build"], ["importing `half:build` raised ImportError", "half.py:1"]),
     ],
 )
 def test_bad_input_is_an_error_with_a_hint_and_leaves_nothing(
@@ -209,6 +223,8 @@ def test_bad_input_is_an_error_with_a_hint_and_leaves_nothing(
 ) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)
     (tmp_path / "broken.py").write_text("def build(:\n")
+    (tmp_path / "quits.py").write_text("raise SystemExit('bye')\n")
+    (tmp_path / "half.py").write_text("from torch import no_such_thing\n")
     (tmp_path / "old").mkdir()
     (tmp_path / "old/results.jsonl").write_text('{"schema":"stepscope.bench/0"}\n')
     done = stepscope(tmp_path, "bench", *arguments)
@@ -227,7 +243,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
 
     shell = f"{sys.executable} -m stepscope bench --list --format csv | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_without_torch_the_analysis_half_works_and_bench_says_what_to_install(tmp_path: Path) -> None:

@@ -145,6 +145,21 @@ def test_peak_counts_what_was_freed_again_and_not_what_was_there() -> None:
     assert 99e6 <= int(out) < 130e6
 
 
+def test_code_that_a_forked_process_maps_is_not_the_models() -> None:
+    """A fork starts without the libraries' pages and faults them in as it runs: tens of megabytes for a tiny model."""
+    out = in_a_process(
+        "import os, torch\n"
+        "from stepscope.measure.memory import HostMemory\n"
+        "if os.fork() == 0:\n"
+        "    host = HostMemory()\n"
+        "    layer = torch.nn.Linear(64, 64); layer(torch.randn(8, 64)).sum().backward()\n"
+        "    print(host.peak_bytes(), flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    assert int(out) < 12e6
+
+
 def test_a_limit_lets_through_what_fits_and_stops_what_does_not() -> None:
     out = in_a_process(
         "import torch\n"

@@ -1,19 +1,26 @@
 """A step of any model, in any mode, is the same sequence of phases and does what it says."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stepscope import cost
 from stepscope.errors import StepscopeError
 from stepscope.measure.flops import count_forward_flops
-from stepscope.spec import ModelShape, Scalar, Workload, build_case
+from stepscope.spec import SIZES, HuggingFace, ModelShape, Scalar, Workload, build_case
 from stepscope.step import Step, build
+from stepscope.step.builtin import build_builtin
 from stepscope.step.checkpointing import repeated_blocks
+from stepscope.step.hf import load_config
 
 CPU = torch.device("cpu")
 TINY: dict[str, Scalar] = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab": 50}
@@ -56,13 +63,21 @@ class WithLoss(Own):
 def no_loss(batch, context):
     return WithLoss(2), torch.randint(50, (batch, context)), None
 
-def two_things(batch): return nn.Linear(1, 1), torch.zeros(1)
-def no_module(batch): return "model", torch.zeros(1), None
-def bad_input(batch): return nn.Linear(1, 1), 3, None
-def bad_loss(batch): return nn.Linear(1, 1), torch.zeros(1, 1), 7
-def vector_loss(batch): return nn.Linear(1, 2), torch.zeros(1, 1), lambda output: output
-def needs_more(batch, width): return None
-def flat(batch): return nn.Linear(1, 1), torch.zeros(1, 1), lambda output: output.sum()
+def two_things(batch, context): return nn.Linear(1, 1), torch.zeros(1)
+def no_module(batch, context): return "model", torch.zeros(1), None
+def bad_input(batch, context): return nn.Linear(1, 1), 3, None
+def bad_loss(batch, context): return nn.Linear(1, 1), torch.zeros(1, 1), 7
+def vector_loss(batch, context): return nn.Linear(1, 2), torch.zeros(1, 1), lambda output: output
+def needs_more(batch, context, width): return None
+def deaf(): return nn.Linear(1, 1), torch.zeros(1, 1), lambda output: output.sum()
+def stack(batch, context):
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return layers, torch.zeros(batch, context, 8), lambda output: output.sum()
+def bare(batch, context): return nn.ReLU(), torch.zeros(batch, context), lambda output: output.sum()
+def encoder(batch, context):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return layer, torch.zeros(batch, context, 16), lambda output: output.sum()
+def flat(batch, context): return nn.Linear(1, 1), torch.zeros(1, 1), lambda output: output.sum()
 """
 
 
@@ -129,6 +144,19 @@ def test_training_lowers_the_loss(optimizer: str, precision: str, monkeypatch: p
     assert loss_of(step) < first - 0.3
 
 
+def test_fp16_scales_the_loss_and_skips_updates_with_infinite_gradients() -> None:
+    step = make(**TINY, precision="fp16")
+    assert step.loss_scale > 1
+    assert make(**TINY, precision="bf16").loss_scale == 1
+    scale, before = step.loss_scale, [p.detach().clone() for p in step.module.parameters()]
+    dict(step.phases)["forward"]()
+    dict(step.phases)["backward"]()
+    next(step.module.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]
+    dict(step.phases)["optimizer"]()
+    assert step.loss_scale == scale / 2
+    assert all(torch.equal(a, b) for a, b in zip(before, step.module.parameters(), strict=True))
+
+
 def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
     assert loss_of(make(**TINY, seed=1)) == loss_of(make(**TINY, seed=1))
     assert loss_of(make(**TINY, seed=1)) != loss_of(make(**TINY, seed=2))
@@ -189,6 +217,7 @@ def test_set_reaches_the_factory(own_module: str) -> None:
         ("needs_more", {}, "needs `width`"),
         ("build", {"set": {"dept": 3}}, "takes no `dept`"),
         ("build", {"attention": "sdpa"}, "takes no `attention`"),
+        ("deaf", {}, "takes no `batch`"),
         ("biuld", {}, "did you mean `build`"),
         ("Own.forward.nothing", {}, "has no"),
         ("flat", {"checkpoint": "block"}, "no repeated blocks"),
@@ -202,6 +231,51 @@ def test_a_factory_off_the_contract_is_told_what_is_wrong(
     assert said in str(raised.value)
 
 
+def test_a_model_that_is_itself_a_list_of_layers_is_checkpointed(own_module: str) -> None:
+    step = make(model=f"{own_module}:stack", checkpoint="block")
+    assert all(isinstance(layer.forward, partial) for layer in step.module.children())
+    step.run()
+
+
+def test_a_model_without_parameters_runs_forward(own_module: str) -> None:
+    step = make(model=f"{own_module}:bare", mode="inference")
+    step.run()
+    assert step.parameters == 0
+
+
+def test_tokens_are_counted_only_where_the_factory_takes_batch_and_context(own_module: str) -> None:
+    assert make(model=f"{own_module}:build").has_tokens
+    workload = build_case({"model": f"{own_module}:deaf", "device": "cpu"}).workload
+    assert not build(workload, CPU).has_tokens
+
+
+@pytest.mark.parametrize("mode", ["forward", "inference"])
+def test_pytorchs_own_layers_are_counted_in_every_mode(own_module: str, mode: str) -> None:
+    """Without gradients they take one fused operator, which the counter does not know."""
+    tokens, width, hidden = 2 * 16, 16, 32
+    projections = 2 * tokens * (4 * width * width + 2 * width * hidden)
+    attention = 2 * 2 * 2 * 16 * 16 * width
+    step = make(model=f"{own_module}:encoder", mode=mode)
+    assert count_forward_flops(step) == projections + attention
+
+
+def test_the_digest_covers_every_file_of_the_user(tmp_path: Path) -> None:
+    """In processes of their own: what a process has imported stays imported."""
+    (tmp_path / "factory.py").write_text("import layers\ndef build(batch, context): ...\n")
+    code = (
+        "from stepscope.spec import Factory; from stepscope.step.own import *\n"
+        "load_factory(Factory(target='factory:build')); print(source_digest())"
+    )
+    digests = []
+    for content in ("x = 1\n", "x = 2\n", "x = 1\n"):
+        (tmp_path / "layers.py").write_text(content)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        digests.append(done.stdout)
+    assert digests[0] == digests[2] != digests[1]
+
+
 def test_a_loss_that_is_no_scalar_is_refused(own_module: str) -> None:
     with pytest.raises(StepscopeError, match="not a scalar"):
         make(model=f"{own_module}:vector_loss").run()
@@ -212,12 +286,41 @@ def test_a_module_that_is_not_there_is_named() -> None:
         make(model="no_such_module:build")
 
 
-@pytest.mark.parametrize("shape", [TINY, TINY | {"num_kv_heads": 2, "tie_embeddings": True}])
-def test_closed_forms_equal_the_built_model(shape: dict[str, Scalar]) -> None:
-    step = make(**shape)
-    model = step.workload.model
-    assert isinstance(model, ModelShape)
-    assert step.parameters == cost.parameters(model).total
+def count_built(shape: ModelShape) -> int:
+    """On `meta` nothing is allocated: 3.4 billion parameters take no memory."""
+    with torch.device("meta"):
+        parts = build_builtin(Workload(model=shape), shape)
+    return sum(parameter.numel() for parameter in parts.module.parameters())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_closed_form_equals_the_built_model_of_every_size(size: str) -> None:
+    assert cost.parameters(SIZES[size]).total == count_built(SIZES[size])
+
+
+@given(
+    groups=st.integers(1, 4),
+    heads_per_group=st.integers(1, 3),
+    half_head=st.integers(1, 8),
+    d_ff=st.integers(1, 70),
+    num_layers=st.integers(1, 3),
+    vocab=st.integers(1, 99),
+    tied=st.booleans(),
+)
+def test_closed_form_equals_the_built_model_of_any_shape(
+    groups: int, heads_per_group: int, half_head: int, d_ff: int, num_layers: int, vocab: int, tied: bool
+) -> None:
+    heads = groups * heads_per_group
+    shape = ModelShape(
+        d_model=heads * 2 * half_head,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=groups,
+        vocab=vocab,
+        tie_embeddings=tied,
+    )
+    assert cost.parameters(shape).total == count_built(shape)
 
 
 def test_counting_agrees_with_the_closed_form_and_halves_causal_attention() -> None:
@@ -241,6 +344,11 @@ class TestTransformers:
         for _ in range(3):
             step.run()
         assert loss_of(step) < first
+
+    def test_fields_that_follow_from_others_follow_the_overrides(self) -> None:
+        """A llama of 4 heads has 4 key/value heads, and a head size to match, unless told otherwise."""
+        config = load_config(HuggingFace(config="llama", arguments=(("hidden_size", 64), ("num_attention_heads", 4))))
+        assert (config.num_key_value_heads, config.head_dim) == (4, 16)
 
     @pytest.mark.parametrize("attention", ["naive", "sdpa"])
     def test_attention_is_theirs_by_our_name(self, attention: str) -> None:

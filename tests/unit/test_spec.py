@@ -130,6 +130,32 @@ def test_units_of_memory(text: str, bytes_: int) -> None:
     assert parse_bytes(text) == bytes_
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"precision": "fp8"},
+        {"attention": "flash"},
+        {"mode": "trian"},
+        {"batch": 2.5},
+        {"context": True},
+        {"optimizer": 1},
+    ],
+)
+def test_a_workload_made_in_python_is_checked_too(field: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(field.values())))):
+        Workload(model=SIZES["nano"], **field)  # type: ignore[arg-type]
+
+
+def test_no_limit_is_a_value_of_the_axis() -> None:
+    cases = grid_from_flags({"memory_limit": "24GB,none"}).cases()
+    assert [case.timing.memory_limit for case in cases] == [24 * 10**9, None]
+
+
+def test_an_argument_given_twice_is_refused() -> None:
+    with pytest.raises(SpecError, match="twice"):
+        grid_from_flags({"model": "a:b"}, ["depth=2", "depth=4"])
+
+
 def test_a_named_size_is_known_by_its_name_whatever_its_vocabulary() -> None:
     shape = msgspec.structs.replace(SIZES["xl"], vocab=50_257)
     assert shape.name == "xl"

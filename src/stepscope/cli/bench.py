@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.options import takes_grid
+from stepscope.cli.options import refuse_settings, takes_grid
+from stepscope.cli.output import show
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
 
@@ -47,23 +48,24 @@ def bench(
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     if list_:
-        typer.echo(render(sizes_table(), format_, detail=detail, width=width), nl=False)
+        show(render(sizes_table(), format_, detail=detail, width=width))
         return
     if plot is not None:
         check_target(plot, force=force)
     if from_ is not None:
+        refuse_settings(grid, "--from shows a file as it is")
         from stepscope.recording.lines import read_rows
 
         rows = read_rows(from_)
     else:
         from stepscope.cli.progress import choose_listener
-        from stepscope.jobs.sweep import Sweep, default_grid
+        from stepscope.jobs.sweep import Sweep
 
         command = shlex.join(["stepscope", *sys.argv[1:]])
         sweep = Sweep(folder=out, command=command, retry=retry, fresh=fresh, timeout_s=timeout)
         with choose_listener() as listener:
-            rows = sweep.run((grid if grid.axes else default_grid()).cases(), listener)
-    typer.echo(render(bench_table(rows), format_, detail=detail, width=width), nl=False)
+            rows = sweep.run(grid, listener)
+    show(render(bench_table(rows), format_, detail=detail, width=width))
     if plot is not None:
         save(bench_figure(rows), plot)
         typer.echo(f"chart: {plot}", err=True)

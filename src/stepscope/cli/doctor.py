@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope.cli.output import show
 from stepscope.errors import Exit
 from stepscope.report.formats import Format
 
@@ -22,7 +23,7 @@ def doctor(
 
     checks = examine()
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    typer.echo(render(checks_table(checks), format_, width=width), nl=False)
+    show(render(checks_table(checks), format_, width=width))
     if any_broken(checks):
         raise typer.Exit(Exit.GATE_FAILED)
     typer.echo("next: stepscope bench", err=True)

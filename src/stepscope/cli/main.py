@@ -1,6 +1,5 @@
 """The entry point: the verbs, and the one place where errors become messages and exit codes."""
 
-import os
 import signal
 import sys
 from types import FrameType
@@ -34,20 +33,14 @@ def stepscope(version: bool = typer.Option(False, "--version", help="Print the v
 
 
 def main() -> NoReturn:
-    """Exit codes are in `errors.Exit`; a termination request ends like Ctrl-C, with workers ended and rows kept."""
+    """Exit codes are in `errors.Exit`. A request to terminate ends like Ctrl-C, which typer turns into 130: workers are
+    ended and rows kept."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         app(args=fill_bare_flags(sys.argv[1:]), standalone_mode=True)
     except StepscopeError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(Exit.BAD_INPUT)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(Exit.INTERRUPTED)
-    except BrokenPipeError:
-        # Whoever read our output has seen enough. Nothing more can be written, not even while Python closes down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(Exit.OK)
     sys.exit(Exit.OK)
 
 

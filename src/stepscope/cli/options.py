@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from stepscope.spec import SETTINGS, Case, Setting, build_case, grid_from_flags, grid_from_toml
+from stepscope.errors import StepscopeError
+from stepscope.spec import SETTINGS, Case, Grid, Setting, build_case, grid_from_flags, grid_from_toml
 
 # Flags that mean `yes` when they stand alone.
 _BARE_FLAGS = ("--compile", "--tie-embeddings")
@@ -34,6 +35,13 @@ def takes_grid(verb: Callable[..., None]) -> Callable[..., None]:
     wrapper.__doc__ = verb.__doc__
     wrapper.__name__ = verb.__name__
     return wrapper
+
+
+def refuse_settings(grid: Grid, why: str) -> None:
+    """A setting that would be ignored is an error: its user would read another figure than they asked for."""
+    if grid != Grid():
+        name = "set" if grid.arguments else grid.axes[0][0]
+        raise StepscopeError(f"`--{name.replace('_', '-')}` does nothing here", detail=why, hint="leave it out")
 
 
 def fill_bare_flags(arguments: Sequence[str]) -> list[str]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from stepscope import cost
 from stepscope.explain.statistics import Summary, summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
@@ -28,6 +30,7 @@ DOUBTS = {
     "clocks": "the host's clock and CUDA events disagree",
     "host-bound": "the GPU waited for the host to issue work: fewer kernels (--compile) help, a faster GPU does not",
     "uncounted": "the operations could not be counted",
+    "skipped": "infinite gradients: some steps made no update",
 }
 
 
@@ -219,7 +222,9 @@ def _rate_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
 
 def _tokens_per_s(row: BenchRow) -> Cell:
     step = step_ms(row)
-    return round(row.case.workload.tokens / step.median * 1e3) if step else None
+    if step is None or row.measurement is None or not row.measurement.has_tokens:
+        return None
+    return round(row.case.workload.tokens / step.median * 1e3)
 
 
 def _tflops(row: BenchRow) -> float | None:
@@ -328,18 +333,19 @@ def _notes(rows: Sequence[BenchRow]) -> list[str]:
     if any(row.measurement and row.measurement.flops_source == "counted" for row in rows):
         notes.append(f"FLOP: {cost.COUNTED_CONVENTION}")
     if any(row.measurement and row.measurement.peak_kind == "rss above start" for row in rows):
-        notes.append("peak: the process's resident high-water mark above its start")
+        notes.append("peak: the process's resident high-water mark above its start, code apart")
     if any(row.measurement and row.measurement.peak_kind == "cuda allocator" for row in rows):
         notes.append("peak: allocated bytes of CUDA's caching allocator; times from CUDA events")
     codes = Counter(doubt.code for row in rows for doubt in row.doubts)
-    notes += [f"{code}: {DOUBTS[code]} ({_cases(count)})" for code, count in codes.items()]
+    notes += [f"{code}: {DOUBTS.get(code, code)} ({_cases(count)})" for code, count in codes.items()]
     reasons = {row.status: row.reason for row in reversed(rows) if row.status != "ok"}
     notes += [f"{status}: {brief(reason)}" for status, reason in reasons.items()]
     return notes
 
 
 def _environments(rows: Sequence[BenchRow]) -> list[Environment]:
-    return list({(row.environment.device, row.environment.driver_name): row.environment for row in rows}.values())
+    """One for each set of peaks: those of a CPU are measured anew by each sweep."""
+    return list({msgspec.json.encode(row.environment.hardware): row.environment for row in rows}.values())
 
 
 def _peak_note(environment: Environment) -> str:
@@ -383,7 +389,9 @@ def _varies(setting: _Setting, rows: Sequence[BenchRow]) -> bool:
 
 
 def _others(row: BenchRow, setting: _Setting) -> tuple[Cell, ...]:
-    return tuple(other.read(row) for other in _SETTINGS if other is not setting)
+    """All else that tells rows apart, the environment and a model's source included."""
+    settings = tuple(other.read(row) for other in _SETTINGS if other is not setting)
+    return (*settings, *row.environment.identity, row.source)
 
 
 def _yes_no(value: bool) -> str:

@@ -12,10 +12,10 @@ import msgspec
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """All in the unit of the samples. `sd` is the sample's standard deviation, 0 for a single sample."""
+    """All in the unit of the samples. `sd` is the sample's standard deviation; a single sample has none."""
 
     mean: float
-    sd: float
+    sd: float | None
     median: float
     p20: float
     p80: float
@@ -34,7 +34,7 @@ def summarise(samples: Sequence[float]) -> Summary:
     ordered = sorted(samples)
     return Summary(
         mean=statistics.fmean(ordered),
-        sd=statistics.stdev(ordered) if len(ordered) > 1 else 0.0,
+        sd=statistics.stdev(ordered) if len(ordered) > 1 else None,
         median=quantile(ordered, 0.5),
         p20=quantile(ordered, 0.2),
         p80=quantile(ordered, 0.8),

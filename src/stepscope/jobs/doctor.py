@@ -17,7 +17,7 @@ import msgspec
 
 from stepscope.findings import Column, Table
 from stepscope.hardware import find
-from stepscope.jobs.messages import Failed, Inspect, Inspected
+from stepscope.jobs.messages import Failed, Inspect, Inspected, OutOfMemory
 from stepscope.jobs.process import Died, Workers
 from stepscope.recording.inspection import DeviceState, Inspection
 
@@ -41,6 +41,7 @@ def examine() -> list[Check]:
         checks.append(Check(subject="torch", verdict="limited", found="not installed", advice=install))
     else:
         checks += _check_torch()
+    checks.append(_check_compiler())
     checks.append(_check_package("transformers", "for --hf: pip install 'stepscope[hf]'"))
     checks += [
         _check_tool("nsys", "for Nsight Systems recordings"),
@@ -93,8 +94,8 @@ def _check_torch() -> list[Check]:
         answer = workers.run(Inspect()).answer
     if isinstance(answer, Inspected):
         return _judge_torch(answer.inspection)
-    assert isinstance(answer, Failed | Died), "an inspection is answered by one or fails"
-    reason = answer.reason if isinstance(answer, Died) else f"{answer.message} {answer.detail}".strip()
+    assert isinstance(answer, Failed | Died | OutOfMemory), "an inspection is answered by one or fails"
+    reason = f"{answer.message} {answer.detail}".strip() if isinstance(answer, Failed) else answer.reason
     return [Check(subject="torch", verdict="broken", found=reason, advice="pip install 'stepscope[train]'")]
 
 
@@ -135,7 +136,8 @@ def _judge_cuda(found: Inspection) -> Check:
 def _judge_device(subject: str, device: DeviceState) -> list[Check]:
     known = find(device.name)
     free = device.free_bytes / device.total_bytes
-    used, others = free < 0.9, device.other_processes or ()
+    others = device.other_processes or ()
+    used = free < 0.9 or bool(others)
     company = f"{len(others)} other process(es) hold it: timings are shared" if others else "something holds the rest"
     checks = [
         Check(
@@ -170,6 +172,14 @@ def _check_package(name: str, advice: str) -> Check:
     if find_spec(name) is None:
         return Check(subject=name, verdict="limited", found="not installed", advice=advice)
     return Check(subject=name, verdict="fine", found="installed")
+
+
+def _check_compiler() -> Check:
+    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        advice = "for --compile, install one: apt-get install g++"
+        return Check(subject="compiler", verdict="limited", found="no C++ compiler", advice=advice)
+    return Check(subject="compiler", verdict="fine", found=found)
 
 
 def _check_tool(name: str, purpose: str) -> Check:

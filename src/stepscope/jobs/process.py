@@ -1,8 +1,8 @@
 """Processes for cases: started quickly, listened to, and explained when they end without a word.
 
 Importing torch takes seconds, on a GPU host as long as many a case. So one process, the nursery (`jobs.nursery`),
-imports it and nothing else, and every case runs in a process forked from there: as isolated as one started from
-nothing, and there at once. The nursery never touches a GPU, nor runs a model, so what it hands down is clean.
+imports it and nothing else, and every case runs in a process forked from there: its memory, its GPU context and its
+end are its own, and it is there at once. The nursery never touches a GPU, nor runs a model.
 """
 
 import os
@@ -74,6 +74,8 @@ class Workers:
     ) -> Ended:
         """Runs one request in a process of its own."""
         oom_kills = _kernel_oom_kills()
+        if self._nursery is not None and not self._nursery.is_alive():
+            self._close()
         if self._nursery is None:
             self._nursery = _Nursery()
         deadline = time.monotonic() + timeout_s if timeout_s else None
@@ -122,6 +124,9 @@ class _Nursery:
 
     def log(self) -> bytes:
         return _content(self._output)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def kill(self) -> None:
         self._process.kill()
@@ -233,8 +238,11 @@ class _Worker:
         if self._pid is None:
             self._nursery.kill()
         else:
-            with suppress(ProcessLookupError):
+            try:
                 os.killpg(self._pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has no group of its own yet, or is gone
+                with suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
 
 
 def _content(file: IO[bytes]) -> bytes:

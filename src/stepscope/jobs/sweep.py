@@ -72,39 +72,53 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False
     timeout_s: float | None = None
 
-    def run(self, cases: Sequence[Case], listener: Listener) -> tuple[BenchRow, ...]:
-        """The rows of all cases, in the order of `cases`, whether they were measured now or before."""
+    def run(self, grid: Grid, listener: Listener) -> tuple[BenchRow, ...]:
+        """The rows of all cases in the grid's order, whether they were measured now or before. An empty grid is the
+        default one.
+
+        Bad input that shows only while a model is built (a factory that raises) is an error when no case gets further,
+        and rows when some do: it must not end a long grid at one point that the factory cannot do.
+        """
         require_torch()
+        refused: list[tuple[BenchRow, StepscopeError]] = []
         with ResultsFile.open(self.folder / RESULTS_NAME) as results, Workers() as workers:
-            planned = _plan(cases, workers)
-            rows = {row.key: row for row in results.rows}
-            done = [rows[one.key] for one in planned if one.key in rows and self._is_done(rows[one.key])]
-            waiting = [one for one in planned if one.key not in {row.key for row in done}]
-            listener.begin(waiting, done, results.damaged_bytes)
+            planned = _plan((grid if grid != Grid() else _default_grid(workers)).cases(), workers)
+            kept = {row.key: row for row in results.rows}
+            rows = {one.key: kept[one.key] for one in planned if one.key in kept and self._is_done(kept[one.key])}
+            waiting = [one for one in planned if one.key not in rows]
+            listener.begin(waiting, list(rows.values()), results.damaged_bytes)
             for one in waiting:
                 listener.start(one)
-                row = self._run_one(one, workers, listener, may_refuse=not any(r.status == "ok" for r in rows.values()))
+                row, refusal = self._run_one(one, workers, listener)
+                listener.finish(row)
+                if refusal is not None:
+                    refused.append((row, refusal))
+                    continue
                 results.append(row)
                 rows[row.key] = row
-                listener.finish(row)
+            if refused and not rows:
+                raise refused[0][1]
+            for row, _ in refused:
+                results.append(row)
+                rows[row.key] = row
         return tuple(rows[one.key] for one in planned)
 
     def _is_done(self, row: BenchRow) -> bool:
         return not self.fresh and (row.status == "ok" or not self.retry)
 
-    def _run_one(self, one: Planned, workers: Workers, listener: Listener, *, may_refuse: bool) -> BenchRow:
-        """One case as a row. Bad input found only while building is an error as long as nothing has worked yet, and a
-        row after that: a factory that fails at one point of a long grid must not end it."""
+    def _run_one(self, one: Planned, workers: Workers, listener: Listener) -> tuple[BenchRow, StepscopeError | None]:
+        """One case as a row, and as an error too where the user's input is at fault."""
         started, clock = datetime.now(UTC), time.monotonic()
         ended = workers.run(Run(case=one.case), on_stage=listener.stage, timeout_s=self.timeout_s)
         answer = ended.answer
-        if isinstance(answer, Failed) and answer.bad_input and may_refuse:
-            raise StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
+        refusal = None
+        if isinstance(answer, Failed) and answer.bad_input:
+            refusal = StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
         measured = answer if isinstance(answer, Measured) else None
         status, reason = _judge(answer)
-        if status != "ok":
+        if status != "ok" and refusal is None:
             self._keep_log(one.key, ended.log)
-        return BenchRow(
+        row = BenchRow(
             key=one.key,
             case=one.case,
             environment=one.environment,
@@ -117,6 +131,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
             measurement=measured.measurement if measured else None,
             doubts=measured.doubts if measured else (),
         )
+        return row, refusal
 
     def _keep_log(self, key: str, log: bytes) -> None:
         """What a failed case printed, traceback included, for whoever wants more than its reason."""
@@ -142,12 +157,10 @@ def _plan(cases: Sequence[Case], workers: Workers) -> list[Planned]:
     return list({one.key: one for one in (planned[case] for case in cases)}.values())
 
 
-def default_grid() -> Grid:
+def _default_grid(workers: Workers) -> Grid:
     """What runs when nothing is asked for: seconds on a laptop's CPU, a minute or two on a GPU."""
-    require_torch()
     on_cpu = grid_from_flags({"size": "nano", "context": "128,256", "precision": "fp32,bf16"})
-    with Workers() as workers:
-        environment = look_at(on_cpu.cases()[:1], workers).environment
+    environment = look_at(on_cpu.cases()[:1], workers).environment
     if environment.device == "cpu":
         return on_cpu
     return grid_from_flags({"size": "small,medium", "context": "256,1024", "precision": "fp32,bf16"})

@@ -61,7 +61,7 @@ def _answer(request: Request, tell: Callable[[Answer], None]) -> Answer:
         return _serve(request, on_stage)
     except StepscopeError as error:
         return Failed(message=error.message, detail=error.detail, hint=error.hint, bad_input=True)
-    except Exception as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001  # a model may call sys.exit, too
         traceback.print_exc()
         return _explain_failure(error, request, stage)
 
@@ -69,7 +69,7 @@ def _answer(request: Request, tell: Callable[[Answer], None]) -> Answer:
 def _serve(request: Request, on_stage: Callable[[str], None]) -> Answer:
     match request:
         case Probe():
-            return _probe(request)
+            return _probe(request, on_stage)
         case Run(case=case):
             return _run(case, on_stage)
         case Inspect():
@@ -78,23 +78,25 @@ def _serve(request: Request, on_stage: Callable[[str], None]) -> Answer:
             return Inspected(inspection=inspect_torch())
 
 
-def _probe(request: Probe) -> Probed:
+def _probe(request: Probe, on_stage: Callable[[str], None]) -> Probed:
     from stepscope.measure.environment import check_torch, describe, resolve_device
 
     check_torch()
     device = resolve_device(request.cases[0].workload.device)
-    sources = tuple(_check_model(case) for case in request.cases)
+    sources = tuple(_check_model(case, on_stage) for case in request.cases)
+    on_stage("looking at the device")
     return Probed(environment=describe(device, {case.workload.precision for case in request.cases}), sources=sources)
 
 
-def _check_model(case: Case) -> str | None:
+def _check_model(case: Case, on_stage: Callable[[str], None]) -> str | None:
     """Everything about a model of the user's own that can be refused before it is built."""
     from stepscope.step import hf, own
 
+    on_stage(f"importing `{case.workload.model.name}`")
     match case.workload.model:
         case Factory() as factory:
             own.check_arguments(case.workload, factory, own.load_factory(factory))
-            return own.source_digest(factory)
+            return own.source_digest()
         case HuggingFace() as spec:
             return hf.check_config(case.workload, spec)
         case ModelShape():
@@ -110,8 +112,8 @@ def _run(case: Case, on_stage: Callable[[str], None]) -> Measured:
     return Measured(measurement=measurement, doubts=doubts)
 
 
-def _explain_failure(error: Exception, request: Request, stage: str) -> OutOfMemory | Failed:
-    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "torch":
+def _explain_failure(error: BaseException, request: Request, stage: str) -> OutOfMemory | Failed:
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return Failed(
             message="torch does not import",
             detail=_in_a_line(error),
@@ -121,8 +123,8 @@ def _explain_failure(error: Exception, request: Request, stage: str) -> OutOfMem
     if is_out_of_memory(error):
         return OutOfMemory(reason=_in_a_line(error))
     match request:
-        case Probe(cases=cases):
-            doing = f"importing `{cases[0].workload.model.name}` raised "
+        case Probe() if stage.startswith("importing"):
+            doing = f"{stage} raised "
         case Run(case=case) if stage == "building" and not isinstance(case.workload.model, ModelShape):
             doing = f"building `{case.workload.model.name}` raised "
         case _:

@@ -25,6 +25,8 @@ def measure(
     host = HostMemory() if device.type == "cpu" else None
     if case.timing.memory_limit is not None:
         limit_memory(device, case.timing.memory_limit)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     on_stage("building")
     step = build(case.workload, device)
     on_stage("warming up")
@@ -32,8 +34,12 @@ def measure(
     warmup = time_steps(step, case.timing.warmup)
     on_stage("timing")
     watch = Watch(device)
+    scale = step.loss_scale
     samples = time_steps(step, case.timing.steps, after_step=watch.look)
-    doubts = watch.doubts() + doubt_samples(samples, warmup=case.timing.warmup)
+    doubts = watch.doubts() + doubt_samples(samples, warmup=case.timing.warmup, waits=step.waits_inside)
+    if step.loss_scale < scale:
+        text = f"the loss scale fell from {scale:g} to {step.loss_scale:g}: infinite gradients, updates skipped"
+        doubts.append(Doubt(code="skipped", text=text))
     peak_bytes = host.peak_bytes() if host else torch.cuda.max_memory_allocated(device)
     reserved_bytes = None if host else torch.cuda.max_memory_reserved(device)
     on_stage("counting operations")
@@ -46,6 +52,7 @@ def measure(
         enqueue_ns=tuple(samples.enqueue_ns),
         warmup_ns=tuple(warmup.step_ns),
         parameters=step.parameters,
+        has_tokens=step.has_tokens,
         forward_flops=flops,
         flops_source="closed form" if isinstance(case.workload.model, ModelShape) else "counted",
         peak_bytes=peak_bytes,
@@ -59,10 +66,13 @@ def _forward_flops(step: Step) -> tuple[int | None, list[Doubt]]:
     workload = step.workload
     if isinstance(workload.model, ModelShape):
         return cost.forward_flops(workload.model, batch=workload.batch, context=workload.context), []
+    # The timings are done and stand. A compiled step can fit in memory where the same pass, uncompiled, does not; and
+    # a model of the user's may do anything under the counter: whatever it is, it costs the count and is said.
     try:
-        return count_forward_flops(step), []
-    except RuntimeError as error:
-        # A compiled step can fit where the same pass, uncompiled, does not. The timings stand; the count is missing.
-        if not is_out_of_memory(error):
-            raise
-        return None, [Doubt(code="uncounted", text="no memory left to count the operations: no TFLOP/s")]
+        flops = count_forward_flops(step)
+    except Exception as error:  # noqa: BLE001
+        reason = "no memory left" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"[:200]
+        return None, [Doubt(code="uncounted", text=f"the operations could not be counted: {reason}")]
+    if flops == 0:
+        return None, [Doubt(code="uncounted", text="no operation that the counter knows was seen")]
+    return flops, []

@@ -85,17 +85,13 @@ def _commit() -> str | None:
     history can be told by STEPSCOPE_COMMIT what it is a copy of."""
     if named := os.environ.get("STEPSCOPE_COMMIT"):
         return named
-    folder = Path(stepscope.__file__).parent
-    command = [
-        "git",
-        "-C",
-        os.fspath(folder),
-        "describe",
-        "--always",
-        "--dirty",
-        "--exclude=*",
-        "--abbrev=12",
-    ]
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:  # installed inside somebody else's checkout
+        return None
+    return _git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", os.fspath(Path(stepscope.__file__).parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     except (FileNotFoundError, subprocess.TimeoutExpired):

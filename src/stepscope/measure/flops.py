@@ -24,8 +24,14 @@ _CAUSAL_POSITION = {
 
 def count_forward_flops(step: Step) -> int:
     counter = FlopCounterMode(display=False, custom_mapping=_attention_formulas())
-    with counter:
-        step.forward_without_graph()
+    # Without gradients PyTorch's own attention layers take one fused operator that the counter does not know.
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with counter:
+            step.forward_without_graph()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
     return counter.get_total_flops()
 
 

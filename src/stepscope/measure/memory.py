@@ -6,6 +6,7 @@ there.
 """
 
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,12 +18,17 @@ class HostMemory:
     """The resident high-water mark above the moment this was made."""
 
     def __init__(self) -> None:
-        # 5 resets the high-water mark to the present size: what importing torch took does not count.
-        Path("/proc/self/clear_refs").write_text("5")
+        # 5 resets the high-water mark to the present size: what importing torch took does not count. A worker is forked
+        # and starts with a fresh mark anyway, so a /proc that cannot be written costs nothing there.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
         self._start_bytes = _status_bytes("VmRSS")
+        self._start_code_bytes = _status_bytes("RssFile")
 
     def peak_bytes(self) -> int:
-        return max(0, _status_bytes("VmHWM") - self._start_bytes)
+        """Without the libraries' code, which a forked process maps page by page as it runs."""
+        code_bytes = _status_bytes("RssFile") - self._start_code_bytes
+        return max(0, _status_bytes("VmHWM") - self._start_bytes - max(0, code_bytes))
 
 
 def limit_memory(device: torch.device, limit_bytes: int) -> None:

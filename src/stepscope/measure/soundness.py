@@ -24,6 +24,7 @@ CLOCK_SLACK_NS = 100_000  # ...beyond what one wait for the device costs
 # Seen on an H200: about 65 µs when starved, over 1 ms when it was behind. The share of the step that the host spends
 # issuing does not tell: a full launch queue makes the host wait inside the launch, and the share is high either way.
 STARVED_NS = 200_000
+LEAST_WATCH_S = 0.5
 OTHERS_LIMIT = 0.10  # of all cores, used by other processes
 NVML_INTERVAL_NS = 100_000_000
 
@@ -61,14 +62,15 @@ class Watch:
 
     def _doubt_load(self) -> list[Doubt]:
         busy, own, wall = (end - start for end, start in zip(_cpu_times(), self._start, strict=True))
-        others = max(0.0, busy - own) / (wall * (os.cpu_count() or 1)) if wall else 0.0
-        if others <= OTHERS_LIMIT:
+        others = max(0.0, busy - own) / (wall * (os.cpu_count() or 1))
+        # The kernel counts in ticks of 10 ms: over a few of them the share means nothing.
+        if wall < LEAST_WATCH_S or others <= OTHERS_LIMIT:
             return []
         return [Doubt(code="shared", text=f"other processes used {others:.0%} of the CPU meanwhile")]
 
 
-def doubt_samples(samples: Samples, *, warmup: int) -> list[Doubt]:
-    """What the samples themselves say against each other."""
+def doubt_samples(samples: Samples, *, warmup: int, waits: bool = False) -> list[Doubt]:
+    """What the samples themselves say against each other. `waits` when the step waits for the device inside."""
     step = summarise(samples.step_ns)
     doubts = []
     if len(samples.step_ns) < FEWEST_STEPS:
@@ -81,20 +83,20 @@ def doubt_samples(samples: Samples, *, warmup: int) -> list[Doubt]:
         first = samples.step_ns[0] / step.median
         after = f"after {warmup} warm-up steps" if warmup else "without warm-up"
         doubts.append(Doubt(code="cold", text=f"the first step {after} took {first:.1f} times the median"))
-    return doubts + _doubt_clocks(samples, step.median)
+    return doubts + _doubt_clocks(samples, step.median, waits=waits)
 
 
-def _doubt_clocks(samples: Samples, step_median: float) -> list[Doubt]:
+def _doubt_clocks(samples: Samples, step_median: float, *, waits: bool) -> list[Doubt]:
     host_median = summarise(samples.host_step_ns).median
     doubts = []
     if abs(host_median - step_median) > CLOCK_SLACK_NS + CLOCK_LIMIT * step_median:
         off = host_median / step_median - 1
         doubts.append(Doubt(code="clocks", text=f"the host's clock reads {off:+.1%} against CUDA events"))
-    if samples.enqueue_ns != samples.host_step_ns:
-        waits = [total - issued for total, issued in zip(samples.host_step_ns, samples.enqueue_ns, strict=True)]
-        wait_ns = summarise(waits).median
-        if wait_ns < STARVED_NS:
-            text = f"the GPU was done {wait_ns / 1e3:.0f} µs after the last kernel was issued: it waited for the host"
+    if samples.enqueue_ns != samples.host_step_ns and not waits:
+        lags = [total - issued for total, issued in zip(samples.host_step_ns, samples.enqueue_ns, strict=True)]
+        lag_ns = summarise(lags).median
+        if lag_ns < STARVED_NS:
+            text = f"the GPU was done {lag_ns / 1e3:.0f} µs after the last kernel was issued: it waited for the host"
             doubts.append(Doubt(code="host-bound", text=text))
     return doubts
 

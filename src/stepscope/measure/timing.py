@@ -3,9 +3,9 @@
 On a GPU the host only issues work, so a host clock without a wait measures the issuing. We put CUDA events between
 the phases and wait once, at the end of the step: the events see each phase on the device's own timeline, nothing
 inside the step is held up, and the phases add up to the step. The host's clock over the same step stands beside it,
-as a check, and so does the moment at which the host had issued everything: when that is nearly the whole step, the
-GPU was waiting for Python. Waiting between phases instead, as is often done, stops the host from running ahead and
-makes every phase longer.
+as a check, and so does the moment at which the host had issued everything: when the device is done right after it,
+nothing was queued, and the GPU was waiting for Python. Waiting between phases instead, as is often done, stops the
+host from running ahead and makes every phase longer.
 
 On a CPU the host's clock is the only one and nothing is asynchronous.
 """

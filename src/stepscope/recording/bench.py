@@ -37,16 +37,9 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def identity(self) -> tuple[str, ...]:
         """What makes two runs of one case the same measurement. A peak that was measured is not part of it."""
-        parts = (
-            self.device,
-            self.driver_name,
-            self.torch,
-            self.triton,
-            self.cuda,
-            self.threads,
-            self.stepscope,
-        )
-        return tuple(str(part) for part in parts)
+        device = (self.device, self.driver_name, self.driver, self.threads)
+        software = (self.python, self.torch, self.triton, self.cuda, self.stepscope)
+        return tuple(str(part) for part in (*device, *software))
 
 
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +65,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     peak_kind: PeakKind
     reserved_bytes: int | None = None
+    has_tokens: bool = True  # False where batch times context says nothing about the step
 
 
 class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +87,7 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def case_key(case: Case, environment: Environment, source: str | None) -> str:
-    """The name under which a case is done or not. Everything that changes what is measured is in it."""
+    """The name under which a case is done or not: the case, where it runs, and the source of a model of the user's own.
+    Changes to stepscope itself between two releases are not seen; `--fresh` is for those who make them."""
     content = msgspec.json.encode([case, environment.identity, source], order="sorted")
     return hashlib.sha256(content).hexdigest()[:16]

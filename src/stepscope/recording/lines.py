@@ -159,6 +159,10 @@ def _lock(path: Path, descriptor: int) -> None:
             detail="two would disturb each other's timings as well as the file",
             hint=f"wait for it, or write elsewhere: stepscope bench --out {path.parent}-2",
         ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        # Some network file systems lock no files. There it is up to the user to run one sweep a folder.
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

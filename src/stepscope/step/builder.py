@@ -20,15 +20,14 @@ from stepscope.step.own import Parts, build_own
 
 # Small enough that random tokens do not send the weights away over a few hundred steps.
 LEARNING_RATE = 1e-4
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Step:
     """One step of a workload, phase by phase.
 
-    Between phases it holds the loss, and with it the graph: `backward` lets both go. What a mode leaves behind (a
-    graph in `forward`, gradients in `forward-backward`) is dropped at the start of the next step, so two never stand
-    together.
+    Between phases it holds the loss, and with it the graph until `backward` is through with it. What a mode leaves
+    behind (a graph in `forward`, gradients in `forward-backward`) is dropped at the start of the next step, so that two
+    never stand together.
     """
 
     def __init__(self, workload: Workload, parts: Parts, device: torch.device) -> None:
@@ -42,7 +41,10 @@ class Step:
             self._run = torch.compile(self.module, dynamic=False)
         self._loss: Tensor | None = None
         self._scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
-        self._optimizer = _build_optimizer(workload.optimizer, self.module)
+        self._optimizer = _build_optimizer(workload.optimizer, self.module) if workload.mode == "train" else None
+        self.has_tokens = parts.has_tokens
+        # Loss scaling looks at the gradients on the host before it lets the optimizer run.
+        self.waits_inside = workload.precision == "fp16" and workload.mode == "train"
         self.phases: tuple[tuple[str, Callable[[], None]], ...] = self._choose_phases()
 
     def run(self) -> None:
@@ -53,6 +55,11 @@ class Step:
     def parameters(self) -> int:
         """Every parameter once, tied ones too."""
         return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def loss_scale(self) -> float:
+        """What fp16 multiplies the loss with; it is halved whenever a gradient was infinite and its update skipped."""
+        return float(self._scaler.get_scale())
 
     def forward_without_graph(self) -> object:
         """The model's outputs, uncompiled: for counting what it does."""
@@ -77,7 +84,7 @@ class Step:
     def _forward(self) -> None:
         self._loss = None
         if self.workload.mode == "forward-backward":
-            self._optimizer.zero_grad(set_to_none=True)
+            self.module.zero_grad(set_to_none=True)
         with self._autocast():
             self._loss = self._measure_loss(self._call(self._run))
 
@@ -86,13 +93,19 @@ class Step:
         self._scaler.scale(self._loss).backward()  # type: ignore[no-untyped-call]
 
     def _update(self) -> None:
+        assert self._optimizer is not None, "only training updates"
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        dtype = AUTOCAST_DTYPES.get(self.workload.precision)
-        return torch.autocast(self.device.type, dtype=dtype) if dtype is not None else nullcontext()
+        match self.workload.precision:
+            case "fp32" | "tf32":
+                return nullcontext()
+            case "bf16":
+                return torch.autocast(self.device.type, dtype=torch.bfloat16)
+            case "fp16":
+                return torch.autocast(self.device.type, dtype=torch.float16)
 
 
 def build(workload: Workload, device: torch.device) -> Step:

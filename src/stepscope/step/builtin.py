@@ -40,7 +40,7 @@ def choose_operations(workload: Workload) -> Operations:
     match workload.attention:
         case "sdpa":
             return replace(REFERENCE, attention=sdpa_attention)
-        case _:
+        case "naive" | None:
             return REFERENCE
 
 

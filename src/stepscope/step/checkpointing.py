@@ -15,7 +15,7 @@ from stepscope.errors import StepscopeError
 
 def checkpoint_blocks(module: nn.Module) -> int:
     """Makes every repeated block recompute itself in backward; returns how many there are."""
-    blocks = list(repeated_blocks(module))
+    blocks = list(repeated_blocks(nn.ModuleList([module])))
     if not blocks:
         raise StepscopeError(
             "no repeated blocks to checkpoint in this model",

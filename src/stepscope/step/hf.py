@@ -5,6 +5,7 @@
 """
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,27 +68,33 @@ def load_config(spec: HuggingFace) -> "PretrainedConfig":
         ) from None
     path = Path(spec.config)
     if path.exists():
-        try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
-        except (ValueError, OSError, KeyError) as error:
-            raise StepscopeError(
-                f"not a transformers config: `{path}`",
-                detail=str(error).splitlines()[0][:200],
-                hint="--hf gpt2",
-            ) from None
-    elif spec.config in CONFIG_MAPPING:
-        config = AutoConfig.for_model(spec.config)
+        fields = _read_config(path / "config.json" if path.is_dir() else path)
     else:
-        close = nearest(spec.config, CONFIG_MAPPING)
+        fields = {"model_type": spec.config}
+    kind = fields.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        close = nearest(str(kind), CONFIG_MAPPING)
         raise StepscopeError(
             f"no config file and no model type of transformers: `{spec.config}`",
             detail=f"did you mean `{close}`?" if close else "weights and configs are not fetched from the network",
             hint=f"--hf {close or 'llama'}",
         )
-    return _override(config, spec)
+    _check_names(AutoConfig.for_model(kind, **fields), spec)
+    # Built with the overrides in place, because some fields follow from others: heads give the head size.
+    return AutoConfig.for_model(kind, **fields | dict(spec.arguments))
 
 
-def _override(config: "PretrainedConfig", spec: HuggingFace) -> "PretrainedConfig":
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StepscopeError(f"not a transformers config: `{path}`", detail=str(error), hint="--hf gpt2") from None
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise StepscopeError(f"not a transformers config: `{path}`", detail="it has no `model_type`", hint="--hf gpt2")
+    return fields
+
+
+def _check_names(config: "PretrainedConfig", spec: HuggingFace) -> None:
     for name, value in spec.arguments:
         if not hasattr(config, name):
             close = nearest(name, config.to_dict())
@@ -96,8 +103,6 @@ def _override(config: "PretrainedConfig", spec: HuggingFace) -> "PretrainedConfi
                 detail=f"did you mean `{close}`?" if close else "",
                 hint=f"--set {close or 'num_hidden_layers'}={value}",
             )
-        setattr(config, name, value)
-    return config
 
 
 def _check_context(config: "PretrainedConfig", workload: Workload) -> None:

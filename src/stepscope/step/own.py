@@ -13,9 +13,10 @@ knowing, and it only receives the arguments that it names.
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
+import os
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,16 +32,19 @@ CONTRACT = "expected (module, input, loss): an nn.Module, a tensor or a tuple or
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a step needs of a model. `call` feeds the input to whatever runs the module, compiled or not."""
+    """What a step needs of a model. `call` feeds the input to whatever runs the module, compiled or not; `has_tokens`
+    when a step works on batch times context tokens, as it does unless a factory takes no notice of one of them."""
 
     module: nn.Module
     call: Callable[[Callable[..., object]], object]
     loss: Callable[[object], Tensor]
+    has_tokens: bool = True
 
 
 def build_own(workload: Workload, factory: Factory, device: torch.device) -> Parts:
     function = load_factory(factory)
-    result = function(**_choose_arguments(workload, factory, function, device))
+    arguments = _choose_arguments(workload, factory, function, device)
+    result = function(**arguments)
     if not isinstance(result, tuple) or len(result) != 3:
         raise _wrong_result(factory, f"a {type(result).__name__}" + _length(result))
     module, batch, loss = result
@@ -52,6 +56,7 @@ def build_own(workload: Workload, factory: Factory, device: torch.device) -> Par
         module=module,
         call=_feeder(factory, _move(batch, device)),
         loss=lambda output: _scalar_loss(factory, loss, output),
+        has_tokens={"batch", "context"} <= set(arguments),
     )
 
 
@@ -84,12 +89,27 @@ def load_factory(factory: Factory) -> Callable[..., object]:
     return value
 
 
-def source_digest(factory: Factory) -> str:
-    """Of the module's file, so that an edited model is a new case."""
-    module = sys.modules[factory.target.partition(":")[0]]
-    if module.__file__ is None:
-        return ""
-    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:16]
+def source_digest() -> str:
+    """Of every imported file that is the user's: an edited model is a new case, whichever of its files was edited.
+    Installed packages and Python's own are known by their versions."""
+    digest = hashlib.sha256()
+    for file in sorted(_own_files()):
+        digest.update(os.fsencode(file) + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _own_files() -> set[Path]:
+    others = [Path(__file__).parents[1], Path(sys.base_prefix), Path(sysconfig.get_path("stdlib"))]
+    names = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    files = {Path(name).resolve() for name in names if name}
+    return {
+        file
+        for file in files
+        if file.suffix == ".py"
+        and file.is_file()  # torch has modules that name files which are not there
+        and not {"site-packages", "dist-packages"} & set(file.parts)
+        and not any(other in file.parents for other in others)
+    }
 
 
 def check_arguments(workload: Workload, factory: Factory, function: Callable[..., object]) -> None:
@@ -111,8 +131,12 @@ def _choose_arguments(
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [name for name in given if name not in parameters and not takes_any]
-    if workload.attention is not None and "attention" not in parameters:
-        unknown.append("attention")
+    plain = Workload(model=factory)
+    unknown += [
+        name
+        for name in ("batch", "context", "attention", "seed")
+        if name not in parameters and not takes_any and getattr(workload, name) != getattr(plain, name)
+    ]
     if unknown:
         raise StepscopeError(
             f"the factory `{factory.target}` takes no `{unknown[0]}`",
@@ -130,7 +154,7 @@ def _choose_arguments(
             detail=f"stepscope offers {', '.join(offered)}; the rest comes by --set",
             hint=f"--set {missing[0]}=VALUE",
         )
-    return {name: value for name, value in offered.items() if name in parameters} | given
+    return {name: value for name, value in offered.items() if name in parameters or takes_any} | given
 
 
 def _feeder(factory: Factory, batch: object) -> Callable[[Callable[..., object]], object]:
