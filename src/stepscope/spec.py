@@ -32,6 +32,7 @@ _CHOICES: dict[str, object] = {
     "checkpoint": Checkpoint,
     "optimizer": Optimizer,
 }
+_TOO_LARGE = 2**48  # bytes, tokens or seeds; what is larger overflows somewhere below
 Scalar = bool | int | float | str
 T = TypeVar("T")
 
@@ -66,6 +67,8 @@ def _require_positive(name: str, value: int) -> None:
         raise SpecError(f"{name} `{value}` is not a whole number", hint=f"{_flag(name)} 1")
     if value < 1:
         raise SpecError(f"{name} `{value}` is not positive", detail="expected 1 or more", hint=f"{_flag(name)} 1")
+    if value >= _TOO_LARGE:
+        raise SpecError(f"{name} `{value}` is too large", detail="no machine has room for it", hint=f"{_flag(name)} 1")
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
@@ -197,9 +200,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _require_choice("attention", self.attention)
         _require_positive("batch", self.batch)
         _require_positive("context", self.context)
-        if self.seed < 0:
-            raise SpecError(f"seed `{self.seed}` is negative", detail="expected 0 or more", hint="--seed 0")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if not 0 <= self.seed < _TOO_LARGE:
+            raise SpecError(f"seed `{self.seed}` is out of range", detail="expected 0 to 2⁴⁸", hint="--seed 0")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise SpecError(
                 f"unknown device: `{self.device}`",
                 detail="expected auto, cpu, cuda or cuda:N",
@@ -261,7 +264,7 @@ def _integer(text: str) -> int:
     try:
         return int(text.replace("_", ""))
     except ValueError:
-        raise SpecError(f"not a whole number: `{text}`") from None
+        raise SpecError(f"not a whole number: `{text}`", hint="digits only, such as 1024") from None
 
 
 def _choice(name: str) -> Callable[[str], str]:
@@ -468,7 +471,7 @@ def grid_from_toml(path: Path) -> Grid:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"cannot read the settings file: `{path}`", detail=error.strerror or "") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(f"not a TOML file: `{path}`", detail=str(error)) from None
     _check_names(fields)
     arguments = fields.pop("set", {})
@@ -483,7 +486,10 @@ def grid_from_toml(path: Path) -> Grid:
 def _toml_values(name: str, value: object) -> tuple[Scalar | None, ...]:
     """Texts go through the flag's parser, so that `"24GB"` and unknown words mean what they mean on the command
     line."""
-    return tuple(_parse_flag(name, item) if isinstance(item, str) else item for item in _as_scalars(name, value))
+    values: list[Scalar | None] = []
+    for item in _as_scalars(name, value):
+        values += [_parse_flag(name, part) for part in _split(name, item)] if isinstance(item, str) else [item]
+    return tuple(values)
 
 
 def _as_scalars(name: str, value: object) -> tuple[Scalar, ...]:

@@ -25,13 +25,15 @@ def stepscope(folder: Path, *arguments: str, **environment: str) -> "subprocess.
 
 
 def start(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "stepscope", *arguments],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    """In the background; what it says is in `stderr.txt`."""
+    with (folder / "stderr.txt").open("wb") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "stepscope", *arguments],
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            start_new_session=True,
+        )
 
 
 def rows(folder: Path, out: str = "runs/bench") -> list[dict[str, Any]]:

@@ -4,7 +4,10 @@ import csv
 import json
 import os
 import random
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -109,7 +112,8 @@ def test_a_sweep_killed_three_times_loses_nothing_and_repeats_nothing(tmp_path: 
     chance = random.Random(2)
     for _ in range(3):
         sweep = start(tmp_path, *command)
-        time.sleep(chance.uniform(3, 7))
+        time.sleep(chance.uniform(2, 5))
+        assert sweep.poll() is None, "killed while it runs"
         kill(sweep)
         time.sleep(0.3)
         assert workers(tmp_path) == [], "a killed sweep leaves no worker running"
@@ -125,6 +129,7 @@ def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path, with_si
     while not rows(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert kill(sweep, with_signal) == 130
+    assert "interrupted: what is done is kept" in (tmp_path / "stderr.txt").read_text()
     assert workers(tmp_path) == []
     assert 1 <= len(rows(tmp_path)) < 6
 
@@ -212,6 +217,15 @@ def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(t
         (["--plot", "chart.gif"], ["chart.gif", ".png"]),
         (["--plot", "none/chart.png"], ["no folder `none`", "mkdir"]),
         (["--precision", "tf32", "--device", "cpu"], ["tf32", "hint: --precision"]),
+        (["--seed", "99999999999999999999"], ["seed", "out of range"]),
+        (["--batch", "99999999999999999999"], ["batch", "too large"]),
+        (["--device", "cuda:99999999999"], ["unknown device"]),
+        (["--plot", ""], ["cannot be written", "--plot figure.png"]),
+        (["--out", "x" * 300], ["cannot write to", "too long"]),
+        (["--from", "mine.py"], ["damaged results file: `mine.py`", "mend or delete that line"]),
+        (["--config", "deep.toml"], ["not a TOML file"]),
+        (["--model", "mine:build", "--set", "batch=7"], ["`--set batch`", "hint: --batch 7"]),
+        (["--model", "endless:build", "--timeout", "8"], ["not done after 8 s, while importing `endless:build`"]),
         (["--set", "depth=2"], ["`--set` without a model of your own"]),
         (["--from", "old/results.jsonl", "--size", "small"], ["`--size` does nothing here"]),
         (["--model", "quits:build"], ["importing `quits:build` raised SystemExit"]),
@@ -223,6 +237,8 @@ def test_bad_input_is_an_error_with_a_hint_and_leaves_nothing(
 ) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)
     (tmp_path / "broken.py").write_text("def build(:\n")
+    (tmp_path / "deep.toml").write_text("context = " + "[" * 100_000)
+    (tmp_path / "endless.py").write_text("while True: pass\n")
     (tmp_path / "quits.py").write_text("raise SystemExit('bye')\n")
     (tmp_path / "half.py").write_text("from torch import no_such_thing\n")
     (tmp_path / "old").mkdir()
@@ -238,12 +254,34 @@ def test_bad_input_is_an_error_with_a_hint_and_leaves_nothing(
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     shell = f"{sys.executable} -m stepscope bench --list --format csv | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-"])
+def test_a_log_that_cannot_be_written_does_not_end_the_sweep(tmp_path: Path, where: str) -> None:
+    shell = shlex.join([sys.executable, "-m", "stepscope", "bench", *TINY, "--context", "8,16"])
+    done = subprocess.run(["bash", "-c", f"{shell} {where}"], cwd=tmp_path, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == 0
+    assert len(rows(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(("where", "status"), [(">/dev/full", 2), (">&-", 0)])
+def test_an_output_that_cannot_be_written_is_no_traceback(tmp_path: Path, where: str, status: int) -> None:
+    shell = f"{sys.executable} -m stepscope bench --list {where}"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+
+
+def test_a_loss_that_is_not_finite_is_remarked_on(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        FACTORY + "def nan(batch, context):\n    model, x, loss = build(batch, context)\n"
+        "    return model, x, lambda output: loss(output) * float('nan')\n"
+    )
+    done = stepscope(tmp_path, "bench", "--model", "mine:nan", "--device", "cpu", "--steps", "2")
+    assert "not-finite" in done.stdout
 
 
 def test_without_torch_the_analysis_half_works_and_bench_says_what_to_install(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     with ResultsFile.open(path) as results:
         for one in ROWS:
             results.append(one)
-    assert read_rows(path) == tuple(ROWS)
+    assert read_rows(path) == (tuple(ROWS), 0)
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 10, 500, -2])
@@ -39,7 +39,7 @@ def test_a_last_line_cut_short_is_set_aside_and_the_rest_kept(tmp_path: Path, ke
         assert results.rows == tuple(ROWS[:2])
         assert results.damaged_bytes == len(whole[2][:kept_bytes])
         results.append(ROWS[2])
-    assert read_rows(path) == tuple(ROWS)
+    assert read_rows(path) == (tuple(ROWS), 0)
     assert path.read_bytes() == b"".join(whole)
     assert (tmp_path / "results.jsonl.damaged").read_bytes() == whole[2][:kept_bytes] + b"\n"
 
@@ -49,14 +49,14 @@ def test_a_last_line_that_lost_its_newline_only_is_a_row(tmp_path: Path) -> None
     with ResultsFile.open(path) as results:
         assert results.damaged_bytes == 0
         results.append(row(context=1024))
-    assert len(read_rows(path)) == 4
+    assert len(read_rows(path)[0]) == 4
 
 
 def test_blocks_of_zeros_after_a_power_cut_are_set_aside(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", [*lines(), b"\0" * 4096])
     with ResultsFile.open(path) as results:
         assert len(results.rows) == 3
-    assert read_rows(path) == tuple(ROWS)
+    assert read_rows(path) == (tuple(ROWS), 0)
 
 
 def test_damage_in_the_middle_is_not_ours_to_mend(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
     with ResultsFile.open(path) as results:
         results.append(row("oom", context=128))
         results.append(row(context=128))
-    (one,) = read_rows(path)
+    ((one,), _) = read_rows(path)
     assert one.status == "ok"
     assert len(path.read_bytes().splitlines()) == 2
 
@@ -94,6 +94,33 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
         ResultsFile.open(path),
     ):
         pass
+
+
+def test_reading_says_what_it_left_out_and_changes_nothing(tmp_path: Path) -> None:
+    whole = lines()
+    path = write(tmp_path / "results.jsonl", [*whole[:2], whole[2][:40]])
+    assert read_rows(path) == (tuple(ROWS[:2]), 40)
+    assert path.read_bytes().endswith(whole[2][:40])
+
+
+@pytest.mark.parametrize("content", [b"", b"hi", b"not json at all\n"])
+def test_a_file_without_rows_is_not_shown_as_an_empty_sweep(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(StepscopeError, match="no rows"):
+        read_rows(write(tmp_path / "results.jsonl", [content]))
+
+
+def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "results.jsonl")
+    with pytest.raises(StepscopeError, match="not a file"), ResultsFile.open(tmp_path / "results.jsonl"):
+        pass
+    assert (tmp_path / "results.jsonl").is_fifo()
+
+
+def test_an_empty_file_that_was_there_stays(tmp_path: Path) -> None:
+    path = write(tmp_path / "results.jsonl", [])
+    with ResultsFile.open(path):
+        pass
+    assert path.exists()
 
 
 def test_nothing_is_left_behind_when_no_row_was_written(tmp_path: Path) -> None:

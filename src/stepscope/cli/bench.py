@@ -1,7 +1,6 @@
 """`stepscope bench`: how long do forward, backward and optimizer take?"""
 
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +8,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli.options import refuse_settings, takes_grid
-from stepscope.cli.output import show
+from stepscope.cli.output import say, show, terminal_width
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
 
@@ -34,7 +33,7 @@ def bench(
     retry: Annotated[bool, typer.Option("--retry", help="Run failed cases again.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything again.")] = False,
     timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0.001, help="End a case that takes longer.")
+        float | None, typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="End a case that takes longer.")
     ] = None,
 ) -> None:
     """How long do forward, backward and optimizer take, over sizes, contexts, precisions, attention, compile?
@@ -46,8 +45,9 @@ def bench(
     from stepscope.report.figures import check_target, save
     from stepscope.report.tables import render
 
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = terminal_width()
     if list_:
+        refuse_settings(grid, "--list shows the named sizes")
         show(render(sizes_table(), format_, detail=detail, width=width))
         return
     if plot is not None:
@@ -56,18 +56,24 @@ def bench(
         refuse_settings(grid, "--from shows a file as it is")
         from stepscope.recording.lines import read_rows
 
-        rows = read_rows(from_)
+        rows, cut_bytes = read_rows(from_)
+        if cut_bytes:
+            say(f"left out: a last line cut short ({cut_bytes} bytes)")
     else:
         from stepscope.cli.progress import choose_listener
-        from stepscope.jobs.sweep import Sweep
+        from stepscope.jobs.sweep import RESULTS_NAME, Sweep
 
         command = shlex.join(["stepscope", *sys.argv[1:]])
         sweep = Sweep(folder=out, command=command, retry=retry, fresh=fresh, timeout_s=timeout)
-        with choose_listener() as listener:
-            rows = sweep.run(grid, listener)
+        try:
+            with choose_listener() as listener:
+                rows = sweep.run(grid, listener)
+        except KeyboardInterrupt:
+            say("interrupted: what is done is kept, and the same command goes on")
+            raise
     show(render(bench_table(rows), format_, detail=detail, width=width))
     if plot is not None:
         save(bench_figure(rows), plot)
-        typer.echo(f"chart: {plot}", err=True)
+        say(f"chart: {plot}")
     elif from_ is None:
-        typer.echo(f"next: stepscope bench --from {out / 'results.jsonl'} --plot bench.png", err=True)
+        say(f"next: stepscope bench --from {shlex.quote(str(out / RESULTS_NAME))} --plot bench.png")

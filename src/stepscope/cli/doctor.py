@@ -1,12 +1,10 @@
 """`stepscope doctor`: is this machine fit to measure on?"""
 
-import shutil
-import sys
 from typing import Annotated
 
 import typer
 
-from stepscope.cli.output import show
+from stepscope.cli.output import say, show, terminal_width
 from stepscope.errors import Exit
 from stepscope.report.formats import Format
 
@@ -22,8 +20,7 @@ def doctor(
     from stepscope.report.tables import render
 
     checks = examine()
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    show(render(checks_table(checks), format_, width=width))
+    show(render(checks_table(checks), format_, width=terminal_width()))
     if any_broken(checks):
         raise typer.Exit(Exit.GATE_FAILED)
-    typer.echo("next: stepscope bench", err=True)
+    say("next: stepscope bench")

@@ -10,6 +10,7 @@ import typer
 from stepscope import __version__
 from stepscope.cli import bench, doctor
 from stepscope.cli.options import fill_bare_flags
+from stepscope.cli.output import say
 from stepscope.errors import Exit, StepscopeError
 
 app = typer.Typer(
@@ -39,7 +40,7 @@ def main() -> NoReturn:
     try:
         app(args=fill_bare_flags(sys.argv[1:]), standalone_mode=True)
     except StepscopeError as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}")
         sys.exit(Exit.BAD_INPUT)
     sys.exit(Exit.OK)
 

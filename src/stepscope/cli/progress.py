@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,7 +15,7 @@ from stepscope.recording.bench import BenchRow
 @contextmanager
 def choose_listener() -> Iterator[Listener]:
     console = Console(stderr=True, highlight=False)
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield _Lines(console)
         return
     columns = (
@@ -59,7 +59,8 @@ class _Lines:
         self._say(f"[{self._finished}/{self._total}] {describe_case(row.case)}: {outcome}{log}")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        with suppress(OSError):  # a log on a full disk must not end the sweep
+            self._console.print(text, markup=False, soft_wrap=True)
 
 
 class _Bar(_Lines):

@@ -30,6 +30,7 @@ DOUBTS = {
     "clocks": "the host's clock and CUDA events disagree",
     "host-bound": "the GPU waited for the host to issue work: fewer kernels (--compile) help, a faster GPU does not",
     "uncounted": "the operations could not be counted",
+    "not-finite": "the loss is not a number, or infinite: what is timed may not be what training does",
     "skipped": "infinite gradients: some steps made no update",
 }
 
@@ -56,7 +57,7 @@ _SETTINGS = (
     _Setting(key="checkpoint", label="checkpoint", read=lambda row: row.case.workload.checkpoint, baseline="none"),
     _Setting(key="optimizer", label="optimized by", read=lambda row: row.case.workload.optimizer, baseline="adamw"),
     _Setting(key="device", label="device", read=lambda row: row.environment.device),
-    _Setting(key="device_name", label="device", read=lambda row: row.environment.driver_name),
+    _Setting(key="device_name", label="device name", read=lambda row: row.environment.driver_name),
     _Setting(key="torch", label="torch", read=lambda row: row.environment.torch),
     _Setting(
         key="vocab",
@@ -149,6 +150,9 @@ def describe_case(case: Case) -> str:
         words.append(f"checkpoint {workload.checkpoint}")
     if workload.mode == "train" and workload.optimizer != Workload(model=workload.model).optimizer:
         words.append(workload.optimizer)
+    vocab = getattr(workload.model, "vocab", SIZES["nano"].vocab)
+    words += [f"vocab {vocab}"] * (vocab != SIZES["nano"].vocab) + [f"seed {workload.seed}"] * (workload.seed != 0)
+    words += [f"{timing.steps} steps"] * (timing.steps != Timing().steps)
     words += [f"warm-up {timing.warmup}"] * (timing.warmup != Timing().warmup)
     words += [f"limit {timing.memory_limit / 1e9:g} GB"] if timing.memory_limit else []
     return " ".join(words)
@@ -318,9 +322,9 @@ def _say(setting: _Setting, row: BenchRow) -> str:
         case "memory_limit_bytes":
             return f"held to {value / 1e9:g} GB" if isinstance(value, int) else ""
         case "steps":
-            return f"{value} steps"
+            return f"{value} step{'s' * (value != 1)}"
         case "warmup":
-            return f"{value} warm-ups"
+            return f"{value} warm-up{'s' * (value != 1)}"
         case _:
             return f"{setting.label} {value}"
 

@@ -234,7 +234,7 @@ class _Worker:
             self._gone = True
 
     def _kill(self) -> None:
-        """The process and whatever it started. Before it was forked, the nursery: that is what takes so long."""
+        """The process and whatever it started in its session. Before it was forked, the nursery: that takes so long."""
         if self._pid is None:
             self._nursery.kill()
         else:

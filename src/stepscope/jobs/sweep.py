@@ -82,7 +82,8 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
         require_torch()
         refused: list[tuple[BenchRow, StepscopeError]] = []
         with ResultsFile.open(self.folder / RESULTS_NAME) as results, Workers() as workers:
-            planned = _plan((grid if grid != Grid() else _default_grid(workers)).cases(), workers)
+            grid = grid if grid != Grid() else _default_grid(workers, self.timeout_s)
+            planned = _plan(grid.cases(), workers, self.timeout_s)
             kept = {row.key: row for row in results.rows}
             rows = {one.key: kept[one.key] for one in planned if one.key in kept and self._is_done(kept[one.key])}
             waiting = [one for one in planned if one.key not in rows]
@@ -141,12 +142,12 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
             (folder / f"{key}.log").write_bytes(log)
 
 
-def _plan(cases: Sequence[Case], workers: Workers) -> list[Planned]:
+def _plan(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> list[Planned]:
     """The cases with what they will run on. Each device is looked at once."""
     planned: dict[Case, Planned] = {}
     for device in dict.fromkeys(case.workload.device for case in cases):
         chosen = [case for case in cases if case.workload.device == device]
-        answer = look_at(chosen, workers)
+        answer = _look_at(chosen, workers, timeout_s)
         for case, source in zip(chosen, answer.sources, strict=True):
             here = msgspec.structs.replace(case.workload, device=answer.environment.device)
             planned[case] = Planned(
@@ -157,25 +158,23 @@ def _plan(cases: Sequence[Case], workers: Workers) -> list[Planned]:
     return list({one.key: one for one in (planned[case] for case in cases)}.values())
 
 
-def _default_grid(workers: Workers) -> Grid:
+def _default_grid(workers: Workers, timeout_s: float | None) -> Grid:
     """What runs when nothing is asked for: seconds on a laptop's CPU, a minute or two on a GPU."""
     on_cpu = grid_from_flags({"size": "nano", "context": "128,256", "precision": "fp32,bf16"})
-    environment = look_at(on_cpu.cases()[:1], workers).environment
+    environment = _look_at(on_cpu.cases()[:1], workers, timeout_s).environment
     if environment.device == "cpu":
         return on_cpu
     return grid_from_flags({"size": "small,medium", "context": "256,1024", "precision": "fp32,bf16"})
 
 
-def look_at(cases: Sequence[Case], workers: Workers) -> Probed:
+def _look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> Probed:
     """The environment of cases that name one device, found in a process of its own; bad input comes out here."""
-    answer = workers.run(Probe(cases=tuple(cases))).answer
+    answer = workers.run(Probe(cases=tuple(cases)), timeout_s=timeout_s).answer
     if isinstance(answer, Failed):
         raise StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
     if not isinstance(answer, Probed):
         _, reason = _judge(answer)
-        raise StepscopeError(
-            f"cannot look at device `{cases[0].workload.device}`", detail=reason, hint="stepscope doctor"
-        )
+        raise StepscopeError(f"before the first case: {reason}", hint="stepscope doctor")
     return answer
 
 

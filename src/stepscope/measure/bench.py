@@ -40,6 +40,8 @@ def measure(
     if step.loss_scale < scale:
         text = f"the loss scale fell from {scale:g} to {step.loss_scale:g}: infinite gradients, updates skipped"
         doubts.append(Doubt(code="skipped", text=text))
+    if not step.loss_is_finite():
+        doubts.append(Doubt(code="not-finite", text="the loss of the last step is not finite"))
     peak_bytes = host.peak_bytes() if host else torch.cuda.max_memory_allocated(device)
     reserved_bytes = None if host else torch.cuda.max_memory_reserved(device)
     on_stage("counting operations")

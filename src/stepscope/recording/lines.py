@@ -23,10 +23,16 @@ class _Versioned(msgspec.Struct):
     schema: str
 
 
-def read_rows(path: Path) -> tuple[BenchRow, ...]:
-    """The rows of a results file, the newest of each case, in the order in which the cases first came."""
-    rows, _ = _parse(path, _read(path))
-    return _newest(rows)
+def read_rows(path: Path) -> tuple[tuple[BenchRow, ...], int]:
+    """The rows of a results file, the newest of each case in the order in which cases first came, and how many bytes
+    of a last line cut short were left out."""
+    content = _read(path)
+    rows, good_bytes = _parse(path, content)
+    if not rows:
+        raise StepscopeError(
+            f"no rows in `{path}`", detail="expected what stepscope bench writes", hint="stepscope bench"
+        )
+    return _newest(rows), len(content) - good_bytes
 
 
 class ResultsFile:
@@ -44,12 +50,16 @@ class ResultsFile:
     @contextmanager
     def open(cls, path: Path) -> Iterator[Self]:
         """Opens for this process alone; a second sweep on the same file is an error, not a mixture."""
-        new_folders = [folder for folder in path.parents if not folder.exists()]
+        with writing(path):
+            existed = path.exists()
+            new_folders = [folder for folder in path.parents if not folder.exists()]
+        if existed and not path.is_file():
+            raise StepscopeError(f"not a file: `{path}`", hint="stepscope bench --out FOLDER")
         descriptor = _open_locked(path)
         try:
             yield cls(path, descriptor)
         finally:
-            if os.fstat(descriptor).st_size == 0:
+            if os.fstat(descriptor).st_size == 0 and not existed:
                 _leave_nothing(path, new_folders)
             os.close(descriptor)
 
@@ -92,7 +102,7 @@ def _parse(path: Path, content: bytes) -> tuple[list[BenchRow], int]:
                 raise StepscopeError(
                     f"damaged results file: `{path}`, line {number}",
                     detail=f"{error}; only a last line can be cut short by a crash, so this is other damage",
-                    hint=f"mend or delete that line, or write elsewhere: stepscope bench --out {path.parent}-2",
+                    hint="mend or delete that line, or write elsewhere: stepscope bench --out FOLDER",
                 ) from None
         good_bytes += len(line)
     return rows, good_bytes
@@ -107,7 +117,7 @@ def _decode(path: Path, number: int, line: bytes) -> BenchRow:
         raise StepscopeError(
             f"not a results file of this version: `{path}`, line {number}",
             detail=f"expected rows of schema `{SCHEMA}`, found `{schema or 'none'}`",
-            hint=f"write elsewhere: stepscope bench --out {path.parent}-2",
+            hint="write elsewhere: stepscope bench --out FOLDER",
         )
     return msgspec.json.decode(line, type=BenchRow)
 
@@ -157,7 +167,7 @@ def _lock(path: Path, descriptor: int) -> None:
         raise StepscopeError(
             f"another sweep is writing to `{path}`",
             detail="two would disturb each other's timings as well as the file",
-            hint=f"wait for it, or write elsewhere: stepscope bench --out {path.parent}-2",
+            hint="wait for it, or write elsewhere: stepscope bench --out FOLDER",
         ) from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):

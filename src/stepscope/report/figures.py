@@ -49,7 +49,7 @@ def check_target(path: Path, *, force: bool) -> None:
         raise StepscopeError(
             f"a figure cannot be written as `{path.suffix or path.name}`: `{path}`",
             detail=f"expected one of {', '.join(SUFFIXES)}",
-            hint=f"{path.with_suffix('.png')} (or {', '.join(SUFFIXES[1:])})",
+            hint=f"--plot {path.stem or 'figure'}.png",
         )
     if not path.parent.is_dir():
         raise StepscopeError(f"there is no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")

@@ -61,6 +61,10 @@ class Step:
         """What fp16 multiplies the loss with; it is halved whenever a gradient was infinite and its update skipped."""
         return float(self._scaler.get_scale())
 
+    def loss_is_finite(self) -> bool:
+        """Of the last step; without a loss there is nothing to say against it."""
+        return self._loss is None or bool(self._loss.detach().isfinite().all())
+
     def forward_without_graph(self) -> object:
         """The model's outputs, uncompiled: for counting what it does."""
         with torch.no_grad(), self._autocast():

@@ -128,6 +128,13 @@ def _choose_arguments(
         "seed": workload.seed,
     }
     given = dict(factory.arguments)
+    for name in given:
+        if name in offered:
+            raise StepscopeError(
+                f"`--set {name}` for the factory `{factory.target}`",
+                detail="that one has a flag of its own, which the tables go by",
+                hint=f"--{name} {given[name]}",
+            )
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [name for name in given if name not in parameters and not takes_any]
