@@ -33,6 +33,8 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
             stdout=subprocess.DEVNULL,
             stderr=said,
             start_new_session=True,
+            # A shell that starts the tests in the background has told them, and so us, to ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
 
