@@ -91,12 +91,12 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
             for one in waiting:
                 listener.start(one)
                 row, refusal = self._run_one(one, workers, listener)
-                listener.finish(row)
-                if refusal is not None:
+                if refusal is None:
+                    results.append(row)
+                    rows[row.key] = row
+                else:
                     refused.append((row, refusal))
-                    continue
-                results.append(row)
-                rows[row.key] = row
+                listener.finish(row)
             if refused and not rows:
                 raise refused[0][1]
             for row, _ in refused:
