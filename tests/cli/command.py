@@ -39,9 +39,9 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
 
 
 def rows(folder: Path, out: str = "runs/bench") -> list[dict[str, Any]]:
-    """The raw lines, duplicates and all."""
+    """The raw lines, duplicates and all, less one that is being written at this moment."""
     path = folder / out / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
 def workers(folder: Path) -> list[int]:

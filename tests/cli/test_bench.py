@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,24 +112,24 @@ def test_a_case_that_needs_more_than_its_limit_is_oom_and_the_others_complete(tm
 def test_a_sweep_killed_three_times_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     command = ["bench", *TINY, "--context", "8,16,24", "--batch", "1,2", "--precision", "fp32,bf16"]
     chance = random.Random(2)
-    for _ in range(3):
+    for num_rows in (1, 4, 7):
         sweep = start(tmp_path, *command)
-        time.sleep(chance.uniform(2, 5))
-        assert sweep.poll() is None, "killed while it runs"
+        _wait_until(partial(_has_rows, tmp_path, num_rows))
+        time.sleep(chance.uniform(0, 0.4))
         kill(sweep)
+        assert len(rows(tmp_path)) < 12, "killed before it was done"
         time.sleep(0.3)
         assert workers(tmp_path) == [], "a killed sweep leaves no worker running"
     assert stepscope(tmp_path, *command).returncode == 0
-    keys = [r["key"] for r in rows(tmp_path)]
+    lines = (tmp_path / "runs/bench/results.jsonl").read_text().splitlines()
+    keys = [json.loads(line)["key"] for line in lines]
     assert len(keys) == len(set(keys)) == 12
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path, with_signal: signal.Signals) -> None:
     sweep = start(tmp_path, "bench", *TINY, "--context", "8,16,24,32,40,48")
-    deadline = time.monotonic() + 120
-    while not rows(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    _wait_until(partial(_has_rows, tmp_path, 1))
     assert kill(sweep, with_signal) == 130
     assert "interrupted: what is done is kept" in (tmp_path / "stderr.txt").read_text()
     assert workers(tmp_path) == []
@@ -140,7 +142,7 @@ def test_a_killed_process_is_a_row_and_the_sweep_goes_on(tmp_path: Path, whom: s
     sweep = start(
         tmp_path, "bench", "--model", "mine:hangs_at_32", "--context", "16,32,64", "--device", "cpu", "--steps", "2"
     )
-    _wait_for(tmp_path / "hanging")
+    _wait_until((tmp_path / "hanging").exists)
     (worker,) = (pid for pid in workers(tmp_path) if _parent(pid) in workers(tmp_path))
     os.kill(worker if whom == "worker" else _parent(worker), signal.SIGKILL)
     assert sweep.wait(timeout=120) == 0
@@ -153,11 +155,15 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def _wait_for(path: Path) -> None:
+def _has_rows(folder: Path, count: int) -> bool:
+    return len(rows(folder)) >= count
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert path.exists()
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_case_that_hangs_is_ended_in_time(tmp_path: Path) -> None:
