@@ -1,4 +1,4 @@
-"""What an analysis says: tables and figures, before anybody decides how they look.
+"""What an analysis says: findings, tables and figures, before anybody decides how they look.
 
 This is the waist between the half that computes (`explain`) and the half that draws (`report`). A `Table` keeps raw
 values with their unit; formatting, rounding and colours belong to the renderer, so that CSV and JSON carry full
@@ -20,7 +20,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     # What the values are; the renderer derives digits and units from it. `share` is a fraction shown in per cent,
     # `ratio` a factor shown as 1.23×, `count` an integer with thousands separators, `ms` milliseconds.
-    kind: Literal["text", "ms", "bytes", "count", "number", "share", "ratio"] = "text"
+    kind: Literal["text", "ms", "us", "bytes", "count", "number", "share", "ratio"] = "text"
     # A detail column stands in CSV and JSON always, and in text, Markdown and LaTeX only when the user asks for all.
     detail: bool = False
 
@@ -38,6 +38,18 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         assert len(set(keys)) == len(keys), f"two columns of one name among {keys}"
         for row in self.rows:
             assert len(row) == len(self.columns), f"{len(row)} cells under {len(self.columns)} columns"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that costs time, with what shows it and what to do. The code is stable; `stepscope rule CODE` is its
+    page. `saving_ns` is what one step would gain, None where it cannot be estimated."""
+
+    code: str
+    title: str
+    evidence: str
+    fix: str
+    saving_ns: int | None = None
+    share: float | None = None  # of the step's wall time
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,3 +79,11 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     points: tuple[Point, ...]
     series_label: str = ""
     panel_label: str = ""
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """One screen: a few lines on what this is, tables, and what to do about it."""
+
+    headline: str
+    tables: tuple[Table, ...]
+    findings: tuple[Finding, ...]

@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 
 from stepscope import __version__
-from stepscope.cli import bench, doctor
+from stepscope.cli import bench, compare, doctor, explain, kernel, profile, rule
 from stepscope.cli.options import fill_bare_flags
 from stepscope.cli.output import say
 from stepscope.errors import Exit, StepscopeError
@@ -23,6 +23,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("bench")(bench.bench)
+app.command("profile")(profile.profile)
+app.command("explain")(explain.explain)
+app.command("compare")(compare.compare)
+app.command("kernel")(kernel.kernel)
+app.command("rule")(rule.rule)
 app.command("doctor")(doctor.doctor)
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from stepscope.recording.bench import Doubt, Environment, Measurement
 from stepscope.recording.inspection import Inspection
+from stepscope.recording.recorded import RecordedRun
 from stepscope.spec import Case
 
 
@@ -20,11 +21,21 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     case: Case
 
 
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
+    """Record `steps` steps with PyTorch's profiler and leave the trace in `folder`. `functions` are annotated."""
+
+    case: Case
+    folder: str
+    steps: int
+    functions: tuple[str, ...] = ()
+    stacks: bool = False
+
+
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Say what torch sees of this machine."""
 
 
-Request = Probe | Run | Inspect
+Request = Probe | Run | Record | Inspect
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
@@ -49,6 +60,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     doubts: tuple[Doubt, ...]
 
 
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
+    run: RecordedRun
+
+
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):
     reason: str
 
@@ -62,5 +77,5 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     bad_input: bool = False
 
 
-Result = Probed | Inspected | Measured | OutOfMemory | Failed
+Result = Probed | Inspected | Measured | Recorded | OutOfMemory | Failed
 Answer = Stage | Result

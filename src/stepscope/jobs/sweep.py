@@ -16,7 +16,7 @@ import msgspec
 
 from stepscope import cost
 from stepscope.errors import StepscopeError
-from stepscope.jobs.messages import Failed, Inspected, Measured, OutOfMemory, Probe, Probed, Result, Run
+from stepscope.jobs.messages import Failed, Inspected, Measured, OutOfMemory, Probe, Probed, Recorded, Result, Run
 from stepscope.jobs.process import Died, Workers, require_torch
 from stepscope.recording.bench import BenchRow, Environment, Status, case_key
 from stepscope.recording.lines import ResultsFile, writing
@@ -116,7 +116,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(answer, Failed) and answer.bad_input:
             refusal = StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
         measured = answer if isinstance(answer, Measured) else None
-        status, reason = _judge(answer)
+        status, reason = judge(answer)
         if status != "ok" and refusal is None:
             self._keep_log(one.key, ended.log)
         row = BenchRow(
@@ -147,7 +147,7 @@ def _plan(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> l
     planned: dict[Case, Planned] = {}
     for device in dict.fromkeys(case.workload.device for case in cases):
         chosen = [case for case in cases if case.workload.device == device]
-        answer = _look_at(chosen, workers, timeout_s)
+        answer = look_at(chosen, workers, timeout_s)
         for case, source in zip(chosen, answer.sources, strict=True):
             here = msgspec.structs.replace(case.workload, device=answer.environment.device)
             planned[case] = Planned(
@@ -161,24 +161,24 @@ def _plan(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> l
 def _default_grid(workers: Workers, timeout_s: float | None) -> Grid:
     """What runs when nothing is asked for: seconds on a laptop's CPU, a minute or two on a GPU."""
     on_cpu = grid_from_flags({"size": "nano", "context": "128,256", "precision": "fp32,bf16"})
-    environment = _look_at(on_cpu.cases()[:1], workers, timeout_s).environment
+    environment = look_at(on_cpu.cases()[:1], workers, timeout_s).environment
     if environment.device == "cpu":
         return on_cpu
     return grid_from_flags({"size": "small,medium", "context": "256,1024", "precision": "fp32,bf16"})
 
 
-def _look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> Probed:
+def look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> Probed:
     """The environment of cases that name one device, found in a process of its own; bad input comes out here."""
     answer = workers.run(Probe(cases=tuple(cases)), timeout_s=timeout_s).answer
     if isinstance(answer, Failed):
         raise StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
     if not isinstance(answer, Probed):
-        _, reason = _judge(answer)
+        _, reason = judge(answer)
         raise StepscopeError(f"before the first case: {reason}", hint="stepscope doctor")
     return answer
 
 
-def _judge(answer: Result | Died) -> tuple[Status, str]:
+def judge(answer: Result | Died) -> tuple[Status, str]:
     match answer:
         case Measured():
             return "ok", ""
@@ -188,5 +188,5 @@ def _judge(answer: Result | Died) -> tuple[Status, str]:
             return "error", f"{message} {detail}".strip()
         case Died(status=status, reason=reason):
             return status, reason
-        case Probed() | Inspected():
+        case Probed() | Inspected() | Recorded():
             raise AssertionError("a case was answered as if it were a question")

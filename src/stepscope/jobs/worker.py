@@ -24,6 +24,8 @@ from stepscope.jobs.messages import (
     OutOfMemory,
     Probe,
     Probed,
+    Record,
+    Recorded,
     Request,
     Run,
     Stage,
@@ -72,6 +74,8 @@ def _serve(request: Request, on_stage: Callable[[str], None]) -> Answer:
             return _probe(request, on_stage)
         case Run(case=case):
             return _run(case, on_stage)
+        case Record():
+            return _record(request, on_stage)
         case Inspect():
             from stepscope.measure.inspection import inspect_torch
 
@@ -112,6 +116,23 @@ def _run(case: Case, on_stage: Callable[[str], None]) -> Measured:
     return Measured(measurement=measurement, doubts=doubts)
 
 
+def _record(request: Record, on_stage: Callable[[str], None]) -> Recorded:
+    import torch
+
+    from stepscope.measure.profiler import record
+
+    run = record(
+        request.case,
+        torch.device(request.case.workload.device),
+        functions=request.functions,
+        folder_raw=Path(request.folder),
+        record_steps=request.steps,
+        with_stack=request.stacks,
+        on_stage=on_stage,
+    )
+    return Recorded(run=run)
+
+
 def _explain_failure(error: BaseException, request: Request, stage: str) -> OutOfMemory | Failed:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return Failed(
@@ -123,9 +144,11 @@ def _explain_failure(error: BaseException, request: Request, stage: str) -> OutO
     if is_out_of_memory(error):
         return OutOfMemory(reason=_in_a_line(error))
     match request:
-        case Probe() if stage.startswith("importing"):
+        case Probe() | Record() if stage.startswith("importing"):
             doing = f"{stage} raised "
-        case Run(case=case) if stage == "building" and not isinstance(case.workload.model, ModelShape):
+        case Run(case=case) | Record(case=case) if stage == "building" and not isinstance(
+            case.workload.model, ModelShape
+        ):
             doing = f"building `{case.workload.model.name}` raised "
         case _:
             doing = ""

@@ -105,6 +105,8 @@ def attention(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *, causal: bool, s
     a causal mask is then aligned at the end (bottom-right), as in decoding: the last query sees every key,
     the one before it all but the last key. With more queries than keys the first queries see no key, and
     their output is zero.
+
+    Its three parts are functions of their own, so that a recorder can tell them apart (`step/annotation.py`).
     """
     num_heads, num_queries, head_dim = q_BHLD.shape[1:]
     num_groups, num_keys = k_BGLD.shape[1:3]
@@ -118,6 +120,15 @@ def attention(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *, causal: bool, s
         return torch.cat((blind, seeing), dim=2)
 
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    scores_BGSK = attention_scores(q_BHLD, k_BGLD, causal=causal, scale=scale)
+    out_BGSD = attention_values(softmax(scores_BGSK, dim=-1), v_BGLD)
+    return out_BGSD.reshape(-1, num_heads, num_queries, v_BGLD.shape[-1])
+
+
+def attention_scores(q_BHLD: Tensor, k_BGLD: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """q k^T * scale, and -inf where a key lies in a query's future: (B, G, S, K), the heads of a group in a row."""
+    num_heads, num_queries, head_dim = q_BHLD.shape[1:]
+    num_groups, num_keys = k_BGLD.shape[1:3]
     # A group's query heads are stacked along the length: one product serves them all, and no key is copied.
     # The queries are scaled rather than the scores: fewer elements, and fp16 scores overflow later.
     heads_per_group = num_heads // num_groups
@@ -126,8 +137,12 @@ def attention(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *, causal: bool, s
     if causal:
         mask_SK = causal_mask(num_queries, num_keys, q_BHLD.device).repeat(heads_per_group, 1)
         scores_BGSK.masked_fill_(mask_SK, -math.inf)
-    out_BGSD = softmax(scores_BGSK, dim=-1) @ v_BGLD
-    return out_BGSD.reshape(-1, num_heads, num_queries, v_BGLD.shape[-1])
+    return scores_BGSK
+
+
+def attention_values(weights_BGSK: Tensor, v_BGLD: Tensor) -> Tensor:
+    """Each query's mixture of the values: (B, G, S, D)."""
+    return weights_BGSK @ v_BGLD
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -44,16 +44,16 @@ def lay_out(table: Table, *, detail: bool) -> Sheet:
         cells = format_column(column, [row[index] for row in table.rows])
         names_row = column.kind in ("text", "count") and all(lane.names_row for lane in lanes)
         lane = Lane(
-            label=_one_line(column.label),
-            cells=tuple(_one_line(cell) for cell in cells),
+            label=one_line(column.label),
+            cells=tuple(one_line(cell) for cell in cells),
             is_text=column.kind == "text",
             names_row=names_row or not lanes,
         )
         lanes.append(lane)
     notes = table.notes if table.rows else (NO_ROWS, *table.notes)
-    return Sheet(title=_one_line(table.title), lanes=tuple(lanes), notes=tuple(map(_one_line, notes)))
+    return Sheet(title=one_line(table.title), lanes=tuple(lanes), notes=tuple(map(one_line, notes)))
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     joined = " ".join(text.split())
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in joined)

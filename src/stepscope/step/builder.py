@@ -35,10 +35,11 @@ class Step:
         self.device = device
         self.module = parts.module.train(workload.mode != "inference")
         self._call = parts.call
-        self._measure_loss = parts.loss
-        self._run: Callable[..., object] = self.module
+        # What a step calls is held in attributes, which `step.annotation` wraps while a recorder runs.
+        self.measure_loss = parts.loss
+        self.run_module: Callable[..., object] = self.module
         if workload.compile:
-            self._run = torch.compile(self.module, dynamic=False)
+            self.run_module = torch.compile(self.module, dynamic=False)
         self._loss: Tensor | None = None
         self._scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
         self._optimizer = _build_optimizer(workload.optimizer, self.module) if workload.mode == "train" else None
@@ -83,14 +84,14 @@ class Step:
 
     def _infer(self) -> None:
         with torch.no_grad(), self._autocast():
-            self._call(self._run)
+            self._call(self.run_module)
 
     def _forward(self) -> None:
         self._loss = None
         if self.workload.mode == "forward-backward":
             self.module.zero_grad(set_to_none=True)
         with self._autocast():
-            self._loss = self._measure_loss(self._call(self._run))
+            self._loss = self.measure_loss(self._call(self.run_module))
 
     def _backward(self) -> None:
         assert self._loss is not None, "backward runs after forward"

@@ -1,0 +1,83 @@
+"""`stepscope explain FILE`: where the time goes in a recording, ours or anybody's."""
+
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli.output import say, show, terminal_width
+from stepscope.errors import StepscopeError
+from stepscope.report.formats import Format
+
+
+class Part(StrEnum):
+    """What `--table` accepts: one part of the page alone."""
+
+    CLASSES = "classes"
+    PHASES = "phases"
+    KERNELS = "kernels"
+    MODULES = "modules"
+    LAYERS = "layers"
+    OPS = "ops"
+    STEPS = "steps"
+    STREAMS = "streams"
+    ROOFLINE = "roofline"
+    FINDINGS = "findings"
+    RANKS = "ranks"
+
+
+def explain(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE…",
+            help="A recording's folder, a PyTorch profiler trace, an Nsight Systems export, Nsight Compute's CSV; several "
+            "for the ranks of one run.",
+        ),
+    ],
+    table: Annotated[Part | None, typer.Option("--table", help="One part of the page alone.")] = None,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a table by kernel, module or operator.")] = 20,
+    questions: Annotated[
+        bool, typer.Option("--questions", help="The questions people ask of a step, answered; --detail adds the evidence.")
+    ] = False,
+    format_: Annotated[
+        Format, typer.Option("--format", help="How it is printed; json without --table is the whole document.")
+    ] = Format.TEXT,
+    detail: Annotated[bool, typer.Option("--detail", help="All columns.")] = False,
+    save: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep it as a recording of ours.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto with what was found out on it.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what --save and --perfetto name.")] = False,
+    cache: Annotated[bool, typer.Option(help="Keep what large files were read into, for the next look.")] = True,
+) -> None:
+    """Where does the time go, and why? Reads a recording and answers; nothing is run and torch is not needed."""
+    from stepscope.jobs import explain as job
+    from stepscope.report.page import render_page
+    from stepscope.report.tables import render
+
+    profiles = job.read_profiles(files, cached=cache)
+    width = terminal_width()
+    if save is not None or perfetto is not None:
+        job.require_one(profiles, "--save and --perfetto")
+        job.export(profiles[0], save=save, perfetto=perfetto, force=force)
+    if questions:
+        if format_ is Format.TEXT:
+            show(job.answer_in_words(profiles, width))
+        for part in job.answer_in_tables(profiles, words=format_ is not Format.TEXT, evidence=detail):
+            show(render(part, format_, width=width))
+    elif table is not None:
+        for part in job.make_part(profiles, table.value, top=top):
+            show(render(part, format_, detail=detail, width=width))
+    elif format_ is Format.JSON:
+        show(job.encode_summary(profiles))
+    elif format_ is Format.TEXT:
+        show(render_page(job.make_page(profiles), width=width))
+    else:
+        raise StepscopeError(
+            f"the page is text or json, not `{format_.value}`", hint=f"--table classes --format {format_.value}"
+        )
+    if not questions and table is None:
+        say(f"next: stepscope explain {shlex.join(map(str, files))} --questions")

@@ -1,0 +1,120 @@
+"""What one operator computes and moves, from what PyTorch's profiler writes beside its name.
+
+FLOPs follow the convention of `model.py`: two operations a multiply-add, matrix products only, causal attention as
+half. Bytes are the least that must move: every input read once, every output written once. A kernel that reads a
+tensor twice moves more, and one that finds its input in the cache moves less; the first shows as a low share of the
+bandwidth, the second as one above 100 %.
+
+An operator that is not known, or whose texts do not say enough, has no cost: None, not zero.
+"""
+
+from typing import Any
+
+import msgspec
+
+from stepscope.cost import products, traffic
+from stepscope.cost.calls import OperatorCost, UnknownCost, parse_call
+from stepscope.cost.products import Form
+
+SOFTMAX_OPERATIONS = 5
+SOFTMAX_CONVENTION = (
+    "5 operations an element of a softmax: compare for the maximum, subtract it, exponential, add, divide. Where the "
+    "notes of a course count 3 (exponential, add, divide), theirs is 3/5 of ours. It is no part of the FLOPs of a step"
+)
+
+
+def operator_cost(name: str, shapes: str | None, dtypes: str | None, arguments: str | None) -> OperatorCost | None:
+    """What a call of `name` computes and moves. The other three are JSON as recorded: `Input Dims`, `Input type` and
+    `Concrete Inputs`. None where the operator is not known or they do not say."""
+    bare = name.rpartition("::")[2].partition(".")[0]
+    form = _FORMS.get(bare)
+    if form is None or not shapes or not dtypes:
+        return None
+    try:
+        return form(parse_call(bare, shapes, dtypes, arguments))
+    except (UnknownCost, msgspec.DecodeError, msgspec.ValidationError, IndexError, ValueError, OverflowError):
+        return None
+
+
+def softmax_flops(elements: int) -> int:
+    """By `SOFTMAX_CONVENTION`."""
+    return SOFTMAX_OPERATIONS * elements
+
+
+def attention_flops(*, batch: int, heads: int, queries: int, keys: int, head_dim: int, causal: bool) -> int:
+    """Of one forward: scores and values."""
+    return 2 * 2 * batch * heads * queries * keys * head_dim // (2 if causal else 1)
+
+
+def product_dims(name: str, shapes: str | None) -> tuple[int, int, int, int] | None:
+    """Batch, M, N and K of a matrix product, None for anything else."""
+    places = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_scaled_mm": (0, 1)}
+    bare = name.rpartition("::")[2].partition(".")[0]
+    if bare not in places or not shapes:
+        return None
+    try:
+        dims = msgspec.json.decode(shapes, type=list[Any])
+        left, right = (dims[place] for place in places[bare])
+        if not (len(left) == len(right) in (2, 3) and all(type(size) is int for size in (*left, *right))):
+            return None
+    except (msgspec.DecodeError, msgspec.ValidationError, IndexError, TypeError):
+        return None
+    return (left[0] if len(left) == 3 else 1), left[-2], right[-1], left[-1]
+
+
+_POINTWISE = """
+abs add addcdiv addcmul bernoulli bitwise_and bitwise_not ceil clamp clamp_max clamp_min cos cumsum div dropout elu
+elu_backward eq erf exp exp2 expm1 floor ge gelu gelu_backward gt hardswish isfinite isinf isnan le leaky_relu lerp log
+log1p log_sigmoid_forward logical_and logical_not lt masked_fill maximum minimum mul native_dropout ne neg pow
+reciprocal relu rsqrt rsub sigmoid sigmoid_backward sign silu silu_backward sin softplus sqrt square sub tanh
+tanh_backward threshold_backward tril triu where
+"""
+_REDUCTIONS = "sum mean amax amin max min norm linalg_vector_norm prod var std any all argmax argmin logsumexp"
+_LIKE_FIRST = """
+native_layer_norm native_batch_norm cudnn_batch_norm miopen_batch_norm native_group_norm _fused_rms_norm rms_norm
+_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
+"""
+_LIKE_SECOND = """
+native_layer_norm_backward native_batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward
+native_group_norm_backward _fused_rms_norm_backward
+"""
+_FORMS: dict[str, Form] = {
+    **{name + suffix: traffic.elementwise for name in _POINTWISE.split() for suffix in ("", "_")},
+    **dict.fromkeys(_REDUCTIONS.split(), traffic.reduction),
+    **dict.fromkeys(_LIKE_FIRST.split(), traffic.like_first),
+    **dict.fromkeys(_LIKE_SECOND.split(), traffic.like_second),
+    "copy_": traffic.copy,
+    "fill_": traffic.fill,
+    "zero_": traffic.fill,
+    "embedding": traffic.embedding,
+    "embedding_dense_backward": traffic.embedding_backward,
+    "index_select": traffic.index_select,
+    "gather": traffic.gather,
+    "mm": products.product(0),
+    "bmm": products.product(0),
+    "_scaled_mm": products.product(0),
+    "addmm": products.product(1, added=0),
+    "baddbmm": products.product(1, added=0),
+    "linear": products.linear,
+    "matmul": products.matmul,
+    "convolution": products.convolution(4, 3, 8, transposed_at=6),
+    "_convolution": products.convolution(4, 3, 8, transposed_at=6),
+    "conv1d": products.convolution(4, 3, 6),
+    "conv2d": products.convolution(4, 3, 6),
+    "conv3d": products.convolution(4, 3, 6),
+    "cudnn_convolution": products.convolution(2, 3, 5),
+    "miopen_convolution": products.convolution(3, 4, 6),
+    "mkldnn_convolution": products.convolution(3, 4, 6),
+    "convolution_backward": products.convolution_backward,
+    "_scaled_dot_product_flash_attention": products.attention(4),
+    "_scaled_dot_product_efficient_attention": products.attention(6),
+    "_scaled_dot_product_cudnn_attention": products.attention(6),
+    "_scaled_dot_product_flash_attention_backward": products.attention(11, backward=True),
+    "_scaled_dot_product_efficient_attention_backward": products.attention(11, backward=True),
+    "_scaled_dot_product_cudnn_attention_backward": products.attention(14, backward=True),
+    "_flash_attention_forward": products.attention(8, heads_first=False),
+    "_flash_attention_backward": products.attention(11, backward=True, heads_first=False),
+    "_efficient_attention_forward": products.attention(9, heads_first=False),
+    "_efficient_attention_backward": products.attention(14, backward=True, heads_first=False),
+    "_cudnn_attention_forward": products.attention(10),
+}

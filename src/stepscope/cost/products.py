@@ -1,0 +1,120 @@
+"""What is made of matrix products: products themselves, attention and convolution."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from stepscope.cost.calls import Call, OperatorCost, Tensor, UnknownCost, broadcast, make_cost, numbers
+
+BACKWARD_PRODUCTS = 2.5  # attention's backward makes five products (one of them again) where the forward makes two
+
+Form = Callable[[Call], OperatorCost]
+
+
+# --- Matrix products
+
+
+def product(first: int, *, added: int | None = None) -> Form:
+    """A product of the tensors at `first` and after it, of two or three dimensions, with one at `added` on top."""
+
+    def cost(call: Call) -> OperatorCost:
+        left, right = call.tensor(first), call.tensor(first + 1)
+        return _multiply(left, right, [call.tensor(added)] if added is not None else [])
+
+    return cost
+
+
+def _multiply(left: Tensor, right: Tensor, added: Sequence[Tensor]) -> OperatorCost:
+    if len(left.dims) < 2 or len(right.dims) < 2 or left.dims[-1] != right.dims[-2]:
+        raise UnknownCost
+    result = (*broadcast(left.dims[:-2], right.dims[:-2]), left.dims[-2], right.dims[-1])
+    flops = 2 * math.prod(result) * left.dims[-1]
+    return make_cost(flops, [left, right, *added], [Tensor(result, left.kind)])
+
+
+def linear(call: Call) -> OperatorCost:
+    x, weight = call.tensor(0), call.tensor(1)
+    if not x.dims or len(weight.dims) != 2 or x.dims[-1] != weight.dims[1]:
+        raise UnknownCost
+    result = (*x.dims[:-1], weight.dims[0])
+    bias = [tensor for tensor in call.tensors[2:3] if tensor is not None]
+    return make_cost(2 * math.prod(result) * x.dims[-1], [x, weight, *bias], [Tensor(result, x.kind)])
+
+
+def matmul(call: Call) -> OperatorCost:
+    left, right = call.tensor(0), call.tensor(1)
+    if not left.dims or not right.dims:
+        raise UnknownCost
+    wide_left = left if len(left.dims) > 1 else Tensor((1, *left.dims), left.kind)
+    wide_right = right if len(right.dims) > 1 else Tensor((*right.dims, 1), right.kind)
+    return _multiply(wide_left, wide_right, [])
+
+
+# --- Attention
+
+
+def attention(causal_at: int, *, backward: bool = False, heads_first: bool = True) -> Form:
+    """`causal_at` is the place of `is_causal`, or of the mask's kind where that is 0 for none. Where the arguments were
+    not recorded, nothing says that half is masked, and the full square counts."""
+
+    def cost(call: Call) -> OperatorCost:
+        start = 1 if backward else 0
+        q, k, v = (call.tensor(start + place) for place in range(3))
+        if not len(q.dims) == len(k.dims) == len(v.dims) == 4:
+            raise UnknownCost  # sequences of several lengths in one: only their sum is known
+        length_at, heads_at = (2, 1) if heads_first else (1, 2)
+        batch, heads, queries, keys = q.dims[0], q.dims[heads_at], q.dims[length_at], k.dims[length_at]
+        square = 2 * batch * heads * queries * keys * (q.dims[3] + v.dims[3])
+        forward = square / 2 if call.argument(causal_at) in ("True", "1", "2") else square
+        out = Tensor((*q.dims[:3], v.dims[3]), q.kind)
+        if backward:
+            return make_cost(forward * BACKWARD_PRODUCTS, [q, k, v, out, out], [q, k, v])
+        return make_cost(forward, [q, k, v], [out])
+
+    return cost
+
+
+# --- Convolution
+
+
+def convolution(padding_at: int, stride_at: int, groups_at: int, transposed_at: int | None = None) -> Form:
+    """The dilation stands between padding or stride and what follows: always at 5, or one place after the last."""
+    dilation_at = max(padding_at, stride_at) + 1
+
+    def cost(call: Call) -> OperatorCost:
+        x, weight = call.tensor(0), call.tensor(1)
+        groups = int(call.argument(groups_at) or "1")
+        inside = len(x.dims) - 2
+        if inside < 1 or len(weight.dims) != len(x.dims):
+            raise UnknownCost
+        if transposed_at is not None and call.argument(transposed_at) == "True":
+            raise UnknownCost
+        steps, pads, spread = (_spread(call.argument(at), inside) for at in (stride_at, padding_at, dilation_at))
+        out = tuple(
+            (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
+            for size, kernel, step, pad, gap in zip(x.dims[2:], weight.dims[2:], steps, pads, spread, strict=True)
+        )
+        result = Tensor((x.dims[0], weight.dims[0], *out), x.kind)
+        # A weight is (out, in / groups, *kernel): each element of the result is as many multiply-adds as its row has.
+        if x.dims[1] != weight.dims[1] * groups:
+            raise UnknownCost
+        return make_cost(2 * result.elements * math.prod(weight.dims[1:]), [x, weight], [result])
+
+    return cost
+
+
+def _spread(text: str, length: int) -> list[int]:
+    given = numbers(text)
+    return given * length if len(given) == 1 else given
+
+
+def convolution_backward(call: Call) -> OperatorCost:
+    grad, x, weight = (call.tensor(place) for place in range(3))
+    mask = msgspec.json.decode(call.argument(10).lower(), type=list[bool])
+    if len(mask) != 3 or call.argument(7) == "True":
+        raise UnknownCost
+    one = 2 * grad.elements * math.prod(weight.dims[1:])
+    read = [grad, *([weight] if mask[0] else []), *([x] if mask[1] else [])]
+    written: list[Tensor | int] = [tensor for tensor, wanted in zip((x, weight), mask, strict=False) if wanted]
+    return make_cost(one * sum(mask[:2]), read, written)

@@ -1,0 +1,90 @@
+"""What moves bytes and multiplies no matrices: arithmetic by element, sums, norms, copies and rows by index."""
+
+import msgspec
+
+from stepscope.cost.calls import (
+    BYTES,
+    PRECISION,
+    Call,
+    OperatorCost,
+    Tensor,
+    UnknownCost,
+    broadcast,
+    make_cost,
+    numbers,
+)
+
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_not", "logical_and"}
+
+
+def elementwise(call: Call) -> OperatorCost:
+    """The result has the inputs' joint shape; one in place has the first one's."""
+    tensors = call.given
+    if not tensors:
+        raise UnknownCost
+    if call.name.endswith("_"):
+        return make_cost(0, tensors, [tensors[0]])
+    shape = broadcast(*(tensor.dims for tensor in tensors))
+    # A number in the code is recorded as a tensor without dimensions, and does not widen the result.
+    wide = [tensor for tensor in tensors if tensor.dims] or tensors
+    kind = max((tensor.kind for tensor in wide), key=lambda kind: (kind in PRECISION, BYTES[kind]))
+    return make_cost(0, tensors, [Tensor(shape, "bool" if call.name in _COMPARISONS else kind)])
+
+
+def like_first(call: Call) -> OperatorCost:
+    """Reads all, writes something of the first one's size: softmax, norms and their backwards."""
+    return make_cost(0, call.given, [call.tensor(0)])
+
+
+def like_second(call: Call) -> OperatorCost:
+    return make_cost(0, call.given, [call.tensor(1)])
+
+
+def copy(call: Call) -> OperatorCost:
+    target, source = call.tensor(0), call.tensor(1)
+    return make_cost(0, [source], [target])
+
+
+def fill(call: Call) -> OperatorCost:
+    target = call.tensor(0)
+    cost = make_cost(0, [], [target])
+    return msgspec.structs.replace(cost, dtype=PRECISION.get(target.kind))
+
+
+def reduction(call: Call) -> OperatorCost:
+    x = call.tensor(0)
+    dims = _reduced(call.argument(1), len(x.dims))
+    kept = tuple(size for place, size in enumerate(x.dims) if place not in dims)
+    return make_cost(0, [x], [Tensor(kept, x.kind)])
+
+
+def _reduced(text: str, rank: int) -> set[int]:
+    """The dimensions that an argument names; all where it names none."""
+    if text.lstrip("-").isdigit():
+        return {int(text) % max(1, rank)}
+    named = numbers(text) if text.startswith("[") else []
+    return {place % max(1, rank) for place in named} or set(range(rank))
+
+
+def embedding(call: Call) -> OperatorCost:
+    weight, index = call.tensor(0), call.tensor(1)
+    rows = Tensor((*index.dims, weight.dims[-1]), weight.kind)
+    return make_cost(0, [rows, index], [rows])
+
+
+def embedding_backward(call: Call) -> OperatorCost:
+    grad, index = call.tensor(0), call.tensor(1)
+    return make_cost(0, [grad, index], [Tensor((int(call.argument(2)), grad.dims[-1]), grad.kind)])
+
+
+def index_select(call: Call) -> OperatorCost:
+    x, index = call.tensor(0), call.tensor(2)
+    place = int(call.argument(1)) % len(x.dims)
+    rows = Tensor((*x.dims[:place], index.elements, *x.dims[place + 1 :]), x.kind)
+    return make_cost(0, [rows, index], [rows])
+
+
+def gather(call: Call) -> OperatorCost:
+    x, index = call.tensor(0), call.tensor(2)
+    taken = Tensor(index.dims, x.kind)
+    return make_cost(0, [taken, index], [taken])

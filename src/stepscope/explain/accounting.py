@@ -1,0 +1,93 @@
+"""Where a device's time went, so that it adds up.
+
+Adding up durations counts twice what ran side by side. Here time is swept once: between any two moments at which
+something starts or ends, either nothing runs (idle), or one thing (its class), or several (overlap, a row of its own).
+The rows add up to the wall time to the nanosecond, for a device as a whole and for each of its streams.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """`classes` (alone on the device) + `overlap_ns` + `idle_ns` = `wall_ns`, exactly."""
+
+    wall_ns: int
+    classes: dict[str, int]
+    overlap_ns: int
+    idle_ns: int
+    # Of the time in which communication ran: with something else beside it, or with the device waiting for it.
+    communication_hidden_ns: int = 0
+    communication_exposed_ns: int = 0
+
+    @property
+    def busy_ns(self) -> int:
+        return self.wall_ns - self.idle_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceAccount:
+    process: int | None
+    device: int
+    whole: Account
+    streams: dict[int, Account]
+
+
+def account_devices(kernels: pl.DataFrame, window: tuple[int, int]) -> tuple[DeviceAccount, ...]:
+    """One account a device and process, over one window that holds every kernel."""
+    accounts = []
+    for (process, device), group in sorted(
+        kernels.partition_by("process", "device", as_dict=True).items(), key=lambda item: str(item[0])
+    ):
+        streams = group.partition_by("stream", as_dict=True)
+        accounts.append(
+            DeviceAccount(
+                process=process,
+                device=device,
+                whole=account(group, window),
+                streams={key[0]: account(part, window) for key, part in sorted(streams.items())},
+            )
+        )
+    return tuple(accounts)
+
+
+def account(kernels: pl.DataFrame, window: tuple[int, int]) -> Account:
+    wall = window[1] - window[0]
+    names = kernels["class"].unique().sort().to_list()
+    number = kernels["class"].replace_strict(names, list(range(len(names))), return_dtype=pl.Int64).to_numpy()
+    starts, ends = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
+    assert not len(starts) or (starts.min() >= window[0] and ends.max() <= window[1]), "the window holds every kernel"
+    moments = np.concatenate((starts, ends))
+    order = np.argsort(moments, kind="stable")
+    length = np.diff(moments[order], append=moments[order][-1:])
+    running = np.cumsum(np.concatenate((np.ones_like(starts), -np.ones_like(ends)))[order])
+    # With one thing running, the sum of the numbers of what runs is its number.
+    which = np.cumsum(np.concatenate((number, -number))[order])
+    alone, several = running == 1, running > 1
+    times = np.bincount(which[alone], weights=length[alone], minlength=len(names)) if len(names) else np.empty(0)
+    overlap = int(length[several].sum())
+    classes = {name: int(time) for name, time in zip(names, times, strict=True)}
+    hidden, exposed = _split_communication(kernels, order, length, running)
+    return Account(
+        wall_ns=wall,
+        classes=classes,
+        overlap_ns=overlap,
+        idle_ns=wall - sum(classes.values()) - overlap,
+        communication_hidden_ns=hidden,
+        communication_exposed_ns=exposed,
+    )
+
+
+def _split_communication(kernels: pl.DataFrame, order: Ints, length: Ints, running: Ints) -> tuple[int, int]:
+    ours = (kernels["class"] == "communication").to_numpy().astype(np.int64)
+    if not ours.any():
+        return 0, 0
+    communicating = np.cumsum(np.concatenate((ours, -ours))[order])
+    hidden = (communicating > 0) & (running > communicating)
+    return int(length[hidden].sum()), int(length[(communicating > 0) & ~hidden].sum())

@@ -1,0 +1,178 @@
+"""MIOpen and Composable Kernel: AMD's convolutions, norms and products."""
+
+import re
+
+from stepscope.explain.kernel_names.anatomy import Anatomy
+from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
+from stepscope.explain.kernel_names.vocabulary import CODES, build, explain_tile, find_dtype, join, part, spell_tile
+
+_IGEMM = re.compile(
+    r"igemm_(?P<way>fwd|bwd|wrw|upsampling_clear)_?(?P<engine>gtcx?\d*|\w*?)_(?P<layout>nhwc|nchw|nchwc)?_?(?P<rest>\w*)"
+)
+_WAYS: dict[str, tuple[str, Direction]] = {
+    "fwd": ("convolution forward", "forward"),
+    "bwd": ("gradient of a convolution's input", "backward"),
+    "wrw": ("gradient of a convolution's filter", "backward"),
+}
+# By a piece of the base name: class, operation, whether it changes the data type.
+_MIOPEN: tuple[tuple[re.Pattern[str], KernelClass, str, bool], ...] = (
+    (re.compile(r"MIOpenBatchNorm|MIOpenBN|MIOpenLayerNorm|MIOpenGroupNorm|LayernormFwd"), "norm", "norm", False),
+    (re.compile(r"MIOpenSoftmax|SoftmaxForward|SoftmaxBackward"), "softmax", "softmax", False),
+    (re.compile(r"mloPooling|MIOpenPooling"), "reduction", "pooling", False),
+    (re.compile(r"MIOpenNeuron|MIOpenActi|MIOpenActiveFwd|ActivBwd|ActivFwd"), "elementwise", "activation", False),
+    (re.compile(r"MIOpenDropout|InitKernelStateGpu"), "random", "dropout", False),
+    (re.compile(r"SubTensorOpWithCastTensor|CastTensor"), "copy", "cast", True),
+    (
+        re.compile(r"SubTensorOpWithScalar|SubTensorOpWith|Op\dd?TensorGeneric|Op\d?d?Tensor\w*|OpTensor\w+"),
+        "elementwise",
+        "fill or scale a tensor",
+        False,
+    ),
+    (
+        re.compile(
+            r"batched_transpose_\w+|transpose_(?:[CNHW]{4}2[CNHW]{4}|packed)\w*|general_tensor_reorder_\w*"
+            r"|tensor_reorder"
+        ),
+        "copy",
+        "copy between layouts",
+        False,
+    ),
+    (re.compile(r"Im2\dd?Col|Im2d2Col|Im3d2Col|Col2Im\w*"), "convolution", "unfold a convolution's input", False),
+    (
+        re.compile(
+            r"miopenSp3AsmConv\w*|miopenGcnAsm\w*|gcnAsm\w*|MIOpenConv\w*|MIOpenCv\w*|naive_conv\w*"
+            r"|gridwise_convolution\w*|mlopenConv\w*|xformData\w*|xdlops_conv\w*|conv_\w*asm\w*|winograd\w*"
+        ),
+        "convolution",
+        "convolution",
+        False,
+    ),
+)
+_CK: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = (
+    (re.compile(r"conv", re.IGNORECASE), "convolution", "convolution"),
+    (re.compile(r"gemm\w*bwd_weight|bwd_weight", re.IGNORECASE), "convolution", "gradient of a convolution's filter"),
+    (re.compile(r"softmax", re.IGNORECASE), "softmax", "softmax"),
+    (re.compile(r"rmsnorm", re.IGNORECASE), "norm", "RMS norm"),
+    (re.compile(r"layernorm", re.IGNORECASE), "norm", "layer norm"),
+    (re.compile(r"batchnorm|groupnorm|normalization", re.IGNORECASE), "norm", "norm"),
+    (re.compile(r"moe.?sorting|moesorting", re.IGNORECASE), "sort", "sort tokens by expert"),
+    (re.compile(r"gemm|matmul|fused_?moe", re.IGNORECASE), "gemm", "matrix product"),
+    (re.compile(r"transpose|permute", re.IGNORECASE), "copy", "copy between layouts"),
+    (re.compile(r"reduce|reduction|pool", re.IGNORECASE), "reduction", "reduction"),
+    (re.compile(r"elementwise|smoothquant|quant", re.IGNORECASE), "elementwise", "elementwise"),
+)
+
+
+_SHORTER = {"gradient of a convolution's filter": "conv filter", "convolution": "conv", "matrix product": "gemm"}
+
+
+def recognise(anatomy: Anatomy) -> KernelName | None:
+    if match := _IGEMM.match(anatomy.base):
+        return _decode_igemm(anatomy, match)
+    if anatomy.scope.split("::")[0] in ("ck", "ck_tile") or "ck_tile::" in anatomy.template[:200]:
+        return _decode_ck(anatomy)
+    return _decode_miopen(anatomy)
+
+
+def _decode_igemm(anatomy: Anatomy, match: re.Match[str]) -> KernelName:
+    """`igemm_fwd_gtcx3_nhwc_bf16_bx0_ex1_bt128x128x32_wt32x32x8_…`"""
+    operation, direction = _WAYS.get(match["way"], ("convolution", "backward"))
+    rest = match["rest"]
+    parts = [part(f"igemm_{match['way']}", f"{operation}, as a matrix product that is never written out")]
+    tensor_cores = None
+    if match["engine"].startswith("gtc"):
+        tensor_cores = True
+        parts.append(part(match["engine"], "written for the matrix cores"))
+    if match["layout"]:
+        parts.append(part(match["layout"], "order of the tensors' dimensions"))
+    type_ = re.match(r"(bf16|fp16|fp32|int8)", rest)
+    dtype = CODES[type_[1]] if type_ else None
+    tile: tuple[int, ...] | None = None
+    if found := re.search(r"(?:^|_)(bt(\d+)x(\d+)x(\d+))", rest):
+        tile = (int(found[2][:6]), int(found[3][:6]), int(found[4][:6]))
+        parts.append(explain_tile(found[1], tile))
+    if found := re.search(r"_(wt(\d+x\d+x\d+))", rest):
+        parts.append(part(found[1], f"each wave computes {found[2].replace('x', '×')} at a time"))
+    split = rest.endswith("_gkgs")
+    if split:
+        parts.append(part("gkgs", "the summed dimension can be split among workgroups"))
+    return build(
+        anatomy,
+        "MIOpen",
+        "convolution",
+        operation,
+        join("conv", "fwd" if direction == "forward" else "bwd", dtype, spell_tile(tile), "(MIOpen)"),
+        direction=direction,
+        dtype=dtype,
+        tile=tile,
+        tensor_cores=tensor_cores,
+        parts=tuple(parts),
+    )
+
+
+def _decode_miopen(anatomy: Anatomy) -> KernelName | None:
+    for pattern, kernel_class, operation, is_cast in _MIOPEN:
+        if match := pattern.match(anatomy.base):
+            direction = _find_direction(anatomy.base)
+            dtype = "fp32" if re.search(r"fp32|float", anatomy.base) else "bf16" if "bf16" in anatomy.base else None
+            return build(
+                anatomy,
+                "MIOpen",
+                kernel_class,
+                operation,
+                join(operation, {"forward": "fwd", "backward": "bwd"}.get(direction or ""), "(MIOpen)"),
+                direction=direction,
+                dtype=dtype,
+                is_cast=is_cast,
+                parts=(part(match[0], operation),),
+            )
+    return None
+
+
+def _decode_ck(anatomy: Anatomy) -> KernelName:
+    # `ck_tile::kentry<1, ck_tile::Rmsnorm2dFwd<…>>`: the kernel is the first template argument.
+    wrapped = anatomy.base in ("kentry", "kernel_wrapper")
+    what = (
+        next((word for word in anatomy.words() if word not in ("ck_tile", "ck")), anatomy.base)
+        if wrapped
+        else anatomy.base
+    )
+    dtype = _find_ck_dtype(anatomy)
+    for pattern, kernel_class, operation in _CK:
+        if pattern.search(what):
+            direction = _find_direction(what)
+            # A batched product named `bwd_weight` is how CK runs the filter's gradient.
+            tensor_cores = True if re.search(r"xdl|mfma", anatomy.text[:2000], re.IGNORECASE) else None
+            return build(
+                anatomy,
+                "CK",
+                kernel_class,
+                operation,
+                join(
+                    dtype,
+                    _SHORTER.get(operation, operation),
+                    {"forward": "fwd", "backward": "bwd"}.get(direction or ""),
+                    "(CK)",
+                ),
+                direction=direction,
+                dtype=dtype,
+                tensor_cores=tensor_cores,
+                parts=(part(what, f"{operation}, from AMD's Composable Kernel"),),
+            )
+    return build(anatomy, "CK", "other", "Composable Kernel of unknown kind", f"{what} (CK)")
+
+
+def _find_ck_dtype(anatomy: Anatomy) -> str | None:
+    """CK's bf16 is an unsigned short; fp32 behind it is the accumulator."""
+    if re.search(r"\bushort\b|unsigned short", anatomy.template[:400]):
+        return "bf16"
+    return find_dtype(anatomy.template)
+
+
+def _find_direction(text: str) -> Direction | None:
+    lower = text.lower()
+    if re.search(r"bwd|backward|wrw|dgrad|wgrad", lower):
+        return "backward"
+    if re.search(r"fwd|forward|fprop", lower):
+        return "forward"
+    return None

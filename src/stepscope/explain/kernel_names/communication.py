@@ -1,0 +1,126 @@
+"""Communication between GPUs: NCCL and RCCL, and the kernels that read their neighbours' memory directly."""
+
+import re
+
+from stepscope.explain.kernel_names.anatomy import Anatomy
+from stepscope.explain.kernel_names.types import KernelName, NamePart
+from stepscope.explain.kernel_names.vocabulary import build, join, part
+
+_NCCL = re.compile(r"(?:nccl|rccl|msccl)(?:Dev)?(?:Symk?Dev)?Kernel(?:Debug)?_(\w+)", re.IGNORECASE)
+_COLLECTIVES = {
+    "AllReduce": ("all-reduce", "every rank ends with the sum (or other reduction) over all ranks"),
+    "AllGather": ("all-gather", "every rank ends with the pieces of all ranks"),
+    "ReduceScatter": ("reduce-scatter", "every rank ends with its piece of the reduction over all ranks"),
+    "Broadcast": ("broadcast", "one rank's data go to all others"),
+    "Reduce": ("reduce", "one rank ends with the reduction over all ranks"),
+    "SendRecv": ("send and receive", "point-to-point messages: pipeline stages, all-to-all"),
+    "AllToAll": ("all-to-all", "every rank sends a different piece to every other"),
+    "AlltoAll": ("all-to-all", "every rank sends a different piece to every other"),
+    "Generic": ("collective, not named", "one kernel serves all collectives; the name does not say which ran"),
+}
+_ALGORITHMS = {
+    "RING": "data travel around a ring of all ranks",
+    "TREE": "data travel up and down a tree: fewer hops for small messages on many ranks",
+    "NVLS": "the NVLink switch adds up the data",
+    "COLLNET": "the network adds up the data",
+    "PAT": "parallel trees: fewer steps than a ring on many ranks",
+}
+_PROTOCOLS = {
+    "LL": "low-latency protocol: flags beside the data, at half the bandwidth",
+    "LL128": "low-latency protocol over NVLink with most of the bandwidth",
+    "SIMPLE": "the protocol for large messages: full bandwidth, more latency",
+}
+_REDUCTIONS = ("Sum", "Prod", "Min", "Max", "MinMax", "PreMulSum", "SumPostDiv")
+_TYPES = {
+    "f32": "fp32",
+    "float": "fp32",
+    "f16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "f64": "fp64",
+    "double": "fp64",
+    "u8": "uint8",
+    "i8": "int8",
+    "int8": "int8",
+    "u32": "uint32",
+    "u64": "uint64",
+    "i32": "int32",
+    "i64": "int64",
+    "f8e4m3": "fp8",
+    "f8e5m2": "fp8",
+}
+# Outside of NCCL: by a distinctive piece of the name.
+_OTHERS: tuple[tuple[re.Pattern[str], str, str], ...] = (
+    (re.compile(r"deep_ep::.*\bdispatch|internode_ll::dispatch"), "DeepEP", "send tokens to their experts"),
+    (re.compile(r"deep_ep::.*\bcombine|internode_ll::combine"), "DeepEP", "bring tokens back from their experts"),
+    (re.compile(r"deep_ep::"), "DeepEP", "prepare the exchange of tokens"),
+    (re.compile(r"nvshmem", re.IGNORECASE), "NVSHMEM", "one-sided communication"),
+    (re.compile(r"cross_device_reduce_\w+"), "vLLM", "all-reduce"),
+    (re.compile(r"multimem_(?:one_shot_|two_shot_)?all_reduce\w*"), "ATen", "all-reduce through the NVLink switch"),
+    (re.compile(r"multimem_all_gather\w*"), "ATen", "all-gather through the NVLink switch"),
+    (re.compile(r"multimem_(?:one_shot_)?reduce\w*"), "ATen", "reduction through the NVLink switch"),
+    (re.compile(r"(?:one|two)_?[sS]hot_?[aA]ll_?[rR]educe\w*"), "ATen", "all-reduce over peer memory"),
+    (
+        re.compile(r"(?:allreduce|all_reduce|allReduce)_?(?:fusion|lamport|rmsnorm)\w*|lamport\w*"),
+        "FlashInfer",
+        "all-reduce",
+    ),
+    (re.compile(r"userbuffers_\w+|kuserbuffers_\w+"), "Transformer Engine", "overlapped collective"),
+    (re.compile(r"symm_?mem|symmetric_memory|symm_mem::"), "ATen", "communication over symmetric memory"),
+    (re.compile(r"\b(?:put|wait|stream_write|stream_wait|barrier)_signal_kernel\w*"), "ATen", "signal to a peer"),
+)
+_WORDS = (
+    (re.compile(r"all_?reduce", re.IGNORECASE), "all-reduce"),
+    (re.compile(r"all_?gather", re.IGNORECASE), "all-gather"),
+    (re.compile(r"reduce_?scatter", re.IGNORECASE), "reduce-scatter"),
+    (re.compile(r"all_?to_?all", re.IGNORECASE), "all-to-all"),
+)
+
+
+def recognise(anatomy: Anatomy) -> KernelName | None:
+    if match := _NCCL.match(anatomy.base):
+        return _decode_nccl(anatomy, match[1])
+    text = anatomy.body[:1000]
+    for pattern, library, operation in _OTHERS:
+        if match := pattern.search(text):
+            short = f"{operation} ({library})"
+            return build(anatomy, library, "communication", operation, short, parts=(part(match[0], operation),))
+    if "gemm" in text.lower():  # a product that overlaps with its collective is decoded as the product
+        return None
+    for pattern, operation in _WORDS:
+        if match := pattern.search(anatomy.base):
+            return build(anatomy, "unknown", "communication", operation, parts=(part(match[0], operation),))
+    return None
+
+
+def _decode_nccl(anatomy: Anatomy, rest: str) -> KernelName:
+    words = [word for word in rest.split("_") if word]
+    library = "RCCL" if words[:1] == ["Generic"] or anatomy.base.lower().startswith(("rccl", "msccl")) else "NCCL"
+    operation, meaning = _COLLECTIVES.get(words[0] if words else "", ("collective", "communication between GPUs"))
+    parts = [part(words[0] if words else anatomy.base, meaning)]
+    dtype = algorithm = protocol = None
+    for word in words[1:12]:
+        if word in _TYPES:
+            dtype = _TYPES[word]
+            parts.append(part(word, f"{dtype} elements"))
+        elif word in _ALGORITHMS:
+            algorithm = algorithm or word
+            parts.append(part(word, _ALGORITHMS[word]))
+        elif word in _PROTOCOLS:
+            protocol = word
+            parts.append(part(word, _PROTOCOLS[word]))
+        elif word in _REDUCTIONS:
+            parts.append(
+                part(word, "the reduction; copies of bytes carry `Sum` too" if word == "Sum" else "the reduction")
+            )
+    parts.extend(_warn_of_old_names(anatomy.base))
+    summary = join(operation, dtype, (algorithm or "").lower() or None, protocol, f"({library})")
+    return build(anatomy, library, "communication", operation, summary, dtype=dtype, parts=tuple(parts))
+
+
+def _warn_of_old_names(base: str) -> list[NamePart]:
+    if not base.startswith("ncclKernel_"):
+        return []
+    meaning = "the spelling of older NCCL, whose kernels could run other algorithms and protocols than the name says"
+    return [part("ncclKernel", meaning)]

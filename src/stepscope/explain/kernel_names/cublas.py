@@ -1,0 +1,222 @@
+"""cuBLAS and cuBLASLt: named by hand (`ampere_sgemm_…`), by a generator (`sm80_xmma_…`), and the newest, `nvjet_…`.
+
+NVIDIA publishes no key to these names. What is said here follows from names whose shapes, types and transposes were
+known; where a code has no known meaning, the part says so.
+"""
+
+import re
+
+from stepscope.explain.kernel_names.anatomy import Anatomy
+from stepscope.explain.kernel_names.gemm_words import Reading, read, split_along_k
+from stepscope.explain.kernel_names.types import KernelClass, KernelName, NamePart
+from stepscope.explain.kernel_names.vocabulary import (
+    build,
+    explain_architecture,
+    explain_layout,
+    explain_slab,
+    explain_tile,
+    find_dtype,
+    join,
+    name_architecture,
+    part,
+    spell_tile,
+)
+
+_HAND_NAMED = re.compile(r"(?:kepler|maxwell|pascal|volta|turing|ampere|ada|hopper|blackwell)_\w*?gemm_")
+_XMMA = re.compile(r"sm\d+_xmma_(?:\w+?_)?gemm_")
+_NVJET = re.compile(
+    r"nvjet_(?:(?P<architecture>sm\d+[a-z]?)_)?(?P<types>[a-z]{3,6})_(?:tf32_|mma_)?(?P<tile>\d+x\d+(?:x\d+)?)_(?P<rest>\w+)"
+)
+# Names that only cuBLAS has; anything else must say `cublas` somewhere.
+_OWN = re.compile(
+    r"(?:internal::)?gemvx::|gemv2[NT]|gemvNSP|gemmSN_|gemmk1|(?:\w+::)?dot_kernel|reduce_1Block_kernel|gemm_kernel2x2"
+    r"|trsm_|(?:gemm|symm|syrk)_kernel1x1_core"
+)
+_VECTORS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = (
+    (re.compile(r"dot_kernel|reduce_1Block_kernel"), "reduction", "dot product"),
+    (re.compile(r"asum_kernel|nrm2_kernel|iamax_kernel"), "reduction", "vector norm"),
+    (re.compile(r"axpy_kernel|scal_kernel"), "elementwise", "scale and add vectors"),
+    (re.compile(r"copy_kernel"), "copy", "copy"),
+)
+_SMALL = re.compile(
+    r"gemm(?:SN|k1|NN|NT|TN|TT|Batched|_kernel)|sgemm_\w*|dgemm_\w*|hgemm_\w*|cgemm_\w*|zgemm_\w*|trsm|syrk"
+)
+# Seen with data of a known type; nothing is published.
+_NVJET_TYPES = {"h": "fp16", "t": "bf16", "s": "fp32", "d": "fp64", "q": "fp8", "o": "fp4"}
+
+
+def recognise(anatomy: Anatomy) -> KernelName | None:
+    base = anatomy.base
+    if base.startswith("nvjet_"):
+        return _decode_nvjet(anatomy)
+    if _XMMA.match(base) or _HAND_NAMED.match(base):
+        return _decode_tuned(anatomy)
+    if base.startswith(("splitKreduce", "splitK_reduce")):
+        return _decode_split_k_sum(anatomy)
+    if _OWN.match(anatomy.qualified) or "cublas" in anatomy.text[:2000].lower():
+        return _decode_small(anatomy)
+    return None
+
+
+def _decode_tuned(anatomy: Anatomy) -> KernelName:
+    reading = read(anatomy.base)
+    split = reading.split_k or split_along_k(anatomy.base)
+    library = "cuBLAS"
+    return build(
+        anatomy,
+        library,
+        "gemm",
+        "matrix product",
+        join(
+            _product_word(reading),
+            spell_tile(reading.tile),
+            reading.layout,
+            "split-K" if split else None,
+            f"({library})",
+        ),
+        architecture=reading.architecture,
+        dtype=reading.dtype,
+        tile=reading.tile,
+        stages=reading.stages,
+        layout=reading.layout,
+        tensor_cores=reading.tensor_cores,
+        split_k=split,
+        parts=(*reading.parts, *_explain_ending(anatomy.base)),
+    )
+
+
+def _product_word(reading: Reading) -> str:
+    if reading.letter and not reading.tensor_cores:
+        return f"{reading.letter}gemm"
+    return join(reading.dtype, "gemm")
+
+
+def _explain_ending(base: str) -> list[NamePart]:
+    if "execute_split_k_kernel" in base:
+        return [part("execute_split_k_kernel", "the summed dimension is split among thread blocks; a sum follows")]
+    return []
+
+
+def _decode_nvjet(anatomy: Anatomy) -> KernelName:
+    """`nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT`"""
+    match = _NVJET.match(anatomy.base)
+    if match is None:
+        return build(anatomy, "cuBLAS", "gemm", "matrix product", "gemm (cuBLAS nvjet)")
+    types, rest = match["types"], match["rest"].split("_")
+    architecture, parts = (
+        None,
+        [
+            part(
+                "nvjet",
+                "cuBLAS's kernels for Hopper and newer. The naming is not published: this is its common reading",
+            )
+        ],
+    )
+    if match["architecture"]:
+        architecture, generation = name_architecture(match["architecture"].removeprefix("sm"))
+        parts.append(explain_architecture(match["architecture"], architecture, generation))
+    dtype = "tf32" if "_tf32_" in anatomy.base else _NVJET_TYPES.get(types[0])
+    parts.append(part(types, f"data types, letters not published: {_spell_types(types)}"))
+    tile = tuple(int(number) for number in match["tile"].split("x"))
+    parts.append(explain_tile(match["tile"], tile))
+    stages, layout, split = None, None, split_along_k(anatomy.base)
+    pairs = 0
+    for word in rest:
+        if pair := re.fullmatch(r"(\d{1,4})x(\d{1,4})", word):
+            first, second = int(pair[1]), int(pair[2])
+            if pairs == 0 and len(tile) == 2:
+                tile, stages = (*tile, first), second
+                parts.append(explain_slab(word, first, second))
+            else:
+                parts.append(part(word, f"thread blocks work in clusters of {first}×{second}"))
+            pairs += 1
+        elif re.fullmatch(r"[NT]{3,4}", word):
+            layout = word[:2].lower()
+            parts.append(explain_layout(word[:2]))
+            parts.append(part(word[2:], "layout of the result: not published"))
+        else:
+            parts.append(part(word, _explain_nvjet_word(word)))
+    return build(
+        anatomy,
+        "cuBLAS",
+        "gemm",
+        "matrix product",
+        join(dtype, "gemm", spell_tile(tile), layout, "split-K" if split else None, "(cuBLAS nvjet)"),
+        architecture=architecture,
+        dtype=dtype,
+        tile=tile,
+        stages=stages,
+        layout=layout,
+        tensor_cores=None if dtype in ("fp64", "fp32") else True,
+        split_k=split,
+        parts=tuple(parts),
+    )
+
+
+def _spell_types(types: str) -> str:
+    seen = [
+        f"{letter} is seen with {_NVJET_TYPES[letter]}" for letter in dict.fromkeys(types) if letter in _NVJET_TYPES
+    ]
+    return "; ".join(seen) or "meaning unknown"
+
+
+def _explain_nvjet_word(word: str) -> str:
+    lower = word.lower()
+    if lower.startswith("splitk"):
+        return "the summed dimension is split among thread blocks, whose partial results are added up"
+    if lower.startswith("2cta"):
+        return "two thread blocks on neighbouring SMs share one tensor-core instruction"
+    if lower.startswith("coop"):
+        return "groups of warps share one tile; which way is not published"
+    if "bias" in lower:
+        return "the epilogue adds a bias"
+    return "not published"
+
+
+def _decode_split_k_sum(anatomy: Anatomy) -> KernelName:
+    library = "cuBLASLt" if "cublasLt" in anatomy.scope else "cuBLAS"
+    return build(
+        anatomy,
+        library,
+        "gemm",
+        "adds up the partial results of a split matrix product",
+        f"split-K sum ({library})",
+        dtype=find_dtype(anatomy.template),
+        split_k=True,
+        parts=(
+            part(
+                anatomy.base,
+                "second half of a matrix product whose summed dimension was split among blocks: adds up the parts",
+            ),
+        ),
+    )
+
+
+def _decode_small(anatomy: Anatomy) -> KernelName | None:
+    """Matrix times vector, dot products, and products too small for the tuned kernels."""
+    text = f"{anatomy.scope}::{anatomy.base}"
+    dtype = find_dtype(anatomy.template)
+    if "gemv" in text:
+        parts = (part(anatomy.base, "matrix times vector: reads each element once, so memory sets the pace"),)
+        fields = {"dtype": dtype, "tensor_cores": False, "parts": parts}
+        return build(anatomy, "cuBLAS", "gemm", "matrix times vector", "gemv (cuBLAS)", **fields)
+    for pattern, kernel_class, operation in _VECTORS:
+        if pattern.search(anatomy.base):
+            parts = (part(anatomy.base, f"{operation}: memory sets the pace"),)
+            return build(anatomy, "cuBLAS", kernel_class, operation, f"{operation} (cuBLAS)", dtype=dtype, parts=parts)
+    if _SMALL.match(anatomy.base):
+        layout = re.search(r"_([NT]{2})_", anatomy.base)
+        spelled = layout[1].lower() if layout else None
+        explained = (explain_layout(layout[1]),) if layout else ()
+        parts = (part(anatomy.base, "a general matrix product for small or unusual shapes"), *explained)
+        return build(
+            anatomy,
+            "cuBLAS",
+            "gemm",
+            "matrix product",
+            join("small gemm", spelled, "(cuBLAS)"),
+            dtype=dtype,
+            layout=spelled,
+            parts=parts,
+        )
+    return None

@@ -1,0 +1,166 @@
+"""cuDNN: convolutions in their many forms, and the norms, poolings and layout changes around them."""
+
+import re
+
+from stepscope.explain.kernel_names.anatomy import Anatomy
+from stepscope.explain.kernel_names.gemm_words import read, split_along_k
+from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
+from stepscope.explain.kernel_names.vocabulary import build, find_dtype, join, part, spell_tile
+
+_TUNED = re.compile(r"(?:cudnn_(?:infer|train)_)?(?:maxwell|pascal|volta|turing|ampere|hopper)_\w*?(?:s|h|i)?\d*cudnn_")
+_XMMA = re.compile(r"sm\d+_xmma_(?:fprop|dgrad|wgrad|deconv)_|sm\d+_\w*?(?:fprop|dgrad|wgrad)_implicit_gemm")
+_ENGINES = re.compile(
+    r"dgrad_engine|wgrad_alg\w*|dgrad2?d?_alg\w*|wgrad2d\w*|implicit_convolve\w*"
+    r"|precomputed_convolve\w*|explicit_convolve\w*"
+    r"|convolve_common_engine\w*|conv2d_\w*|conv3d_\w*|cudnn_convolve\w*|fft[12]d_\w+|flip_filter|winograd\w*"
+    r"|compute_gemm_pointers|im2col4d_kernel|computeOffsetsKernel\w*|computeBOffsetsKernel\w*"
+    r"|compute\w*OffsetsKernel\w*"
+    r"|generateWinograd\w*|reduce_wgrad\w*|dw(?:conv|Conv)\w*|conv\w*[dw]grad\w*|convolve\w*|xmma\w*(?:prop|grad)\w*"
+)
+_DIRECTIONS: tuple[tuple[str, str, Direction], ...] = (
+    ("wgrad", "gradient of a convolution's filter", "backward"),
+    ("dgrad", "gradient of a convolution's input", "backward"),
+    ("fprop", "convolution forward", "forward"),
+    ("winogradforward", "convolution forward", "forward"),
+)
+# By a piece of the base name, first match counts: class, operation, short.
+_AROUND: tuple[tuple[re.Pattern[str], KernelClass, str, str], ...] = (
+    (
+        re.compile(r"nchwToNhwc|nhwcToNchw|nhwcAddPadding|tensorTransform|transposeFilter|foldedNhwc|fold\w*Nhwc"),
+        "copy",
+        "copy between layouts",
+        "layout change",
+    ),
+    (re.compile(r"^bn_|batch_?norm|bnorm|BnFwd|BnBwd|bn_fw|bn_bw", re.IGNORECASE), "norm", "batch norm", "batch norm"),
+    (re.compile(r"layer_?norm|ln_(?:fwd|bwd)|rms_?norm|instance_?norm", re.IGNORECASE), "norm", "norm", "norm"),
+    (re.compile(r"pooling|MaxPool|AvgPool|avg_pool|max_pool", re.IGNORECASE), "reduction", "pooling", "pooling"),
+    (re.compile(r"softmax", re.IGNORECASE), "softmax", "softmax", "softmax"),
+    (re.compile(r"dropout", re.IGNORECASE), "random", "dropout", "dropout"),
+    (
+        re.compile(
+            r"activation|add_tensor|op_(?:generic_)?tensor|op_tensor|addPacked|scalePacked|setTensor"
+            r"|LSTM_elementWise|GRU_elementWise|elementwise|pointwise",
+            re.IGNORECASE,
+        ),
+        "elementwise",
+        "elementwise",
+        "elementwise",
+    ),
+    (re.compile(r"reduce|Reduction", re.IGNORECASE), "reduction", "reduction", "reduction"),
+    (re.compile(r"rnn_|RNN|lstm|LSTM|gru_|GRU"), "gemm", "recurrent layer", "recurrent layer"),
+    (re.compile(r"transpose|copy|convertTensor|cast", re.IGNORECASE), "copy", "copy between layouts", "layout change"),
+)
+
+
+def recognise(anatomy: Anatomy) -> KernelName | None:
+    base = anatomy.base
+    if _TUNED.match(base) or _XMMA.match(base):
+        return _decode_tuned(anatomy)
+    owned = "cudnn" in anatomy.qualified.lower()
+    # cuDNN's oldest engines live outside of its namespace.
+    if owned or (
+        anatomy.scope == ""
+        and re.match(r"[dw]grad\w*_(?:engine|alg)|\w*_convolve_|fft2d_|winograd|nchwToNhwc|nhwcToNchw", base)
+    ):
+        return _decode_engine(anatomy) or _decode_around(anatomy) or _decode_unknown(anatomy)
+    return None
+
+
+def _decode_tuned(anatomy: Anatomy) -> KernelName:
+    """`cudnn_infer_volta_scudnn_128x64_relu_xregs_large_nn_v1`, `sm80_xmma_fprop_implicit_gemm_…`"""
+    base = anatomy.base
+    reading = read(base)
+    operation, direction = _name_convolution(base)
+    scudnn = re.search(r"_([a-z]+)(\d*)cudnn_", base.removeprefix("cudnn_infer").removeprefix("cudnn_train"))
+    tensor_cores, dtype = reading.tensor_cores, reading.dtype
+    parts = list(reading.parts)
+    if scudnn:
+        tensor_cores = bool(scudnn[2])
+        letter = scudnn[1][-1]
+        dtype = dtype or {"s": None if tensor_cores else "fp32", "h": "fp16", "i": "int8"}.get(letter)
+        how = "on tensor cores" if tensor_cores else "on the CUDA cores: no tensor cores"
+        parts.append(part(scudnn[0].strip("_"), f"convolution as a matrix product, {how}"))
+    split = split_along_k(base)
+    way = {"forward": "fwd", "backward": "bwd"}.get(direction or "")
+    return build(
+        anatomy,
+        "cuDNN",
+        "convolution",
+        operation,
+        join("conv", way, dtype, spell_tile(reading.tile), "split-K" if split else None, "(cuDNN)"),
+        direction=direction,
+        architecture=reading.architecture,
+        dtype=dtype,
+        tile=reading.tile,
+        stages=reading.stages,
+        tensor_cores=tensor_cores,
+        split_k=split,
+        parts=tuple(parts),
+    )
+
+
+def _name_convolution(text: str) -> tuple[str, Direction | None]:
+    lower = text.lower()
+    for word, operation, direction in _DIRECTIONS:
+        if word in lower:
+            return operation, direction
+    return "convolution", None
+
+
+def _decode_engine(anatomy: Anatomy) -> KernelName | None:
+    match = _ENGINES.search(anatomy.base)
+    if match is None and "winograd" not in anatomy.scope and "reduceSplitK" not in anatomy.base:
+        return None
+    operation, direction = _name_convolution(anatomy.base)
+    lower = anatomy.qualified.lower()
+    method = next((word for word in ("winograd", "fft", "implicit", "explicit") if word in lower), None)
+    helper = "offsets" in lower or "pointers" in lower
+    if helper:
+        operation = "index tables for a convolution"
+    short = join("conv", {"forward": "fwd", "backward": "bwd"}.get(direction or ""), method, "(cuDNN)")
+    parts = [part(anatomy.base, operation)]
+    if method == "winograd":
+        parts.append(part("winograd", "Winograd's method: fewer multiplications for small filters, in several kernels"))
+    return build(
+        anatomy,
+        "cuDNN",
+        "convolution",
+        operation,
+        "conv index tables (cuDNN)" if helper else short,
+        direction=direction,
+        dtype=find_dtype(anatomy.template),
+        parts=tuple(parts),
+    )
+
+
+def _decode_around(anatomy: Anatomy) -> KernelName | None:
+    for pattern, kernel_class, operation, short in _AROUND:
+        match = pattern.search(anatomy.base)
+        if match is None:
+            continue
+        direction: Direction | None = None
+        if kernel_class in ("norm", "softmax", "reduction"):
+            if re.search(r"_bw_|bwd|Bwd|backward|_bw", anatomy.base):
+                direction = "backward"
+            elif re.search(r"_fw_|fwd|Fwd|forward|_fw", anatomy.base):
+                direction = "forward"
+        way = {"forward": "fwd", "backward": "bwd"}.get(direction or "")
+        return build(
+            anatomy,
+            "cuDNN",
+            kernel_class,
+            join(operation, direction),
+            join(short, way, "(cuDNN)"),
+            direction=direction,
+            dtype=find_dtype(anatomy.template),
+            parts=(part(anatomy.base, join(operation, direction)),),
+        )
+    return None
+
+
+def _decode_unknown(anatomy: Anatomy) -> KernelName | None:
+    if "conv" in anatomy.qualified.lower() or "::cnn" in anatomy.scope:
+        operation, direction = _name_convolution(anatomy.qualified)
+        parts = (part(anatomy.base, "part of a convolution"),)
+        return build(anatomy, "cuDNN", "convolution", operation, "conv (cuDNN)", direction=direction, parts=parts)
+    return None

@@ -1,0 +1,138 @@
+"""CUTLASS: kernels with a generated name (`cutlass_80_simt_sgemm_…`), and those known by template arguments alone.
+
+cuBLAS ships the first kind (`cutlass::Kernel2<cutlass_80_…>`); PyTorch, vLLM and others build the second.
+"""
+
+import re
+
+from stepscope.explain.kernel_names.anatomy import Anatomy
+from stepscope.explain.kernel_names.gemm_words import read, split_along_k
+from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
+from stepscope.explain.kernel_names.vocabulary import build, find_dtype, join, part, spell_tile
+
+_GENERATED = re.compile(r"(cutlass(?:3x)?_\w+)")
+_WRAPPER = re.compile(r"(?:Kernel2?|device_kernel|GemmKernel)$")
+_SHAPE = re.compile(r"GemmShape(?:<|, )(\d+), (\d+), (\d+)")
+_ARCHITECTURE = re.compile(r"\bSm(\d{2,3})\b")
+_CONVOLUTIONS: dict[str, tuple[str, Direction]] = {
+    "fprop": ("convolution forward", "forward"),
+    "dgrad": ("gradient of a convolution's input", "backward"),
+    "wgrad": ("gradient of a convolution's filter", "backward"),
+}
+
+_SHORTER = {
+    "convolution forward": "conv fprop",
+    "gradient of a convolution's input": "conv dgrad",
+    "gradient of a convolution's filter": "conv wgrad",
+    "convolution": "conv",
+    "matrix product": "gemm",
+    "grouped matrix product": "grouped gemm",
+    "adds up the partial results of a split convolution": "split-K sum of conv",
+    "adds up the partial results of a split matrix product": "split-K sum of gemm",
+}
+
+
+def recognise(anatomy: Anatomy) -> KernelName | None:
+    if not ("cutlass" in anatomy.body[:4000] or _WRAPPER.match(anatomy.base)):
+        return None
+    generated = _GENERATED.search(anatomy.base) or _GENERATED.search(anatomy.template[:400])
+    if generated and any(word in generated[1] for word in ("gemm", *_CONVOLUTIONS)):
+        return _decode_generated(anatomy, generated[1])
+    if "cutlass" in anatomy.body[:4000]:
+        return _decode_template(anatomy)
+    if anatomy.template or anatomy.arguments or anatomy.scope:
+        return None
+    meaning = "CUTLASS's wrapper; this short form of the name leaves out what it runs"
+    return build(anatomy, "CUTLASS", "other", "CUTLASS kernel, short name", parts=(part(anatomy.base, meaning),))
+
+
+def _decode_generated(anatomy: Anatomy, name: str) -> KernelName:
+    reading = read(name)
+    split = reading.split_k or split_along_k(name)
+    convolution = _CONVOLUTIONS.get(reading.operation)
+    library = "cuDNN" if "cudnn" in anatomy.scope else "CUTLASS"
+    operation, direction = convolution or ("matrix product", None)
+    word = reading.operation or "gemm"
+    if word == "gemm" and reading.letter and not reading.tensor_cores:
+        word = f"{reading.letter}gemm"
+    else:
+        word = join(reading.dtype, word)
+    return build(
+        anatomy,
+        library,
+        "convolution" if convolution else "gemm",
+        operation,
+        join(word, spell_tile(reading.tile), reading.layout, "split-K" if split else None, f"({library})"),
+        direction=direction,
+        architecture=reading.architecture,
+        dtype=reading.dtype,
+        tile=reading.tile,
+        stages=reading.stages,
+        layout=reading.layout,
+        tensor_cores=reading.tensor_cores,
+        split_k=split,
+        parts=tuple(reading.parts),
+    )
+
+
+def _decode_template(anatomy: Anatomy) -> KernelName:
+    """Nothing but types: the kernel's kind, its tile and its architecture are among them."""
+    text = anatomy.body
+    kernel_class, operation, direction = _classify(text)
+    tile: tuple[int, ...] | None = None
+    parts = []
+    if shape := _SHAPE.search(text):
+        tile = (int(shape[1][:6]), int(shape[2][:6]), int(shape[3][:6]))
+        parts.append(part(shape[0], f"each thread block computes a {tile[0]}×{tile[1]} tile, {tile[2]} deep"))
+    architecture = _ARCHITECTURE.search(text)
+    library = "cuDNN" if "cudnn" in text[:200] else "CUTLASS"
+    dtype = "tf32" if "tfloat32_t" in text else find_dtype(anatomy.template)
+    split = split_along_k(text)
+    words = ", ".join(dict.fromkeys(word for word in anatomy.words()[:6] if word not in ("cutlass", "kernel", "gemm")))
+    parts.append(part(anatomy.base, "CUTLASS's wrapper; what it runs stands in the template arguments"))
+    if words:
+        parts.append(part(words, "the kernel's outermost types"))
+    return build(
+        anatomy,
+        library,
+        kernel_class,
+        operation,
+        join(dtype, _SHORTER.get(operation, operation), spell_tile(tile), f"({library})"),
+        direction=direction,
+        architecture=f"sm_{architecture[1]}" if architecture else None,
+        dtype=dtype,
+        tile=tile,
+        tensor_cores=_uses_tensor_cores(text),
+        split_k=split,
+        parts=tuple(parts),
+    )
+
+
+def _classify(text: str) -> tuple[KernelClass, str, Direction | None]:
+    lower = text.lower()
+    if "convolution" in lower or "conv2d" in lower or "conv3d" in lower or "::conv::" in lower:
+        for word, (operation, direction) in _CONVOLUTIONS.items():
+            if word in lower:
+                return "convolution", operation, direction
+        return "convolution", "convolution", None
+    if "reducesplitk" in lower:
+        if "cudnn" in lower:
+            return "convolution", "adds up the partial results of a split convolution", None
+        return "gemm", "adds up the partial results of a split matrix product", None
+    if "gemm" in lower or "collectivemma" in lower or "collective_mma" in lower:
+        return "gemm", "grouped matrix product" if "grouped" in lower else "matrix product", None
+    return "other", "CUTLASS kernel of unknown kind", None
+
+
+def _uses_tensor_cores(text: str) -> bool | None:
+    if "OpClassSimt" in text:
+        return False
+    if (
+        "OpClassTensorOp" in text
+        or "OpClassWmma" in text
+        or "GMMA" in text
+        or "Gmma" in text
+        or "WarpSpecialized" in text
+    ):
+        return True
+    return None

@@ -1,0 +1,98 @@
+"""A decoded name as a table: its parts one by one, then what it adds up to and what would change it."""
+
+import re
+
+from stepscope.explain.kernel_names.anatomy import LOOKED_AT
+from stepscope.explain.kernel_names.types import KernelName
+from stepscope.explain.kernel_names.vocabulary import LONGEST_PART
+from stepscope.findings import Cell, Column, Table
+
+_COLUMNS = (
+    Column(key="part", label="part of the name"),
+    Column(key="meaning", label="what it says"),
+    # For programs: `part`, or the name of the field that the row gives.
+    Column(key="field", label="field", detail=True),
+)
+
+
+def describe(decoded: KernelName) -> Table:
+    """Parts first, in the order of the name; then the fields that programs use, under their own names."""
+    rows: list[tuple[Cell, ...]] = [(piece.text, piece.meaning, "part") for piece in decoded.parts]
+    rows.extend(_summarise(decoded))
+    return Table(title=_title(decoded), columns=_COLUMNS, rows=tuple(rows), notes=_notes(decoded))
+
+
+def _title(decoded: KernelName) -> str:
+    """The recorded name, made printable: it comes from a file and may hold anything."""
+    front = decoded.name[:LONGEST_PART]
+    shown = "".join(letter if letter.isprintable() else " " for letter in front).strip()
+    return (shown or "unnamed kernel") + ("…" if len(decoded.name) > LONGEST_PART else "")
+
+
+def _summarise(decoded: KernelName) -> list[tuple[Cell, ...]]:
+    rows: list[tuple[Cell, ...]] = [
+        ("= short", decoded.short, "short"),
+        (
+            "= class",
+            "other: not recognised" if decoded.kernel_class == "other" else decoded.kernel_class,
+            "kernel_class",
+        ),
+        ("= operation", decoded.operation, "operation"),
+        ("= library", decoded.library, "library"),
+    ]
+    optional = {
+        "direction": decoded.direction,
+        "dtype": decoded.dtype,
+        "architecture": decoded.architecture,
+        "tile": "×".join(map(str, decoded.tile)) if decoded.tile else None,
+        "stages": str(decoded.stages) if decoded.stages else None,
+        "layout": decoded.layout,
+        "tensor_cores": None if decoded.tensor_cores is None else "yes" if decoded.tensor_cores else "no",
+        "split_k": "yes" if decoded.split_k else None,
+        "is_cast": "yes" if decoded.is_cast else None,
+        "fused": ", ".join(decoded.fused) or None,
+    }
+    labels = {"tensor_cores": "tensor cores", "split_k": "split-K", "is_cast": "cast"}
+    rows.extend((f"= {labels.get(key, key)}", value, key) for key, value in optional.items() if value is not None)
+    return rows
+
+
+def _notes(decoded: KernelName) -> tuple[str, ...]:
+    """What would change it, where the name alone is enough to say so."""
+    notes = [*_advise(decoded)]
+    if decoded.kernel_class == "other":
+        notes.append("not recognised: class other. The operator that launched it may say more than its name")
+    if len(decoded.name) > LOOKED_AT:
+        notes.append(f"only the first {LOOKED_AT:,} characters of the name were looked at")
+    return tuple(notes)
+
+
+def _advise(decoded: KernelName) -> list[str]:
+    products = decoded.kernel_class in ("gemm", "convolution")
+    if products and decoded.tensor_cores is False and decoded.dtype == "fp32" and "vector" not in decoded.operation:
+        return [
+            "what would change it: fp32 without tensor cores. TF32 (torch.set_float32_matmul_precision('high')) or"
+            " bf16 autocast moves it to tensor cores"
+        ]
+    if products and decoded.tensor_cores and re.search(r"_align1(?!\d)", decoded.name[:LOOKED_AT]):
+        return [
+            "what would change it: align1 stands for sizes or strides that allow no wider loads. Multiples of 8"
+            " (vocabulary, context, head dimension) do"
+        ]
+    if decoded.is_cast:
+        return [
+            "what would change it: torch.compile fuses a cast into its neighbours; storing the target type avoids it"
+        ]
+    match decoded.kernel_class:
+        case "softmax":
+            return ["what would change it: the softmax of attention disappears into a fused attention kernel"]
+        case "memcpy" if "Pageable" in decoded.name:
+            return ["what would change it: pinned host memory (DataLoader(pin_memory=True)) and non_blocking=True"]
+        case "elementwise" | "copy" if decoded.library == "ATen":
+            return [
+                "what would change it: memory sets the pace of such kernels; torch.compile fuses neighbours into one"
+            ]
+        case "optimizer" if "foreach" in decoded.operation or "many tensors" in decoded.operation:
+            return ["what would change it: an optimizer with fused=True does the whole update in one kernel"]
+        case _:
+            return []

@@ -1,0 +1,248 @@
+"""Kernels of the serving and training libraries: vLLM, Transformer Engine, Apex, Megatron, Liger, bitsandbytes and kin.
+
+Each line is a piece of the name that only that kernel has. What is not listed is left to the words of its name.
+"""
+
+import re
+
+from stepscope.explain.kernel_names.anatomy import Anatomy
+from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
+from stepscope.explain.kernel_names.vocabulary import CODES, build, explain_tile, find_dtype, join, part, spell_tile
+
+_MATMUL_TYPES = re.compile(r"_(\w{2,8}?)x(bf16|fp16|fp32|fp8\w*|mxfp\d|nvfp4)x(bf16|fp16|fp32|fp8\w*?|mxfp\d|nvfp4)_")
+_OWNERS = (
+    (re.compile(r"\bvllm::"), "vLLM"),
+    (re.compile(r"transformer_engine::|\bnvte_"), "Transformer Engine"),
+    (re.compile(r"\bflashinfer::"), "FlashInfer"),
+    (re.compile(r"\bdeep_gemm::"), "DeepGEMM"),
+    (re.compile(r"tensorrt_llm::"), "TensorRT-LLM"),
+    (re.compile(r"\baiter::"), "AITER"),
+    (re.compile(r"\bmarlin|Marlin"), "Marlin"),
+    (re.compile(r"\bliger_|_liger"), "Liger"),
+    (re.compile(r"\bxformers"), "xFormers"),
+    (
+        re.compile(r"\bk(?:Quantize|Dequantize|Optimizer|Precondition|gemm_4bit|Int8|dequant|PercentileClipping)"),
+        "bitsandbytes",
+    ),
+    (re.compile(r"\bcausal_conv1d|selective_scan"), "Mamba"),
+    (re.compile(r"\bcu(?:Apply|Compute)[A-Z]\w+|\bapex::"), "Apex"),
+    (re.compile(r"\bsgl_|\bsglang"), "SGLang"),
+)
+# Pieces of the name, first match counts: class, operation, whether it is a copy that changes the type.
+_LISTED: tuple[tuple[str, KernelClass, str, bool], ...] = (
+    (
+        r"rotary_embedding|fused_rope|\b_?triton_rope|rope_kernel|apply_rope|rotary_kernel"
+        r"|_rope_(?:fwd|bwd|forward|backward)|BatchQKApplyRotary",
+        "elementwise",
+        "rotary embedding",
+        False,
+    ),
+    (
+        r"reshape_and_cache\w*|concat_and_cache\w*|cp_gather_cache|gather_cached_kv|AppendPagedKVCache"
+        r"|set_mla_kv_buffer|copy_blocks|swap_blocks",
+        "copy",
+        "write keys and values into the cache",
+        False,
+    ),
+    (
+        r"topkGatingSoftmax|topk_softmax|topk_gating_softmax|moeSoftmax|grouped_topk|grouped_topk_fused|moe_fused_gate"
+        r"|_topk_forward",
+        "sort",
+        "choose experts (top-k)",
+        False,
+    ),
+    (
+        r"moe_align_block_size|moe_?sorting|count_and_sort_expert|expandInputRows|computeExpertFirst"
+        r"|moe_permute|_combined_routing\w*|_routing_\w+|_expt_data\w*",
+        "index",
+        "arrange tokens by expert",
+        False,
+    ),
+    (r"_sum_bitmatrix_rows\w*", "reduction", "count tokens by expert", False),
+    (
+        r"_finalize_matmul\w*|_reduce_grouped|finalizeMoeRouting|moe_sum|moe_unpermute"
+        r"|_reduce_scatter_grouped",
+        "reduction",
+        "add up the experts' results",
+        False,
+    ),
+    (
+        r"fused_moe_kernel\w*|_?p?_?matmul_ogs|fused_marlin_moe|moe_mmk|bmm_\w*E\dm\d"
+        r"|bmm_(?:Bfloat16|E\dm\d|Fp\d+)\w*",
+        "gemm",
+        "grouped matrix product",
+        False,
+    ),
+    (
+        r"Marlin\b|marlin_gemm|gptq_marlin\w*|awq_gemm\w*|gemm_half_q_half|kgemm_4bit\w*|fp8_gemm\w*"
+        r"|gemm_fp8\w*|sm\d+_\w*gemm|deep_gemm::|w8a8_block\w*matmul|_w8a8_\w*|int8_gemm"
+        r"|scaled_mm_kernel|wvSplitK\w*|LLGemm\w*|gemm_a8w8\w*|gemv_\w*|_gemm_\w+|tgv_gemm\w*",
+        "gemm",
+        "matrix product",
+        False,
+    ),
+    (
+        r"liger_cross_entropy|cross_entropy\w*|_cross_entropy|fused_linear_cross_entropy|_kldiv_kernel"
+        r"|_jsd_kernel|xentropy|cunn_SoftMaxXEntropy\w*|_dpo_|_grpo_\w*",
+        "loss",
+        "cross-entropy or other loss",
+        False,
+    ),
+    (
+        r"scaled_\w*softmax\w*|fused_softmax|masked_softmax\w*|_softmax_kernel"
+        r"|_softmax_(?:fwd|bwd|forward|backward)\w*",
+        "softmax",
+        "softmax",
+        False,
+    ),
+    (
+        r"cast_transpose\w*|transpose_cast|cast_fp8_1D|(?<![a-z])cast_kernel|cast_mxfp8\w*|_cast_\w*",
+        "copy",
+        "cast",
+        True,
+    ),
+    (r"rms_?norm\w*|RMSNorm\w*|rmsnorm\w*", "norm", "RMS norm", False),
+    (
+        r"layer_?norm\w*|LayerNorm\w*|\bln_(?:fwd|bwd)\w*|normalization::\w+|cuApplyLayerNorm"
+        r"|cuCompute\w+Grad\w*|cuComputeGrad\w+|group_norm\w*|welford\w*|_group_norm\w*|l2_?norm\w*",
+        "norm",
+        "norm",
+        False,
+    ),
+    (
+        r"kOptimizer\w*|kPrecondition\w*|fused_adam\w*|AdamFunctor|adam_\w*kernel|lamb_\w*|_muon\w*"
+        r"|newton_schulz\w*|kPercentileClipping",
+        "optimizer",
+        "optimizer update",
+        False,
+    ),
+    (
+        r"act_and_mul\w*|silu_and_mul\w*|gelu_and_mul\w*|swiglu\w*|geglu\w*|activation_kernel|gated_act\w*"
+        r"|dgated_act\w*|(?<![a-z])act_kernel|bias_gelu\w*|bias_swiglu\w*|gelu_\w*kernel|silu_\w*kernel"
+        r"|clamp_swiglu\w*|(?<![a-z])dact\w*",
+        "elementwise",
+        "activation",
+        False,
+    ),
+    (r"kDequantize\w*|dequant\w*|kdequant\w*|dequantize\w*", "elementwise", "dequantize", False),
+    (
+        r"quant_fp8|fp8_quant|int8_quant|quantize\w*|kQuantize\w*|kInt8\w*Quant|per_token_group_quant\w*"
+        r"|per_token_quant\w*|\w*scaled_quant\w*|cvt_fp16_to_fp4|segmented_max_reduction|act_quant\w*"
+        r"|amax_kernel|absmax\w*|delayed_scaling\w*|compute_scale\w*",
+        "elementwise",
+        "quantize",
+        False,
+    ),
+    (r"causal_conv1d\w*", "convolution", "causal convolution", False),
+    (
+        r"selective_scan\w*|selective_state_update\w*|chunk_scan\w*|_chunk_state\w*|_state_passing\w*"
+        r"|_ssd_\w*|chunk_gated_delta\w*"
+        r"|_bmm_chunk\w*",
+        "reduction",
+        "state-space scan",
+        False,
+    ),
+    (
+        r"TopPSampling\w*|TopKTopP\w*|sampling_\w*kernel|SamplingFromProb\w*|apply_repetition_penalt\w*"
+        r"|TopPRenorm\w*|TopKRenorm\w*|gumbel_?sampl\w*",
+        "random",
+        "sample tokens",
+        False,
+    ),
+    (r"_triton_mul\w*|element_mul_kernel", "elementwise", "multiply", False),
+    (
+        r"transpose_kernel\w*|\btranspose\w*|multi_padding\w*|(?:add|remove)_padding\w*|unpadding\w*|permute_\w*kernel"
+        r"|unpermute_\w*kernel",
+        "copy",
+        "copy between layouts",
+        False,
+    ),
+    (
+        r"vectorized_pointwise|unary_kernel|unary_grad_kernel|add_bias\w*|bias_dropout_add\w*",
+        "elementwise",
+        "elementwise",
+        False,
+    ),
+)
+_KERNELS = tuple(
+    (re.compile(pattern), kernel_class, operation, is_cast) for pattern, kernel_class, operation, is_cast in _LISTED
+)
+
+
+def recognise(anatomy: Anatomy) -> KernelName | None:
+    text = anatomy.body[:1500]
+    for pattern, kernel_class, operation, is_cast in _KERNELS:
+        match = pattern.search(anatomy.base) or (pattern.search(anatomy.qualified) if anatomy.scope else None)
+        if match is None:
+            continue
+        if "matmul_ogs" in match[0]:
+            return _decode_matmul_ogs(anatomy)
+        library = _find_owner(text, anatomy)
+        direction = find_direction(anatomy.base)
+        return build(
+            anatomy,
+            library,
+            kernel_class,
+            operation,
+            join(
+                operation,
+                {"forward": "fwd", "backward": "bwd"}.get(direction or ""),
+                f"({library})" if library != "unknown" else None,
+            ),
+            direction=direction,
+            dtype=find_dtype(anatomy.template),
+            is_cast=is_cast,
+            parts=(part(match[0], operation),),
+        )
+    return None
+
+
+def _find_owner(text: str, anatomy: Anatomy) -> str:
+    for pattern, owner in _OWNERS:
+        if pattern.search(text):
+            return owner
+    # Triton's kernels are plain identifiers; C++ brings namespaces, template arguments or a mangled name.
+    plain = not (anatomy.mangled or anatomy.scope or anatomy.template or anatomy.arguments)
+    return "Triton" if plain and anatomy.base.startswith("_") else "unknown"
+
+
+def find_direction(text: str) -> Direction | None:
+    lower = text.lower()
+    if re.search(r"backward|bwd|_grad|computegrad|computepartgrad|dgated|\bd(?:gelu|silu|swiglu)", lower):
+        return "backward"
+    if re.search(r"forward|fwd", lower):
+        return "forward"
+    return None
+
+
+def _decode_matmul_ogs(anatomy: Anatomy) -> KernelName:
+    """`_matmul_ogs_NNT_bf16xbf16xmxfp4_128x128x128x1_swiglu`: result, activations and weights of experts."""
+    parts = [part("matmul_ogs", "matrix product of Triton's own library that gathers and scatters tokens for experts")]
+    if layouts := re.search(r"_([NT]{3})_", anatomy.base):
+        parts.append(part(layouts[1], "innermost stride of result, activations and weights: N is one, T is not"))
+    types = _MATMUL_TYPES.search(anatomy.base)
+    if types:
+        parts.append(part(types[0].strip("_"), "data types of result, activations and weights"))
+    tile: tuple[int, ...] | None = None
+    split = False
+    if found := re.search(r"_(\d{1,4})x(\d{1,4})x(\d{1,4})x(\d{1,4})(?:_|$)", anatomy.base):
+        tile = (int(found[1]), int(found[2]), int(found[3]))
+        split = int(found[4]) > 1
+        parts.append(explain_tile("x".join(map(str, tile)), tile))
+        parts.append(part(found[4], "the summed dimension is split among so many programs" if split else "not split"))
+    rest = anatomy.base.rpartition("_")[2]
+    if rest and rest[0].isalpha() and rest not in ("ogs",) and tile:
+        parts.append(part(rest, "activation applied to the result"))
+    activations, weights = (types[2], types[3]) if types else (None, None)
+    dtype = CODES.get(activations or "")
+    return build(
+        anatomy,
+        "Triton",
+        "gemm",
+        "grouped matrix product",
+        join("MoE gemm", dtype, f"× {weights}" if weights else None, spell_tile(tile), "(Triton)"),
+        dtype=dtype,
+        tile=tile,
+        split_k=split,
+        parts=tuple(parts),
+    )

@@ -1,0 +1,213 @@
+"""The words that several families share: data types, architectures, tiles, layouts, and how a result is made."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from stepscope.explain.kernel_names.anatomy import Anatomy
+from stepscope.explain.kernel_names.types import KernelClass, KernelName, NamePart
+
+LONGEST_SHORT = 48
+LONGEST_PART = 120
+MOST_PARTS = 40
+
+# As C++ and the libraries spell them. `ushort` is left out: only CK means bf16 by it.
+_TYPES = {
+    "double": "fp64",
+    "float": "fp32",
+    "float2": "fp32",
+    "float4": "fp32",
+    "tfloat32_t": "tf32",
+    "BFloat16": "bf16",
+    "__nv_bfloat16": "bf16",
+    "__nv_bfloat162": "bf16",
+    "nv_bfloat16": "bf16",
+    "__hip_bfloat16": "bf16",
+    "hip_bfloat16": "bf16",
+    "bfloat16_t": "bf16",
+    "__bf16": "bf16",
+    "Half": "fp16",
+    "__half": "fp16",
+    "__half2": "fp16",
+    "half": "fp16",
+    "half_t": "fp16",
+    "_Float16": "fp16",
+    "Float8_e4m3fn": "fp8",
+    "Float8_e4m3fnuz": "fp8",
+    "Float8_e5m2": "fp8",
+    "__nv_fp8_e4m3": "fp8",
+    "__nv_fp8_e5m2": "fp8",
+    "float_e4m3_t": "fp8",
+    "float_e5m2_t": "fp8",
+    "signed char": "int8",
+    "int8_t": "int8",
+}
+_WHOLE_TYPES = {
+    "long": "int64",
+    "int64_t": "int64",
+    "int": "int32",
+    "short": "int16",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "bool": "bool",
+}
+_FLOAT_TYPE = re.compile(
+    r"(?<![\w])(?:"
+    + "|".join(sorted(map(re.escape, _TYPES), key=len, reverse=True))
+    + r")(?!\w)|(?<!\w)complex<(?:float|double)>",
+    re.ASCII,
+)
+_WHOLE_ARGUMENT = re.compile(
+    r"(?:lambda\(|[A-Za-z]unctor\w*<|_add<|ReduceOp<|, )(?:bool, )?"
+    r"(long|int64_t|int|short|signed char|unsigned char|bool)\b"
+)
+
+# As they stand in the names of GEMM kernels.
+CODES = {
+    "f64": "fp64",
+    "f32": "fp32",
+    "fp32": "fp32",
+    "tf32": "tf32",
+    "bf16": "bf16",
+    "f16": "fp16",
+    "fp16": "fp16",
+    "e4m3": "fp8",
+    "e5m2": "fp8",
+    "fp8": "fp8",
+    "s8": "int8",
+    "i8": "int8",
+    "u8": "uint8",
+    "int8": "int8",
+    "i32": "int32",
+    "s32": "int32",
+    "s4": "int4",
+    "e2m1": "fp4",
+    "ue8m0": "fp8",
+    "mxfp4": "mxfp4",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+BLAS_LETTERS = {"s": "fp32", "d": "fp64", "h": "fp16", "c": "complex64", "z": "complex128", "i": "int32"}
+
+ARCHITECTURES = {
+    "kepler": ("sm_35", "Kepler"),
+    "maxwell": ("sm_50", "Maxwell"),
+    "pascal": ("sm_60", "Pascal"),
+    "volta": ("sm_70", "Volta"),
+    "turing": ("sm_75", "Turing"),
+    "ampere": ("sm_80", "Ampere"),
+    "ada": ("sm_89", "Ada"),
+    "hopper": ("sm_90", "Hopper"),
+    "blackwell": ("sm_100", "Blackwell"),
+}
+_GENERATIONS = {"5": "Maxwell", "6": "Pascal", "70": "Volta", "72": "Volta", "75": "Turing", "89": "Ada", "8": "Ampere"}
+
+LAYOUTS = {
+    "tn": (
+        "the first matrix is read transposed, the second as it is (BLAS's column-major terms): what x @ W.T gives, so"
+        " mostly the forward of nn.Linear"
+    ),
+    "nn": (
+        "both matrices are read as they are (BLAS's column-major terms): what dy @ W gives, the gradient of an"
+        " nn.Linear's input, and any plain row-major a @ b"
+    ),
+    "nt": (
+        "the first matrix is read as it is, the second transposed (BLAS's column-major terms): what dy.T @ x gives,"
+        " the gradient of an nn.Linear's weight"
+    ),
+    "tt": "both matrices are read transposed (BLAS's column-major terms)",
+}
+
+
+def build(
+    anatomy: Anatomy, library: str, kernel_class: KernelClass, operation: str, short: str = "", **fields: Any
+) -> KernelName:
+    """A result. What has no short name is called by its operation."""
+    return KernelName(
+        name=anatomy.name,
+        library=library,
+        kernel_class=kernel_class,
+        operation=operation,
+        short=short or operation,
+        **fields,
+    )
+
+
+def part(text: str, meaning: str) -> NamePart:
+    return NamePart(text if len(text) <= LONGEST_PART else text[: LONGEST_PART - 1] + "…", meaning)
+
+
+def find_dtype(text: str) -> str | None:
+    """The first floating-point type of a C++ text: whole numbers are mostly sizes and indices."""
+    if match := _FLOAT_TYPE.search(text):
+        spelled = match[0]
+        if spelled.startswith("complex"):
+            return "complex64" if "float" in spelled else "complex128"
+        return _TYPES[spelled]
+    return None
+
+
+def find_element_type(text: str) -> str | None:
+    """The same for a functor's text, where whole numbers are what the kernel works on."""
+    if dtype := find_dtype(text):
+        return dtype
+    match = _WHOLE_ARGUMENT.search(text)
+    return _WHOLE_TYPES[match[1]] if match else None
+
+
+def all_dtypes(text: str) -> list[str]:
+    return [_TYPES.get(match[0], "complex") for match in _FLOAT_TYPE.finditer(text)]
+
+
+def name_architecture(number: str) -> tuple[str, str]:
+    """`80` to (`sm_80`, `Ampere`)."""
+    if number in _GENERATIONS:
+        return f"sm_{number}", _GENERATIONS[number]
+    if number.startswith("90"):
+        return f"sm_{number}", "Hopper"
+    if len(number) >= 3 and number.startswith(("10", "11", "12")):
+        return f"sm_{number}", "Blackwell"
+    return f"sm_{number}", _GENERATIONS.get(number[:1], "an NVIDIA GPU")
+
+
+def explain_architecture(text: str, architecture: str, generation: str) -> NamePart:
+    return part(text, f"written for {generation} ({architecture}); newer GPUs can run it too")
+
+
+def explain_tile(text: str, tile: tuple[int, ...]) -> NamePart:
+    meaning = f"each thread block computes a {tile[0]}×{tile[1]} tile of the result"
+    if len(tile) > 2:
+        meaning += f", in steps of {tile[2]} along the summed dimension"
+    return part(text, meaning)
+
+
+def explain_layout(text: str) -> NamePart:
+    return part(text, LAYOUTS.get(text.lower()[:2], "layouts of the matrices"))
+
+
+def explain_slab(text: str, depth: int, stages: int) -> NamePart:
+    return part(
+        text,
+        f"the summed dimension is walked in slabs of {depth} elements, {stages} of them in flight"
+        if stages > 1
+        else f"the summed dimension is walked in slabs of {depth} elements, one in flight",
+    )
+
+
+def spell_tile(tile: tuple[int, ...] | None) -> str:
+    return "×".join(map(str, tile[:2])) if tile else ""
+
+
+def join(*pieces: str | None) -> str:
+    return " ".join(piece for piece in pieces if piece)
+
+
+def finish(decoded: KernelName) -> KernelName:
+    """Bounded, whatever was recorded. Printable it is already: `dissect` lets nothing else through."""
+    short = decoded.short.strip() or "unnamed kernel"
+    if len(short) > LONGEST_SHORT:
+        short = short[: LONGEST_SHORT - 1].rstrip() + "…"
+    if short == decoded.short and len(decoded.parts) <= MOST_PARTS:
+        return decoded
+    return msgspec.structs.replace(decoded, short=short, parts=decoded.parts[:MOST_PARTS])

@@ -1,0 +1,81 @@
+"""Modules as a recording names them: by our annotation with their qualified name, or by the profiler's stacks with the
+class and a number, from which a path is put together."""
+
+import re
+
+import polars as pl
+
+_OURS = "module:"
+_FRAME = "nn.Module: "
+_INDEX = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_CLASS_NUMBER = re.compile(r"^(.*)_(\d+)$")
+
+
+def module_paths(ranges: pl.DataFrame) -> pl.DataFrame:
+    """The calls of modules, with `path`. Ours win where a recording has both."""
+    ours = ranges.filter(pl.col("name").str.starts_with(_OURS))
+    if ours.height:
+        return ours.with_columns(path=pl.col("name").str.strip_prefix(_OURS))
+    frames = ranges.filter(pl.col("source") == "module").with_columns(label=pl.col("name").str.strip_prefix(_FRAME))
+    if not frames.height:
+        return frames.rename({"label": "path"})
+    return frames.with_columns(path=_join_ancestors(frames)).drop("label")
+
+
+def _join_ancestors(frames: pl.DataFrame) -> pl.Series:
+    """Each call's own label behind those of the calls around it."""
+    ordered = frames.with_row_index("row").sort("process", "thread", "start_ns", -pl.col("end_ns"))
+    paths: list[str] = []
+    open_calls: list[tuple[int, str]] = []
+    key: tuple[int, int] | None = None
+    columns = ("process", "thread", "start_ns", "end_ns", "label")
+    for process, thread, start, end, label in ordered.select(columns).iter_rows():
+        if key != (process, thread):
+            key, open_calls = (process, thread), []
+        while open_calls and open_calls[-1][0] <= start:
+            open_calls.pop()
+        path = f"{open_calls[-1][1]}.{label}" if open_calls else label
+        open_calls.append((end, path))
+        paths.append(path)
+    return ordered.with_columns(path=pl.Series(paths, dtype=pl.String)).sort("row")["path"]
+
+
+def number_layers(frame: pl.DataFrame, modules: pl.DataFrame) -> pl.DataFrame:
+    """`layer` for rows with a module: the first number in a qualified name (`blocks.3.attention`), or, in paths made of
+    classes, the place among its like of the outermost class that stands there several times."""
+    distinct = frame["module"].drop_nulls().unique().to_list()
+    numbers = _layers_of_classes(modules, distinct) if _has_classes(modules) else _layers_of_names(distinct)
+    layers = frame["module"].replace_strict(numbers, default=None, return_dtype=pl.Int32)
+    return frame.with_columns(layer=layers)
+
+
+def _has_classes(modules: pl.DataFrame) -> bool:
+    return bool(modules.height and modules["name"].str.starts_with(_FRAME).any())
+
+
+def _layers_of_names(paths: list[str]) -> dict[str, int | None]:
+    return {path: int(found[1]) if (found := _INDEX.search(path)) else None for path in paths}
+
+
+def _layers_of_classes(modules: pl.DataFrame, paths: list[str]) -> dict[str, int | None]:
+    first_seen = modules.sort("start_ns").unique("path", keep="first", maintain_order=True)["path"].to_list()
+    likes: dict[tuple[str, str], list[str]] = {}
+    for path in first_seen:
+        parent, _, label = path.rpartition(".")
+        members = likes.setdefault((parent, _class_of(label)), [])
+        members.append(label)
+    return {path: _outermost_repeated(path, likes) for path in paths}
+
+
+def _outermost_repeated(path: str, likes: dict[tuple[str, str], list[str]]) -> int | None:
+    labels = path.split(".")
+    for depth, label in enumerate(labels):
+        members = likes.get((".".join(labels[:depth]), _class_of(label)), [])
+        if len(members) > 1 and label in members:
+            return members.index(label)
+    return None
+
+
+def _class_of(label: str) -> str:
+    found = _CLASS_NUMBER.match(label)
+    return found[1] if found else label

@@ -1,0 +1,67 @@
+"""Which interval encloses a moment: the question behind every attribution.
+
+Calls on one thread nest, so at any moment the open intervals form a stack, and the innermost one is the latest start at
+the depth the stack then has. Counting starts and ends gives that depth for all moments at once; one binary search per
+depth finds the interval. No loop over events: two million are attributed in about a second.
+
+Intervals are half open, and one without length encloses nothing. Clocks of different sources can make intervals cross
+by some nanoseconds; an answer that turns out to have ended is looked for again by hand among the latest starts.
+"""
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+NOWHERE = -1
+_LOOK_BACK = 256
+
+
+def innermost(intervals: pl.DataFrame, points: pl.DataFrame, *, by_thread: bool = True) -> pl.Series:
+    """For each point (`process`, `thread`, `ns`) the row of the innermost interval (`process`, `thread`, `start_ns`,
+    `end_ns`) around it, null where there is none. Without threads an interval counts for its whole process."""
+    found = np.full(points.height, NOWHERE, np.int64)
+    keys = ["process", "thread"] if by_thread else ["process"]
+    # Only numbers are partitioned: taking names along would cost more than everything else here.
+    groups = intervals.with_row_index("row").select(*keys, "row", "start_ns", "end_ns").partition_by(keys, as_dict=True)
+    asked_for = points.with_row_index("row").select(*keys, "row", "ns").filter(pl.col("ns").is_not_null())
+    wanted = asked_for.partition_by(keys, as_dict=True)
+    for key, asked in wanted.items():
+        group = groups.get(key)
+        if group is None:
+            continue
+        rows = group["row"].to_numpy().astype(np.int64)
+        inside = enclosing(group["start_ns"].to_numpy(), group["end_ns"].to_numpy(), asked["ns"].to_numpy())
+        found[asked["row"].to_numpy()] = np.where(inside == NOWHERE, NOWHERE, rows[inside])
+    return pl.Series(found).replace(NOWHERE, None)
+
+
+def enclosing(starts: Ints, ends: Ints, moments: Ints) -> Ints:
+    """The same for one thread, in arrays; `NOWHERE` where nothing encloses."""
+    result = np.full(len(moments), NOWHERE, np.int64)
+    lasting = np.flatnonzero(ends > starts)
+    if not len(lasting) or not len(moments):
+        return result
+    order = lasting[np.lexsort((-ends[lasting], starts[lasting]))]
+    start, end = starts[order], ends[order]
+    sorted_end = np.sort(end)
+    depth = np.arange(1, len(order) + 1) - np.searchsorted(sorted_end, start, side="right")
+    before = np.searchsorted(start, moments, side="right")
+    wanted = before - np.searchsorted(sorted_end, moments, side="right")
+    for level in np.unique(wanted[wanted > 0]):
+        at_level = np.flatnonzero(depth == level)
+        asked = np.flatnonzero(wanted == level)
+        if len(at_level):
+            latest = np.searchsorted(start[at_level], moments[asked], side="right") - 1
+            result[asked] = np.where(latest >= 0, at_level[latest], NOWHERE)
+    ended = (wanted > 0) & ((result == NOWHERE) | (end[result] <= moments))
+    for point in np.flatnonzero(ended):
+        result[point] = _search_back(end, int(before[point]), int(moments[point]))
+    return np.where(result == NOWHERE, NOWHERE, order[result])
+
+
+def _search_back(end: Ints, before: int, moment: int) -> int:
+    for row in range(before - 1, max(-1, before - 1 - _LOOK_BACK), -1):
+        if end[row] > moment:
+            return row
+    return NOWHERE

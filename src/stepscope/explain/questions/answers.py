@@ -1,0 +1,161 @@
+"""What an answer is, how it is put into words, and how it is laid out."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+import polars as pl
+
+from stepscope.explain.bench import describe_case
+from stepscope.explain.profile import Profile
+from stepscope.findings import Column, Table
+
+Status = Literal["answered", "not in this recording"]
+_INDENT = "   "
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """`figure` is the number with its unit, `sentence` one sentence around it. What cannot be answered has no figure;
+    its sentence is the reason, and `command` makes the recording that would answer."""
+
+    key: str  # stable, for programs
+    question: str
+    figure: str = ""
+    sentence: str
+    evidence: Table | None = None
+    status: Status = "answered"
+    command: str = ""
+
+
+def missing(key: str, question: str, reason: str, command: str) -> Answer:
+    return Answer(key=key, question=question, sentence=reason, status="not in this recording", command=command)
+
+
+def answers_table(answers: Sequence[Answer]) -> Table:
+    return Table(
+        title="Questions",
+        columns=(
+            Column(key="key", label="key", detail=True),
+            Column(key="question", label="question"),
+            Column(key="figure", label="figure"),
+            Column(key="answer", label="answer"),
+            Column(key="status", label="status", detail=True),
+            Column(key="command", label="would be answered by", detail=True),
+        ),
+        rows=tuple(
+            (one.key, one.question, one.figure or None, one.sentence, one.status, one.command or None)
+            for one in answers
+        ),
+    )
+
+
+def evidence_tables(answers: Sequence[Answer]) -> tuple[Table, ...]:
+    """Under their questions' numbers, so that they can stand apart from the answers."""
+    return tuple(
+        msgspec.structs.replace(one.evidence, title=f"{number}. {one.evidence.title}")
+        for number, one in enumerate(answers, start=1)
+        if one.evidence is not None
+    )
+
+
+def answers_text(answers: Sequence[Answer], width: int | None) -> str:
+    """One paragraph a question. For a pipe as wide as a terminal usually is: paragraphs have no natural width."""
+    room = max(40, min(width or 100, 100))
+    return "\n".join(_paragraph(number, one, room) for number, one in enumerate(answers, start=1))
+
+
+def _paragraph(number: int, one: Answer, room: int) -> str:
+    head = textwrap.fill(f"{number}. {one.question}", room, subsequent_indent=_INDENT)
+    said = one.sentence if one.status == "answered" else f"Not in this recording: {one.sentence}"
+    body = [f"[{one.figure}] {said}" if one.figure else said]
+    if one.command:
+        body.append(f"{'For more' if one.status == 'answered' else 'To answer it'}: {one.command}")
+    lines = [
+        textwrap.fill(
+            part,
+            room,
+            initial_indent=_INDENT,
+            subsequent_indent=_INDENT,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for part in body
+    ]
+    return "\n".join([head, *lines]) + "\n"
+
+
+# --- Words for numbers ----------------------------------------------------------------------------------------------
+
+
+def say_time(ns: float) -> str:
+    for limit, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
+        if abs(ns) >= limit:
+            return f"{ns / limit:.3g} {unit}" if abs(ns) < 1000 * limit else f"{ns / limit:,.0f} {unit}"
+    return f"{ns:.3g} ns"
+
+
+def say_share(share: float) -> str:
+    return f"{share * 100:.3g} %" if share < 0.0995 else f"{share * 100:.1f} %"
+
+
+def say_count(count: float) -> str:
+    return f"{count:,.0f}" if count == round(count) else f"{count:,.1f}"
+
+
+def say_flops(flops: float) -> str:
+    for limit, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
+        if flops >= limit:
+            return f"{flops / limit:.3g} {unit}"
+    return f"{flops:,.0f} FLOP"
+
+
+def say_list(words: Iterable[str]) -> str:
+    *rest, last = [*words] or [""]
+    return f"{', '.join(rest)} and {last}" if rest else last
+
+
+def say_times(count: float) -> str:
+    return "once" if count == 1 else "twice" if count == 2 else f"{say_count(count)} times"
+
+
+# --- What the questions share ---------------------------------------------------------------------------------------
+
+
+def name_profile(profile: Profile) -> str:
+    """A recording in a few words: the case, or the file."""
+    manifest = profile.recording.manifest
+    return describe_case(manifest.case) if manifest.case else manifest.file or "the recording"
+
+
+def stepped(profile: Profile) -> pl.DataFrame:
+    """The kernels that belong to recorded steps; all, where steps are not marked."""
+    inside = profile.kernels.filter(pl.col("step").is_not_null())
+    return inside if inside.height else profile.kernels
+
+
+def in_phases(profile: Profile, *phases: str) -> pl.DataFrame:
+    return stepped(profile).filter(pl.col("phase").is_in(phases))
+
+
+def time_of(kernels: pl.DataFrame) -> int:
+    return int(kernels["time_ns"].sum())
+
+
+def share_by(kernels: pl.DataFrame, *columns: str) -> pl.DataFrame:
+    """Per value of `columns`: time_ns, count and share of these kernels' time, the largest first."""
+    total = max(1, time_of(kernels))
+    return (
+        kernels.group_by(*columns, maintain_order=True)
+        .agg(time_ns=pl.col("time_ns").sum(), count=pl.len().cast(pl.Int64))
+        .with_columns(share=pl.col("time_ns") / total)
+        .sort("time_ns", *columns, descending=[True, *([False] * len(columns))], nulls_last=True)
+    )
+
+
+def device_word(profile: Profile) -> str:
+    return "CPU" if profile.on_cpu else "GPU"
+
+
+def kernel_word(profile: Profile) -> str:
+    return "operator" if profile.on_cpu else "kernel"

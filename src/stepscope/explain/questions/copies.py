@@ -1,0 +1,190 @@
+"""Why copies appear in backward: which autograd node launched each, and what such a node copies for."""
+
+import re
+
+import polars as pl
+
+from stepscope.explain.attribution import EVALUATE
+from stepscope.explain.nesting import innermost
+from stepscope.explain.profile import Profile
+from stepscope.explain.questions.answers import (
+    Answer,
+    in_phases,
+    kernel_word,
+    missing,
+    say_count,
+    say_share,
+    say_time,
+    share_by,
+    time_of,
+)
+from stepscope.findings import Column, Table
+
+_KEY, _QUESTION = "copies", "Why are there copies in backward?"
+_COPIES = ("copy", "memcpy")
+_ROWS = 12
+_CASTING_OPS = ("aten::_to_copy", "aten::to")
+# Operators that only carry a copy out; what asked for it stands around them.
+_COPYING_OPS = (*_CASTING_OPS, "aten::copy_", "aten::clone", "aten::contiguous", "aten::empty_like", "aten::empty")
+_CAST = "cast: a gradient goes back to the data type that forward started from"
+_BUCKETS = "buckets: gradients are copied between autograd nodes, as data-parallel training does to exchange them"
+_AGAIN = "recomputation: checkpointing runs forward again, with its copies"
+# By the node under evaluation; the first pattern that fits counts.
+_REASONS = (
+    (r"AccumulateGrad", "accumulation: a parameter's gradient is put into, or added to, its `.grad`"),
+    (r"ToCopyBackward|ToBackward|^_to_copy", _CAST),
+    (
+        r"CloneBackward|CopyBackward|CopySlices|ContiguousBackward",
+        "layout: forward made a contiguous copy, and its gradient is copied back",
+    ),
+    (
+        r"TransposeBackward|PermuteBackward|^TBackward|MovedimBackward|ViewBackward|ReshapeAlias|UnsafeView|ReshapeBackward",
+        "layout: the gradient of a transposed or reshaped tensor is made contiguous",
+    ),
+    (
+        r"ExpandBackward|RepeatBackward|SumBackward|MeanBackward|BroadcastBackward",
+        "broadcast: a gradient is summed over, or spread along, the dimension that forward broadcast or summed",
+    ),
+    (
+        r"SliceBackward|SelectBackward|IndexBackward|SplitBackward|NarrowBackward|UnbindBackward|ChunkBackward|GatherBackward|PadNdBackward|AsStrided",
+        "slices: the gradient of a part is written into a tensor of the whole's size",
+    ),
+    (r"CatBackward|StackBackward", "slices: the gradient of a joined tensor is taken apart"),
+    (
+        r"MmBackward|BmmBackward|AddmmBackward|LinearBackward|MatmulBackward|EinsumBackward",
+        "layout: a factor whose strides the matrix product cannot use is made contiguous first",
+    ),
+    (r"Convolution|Conv", "layout: a convolution's operand is brought into the layout its algorithm needs"),
+    (r"Norm", "layout: a normalisation's operand is made contiguous or copied between buffers"),
+    (r"CheckpointFunction|Checkpoint", _AGAIN),
+    (r"CompiledFunction", "compiled code: its kernel is named after a copy, and its operators are not recorded"),
+)
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|_\d+(?=\.|$)")
+
+
+def copies_in_backward(profile: Profile) -> Answer:
+    backward = in_phases(profile, "backward")
+    if not backward.height:
+        return missing(_KEY, _QUESTION, "nothing runs backward in it", "stepscope profile --mode train")
+    copies = backward.filter(pl.col("class").is_in(_COPIES))
+    forward = in_phases(profile, "forward")
+    share, steps = time_of(copies) / max(1, time_of(backward)), profile.num_steps
+    if not copies.height:
+        return Answer(
+            key=_KEY, question=_QUESTION, figure="0 %", sentence="There are none: no copy is launched in backward."
+        )
+    explained = _explain(profile, copies)
+    reasons = share_by(explained, "reason")
+    first = reasons.row(0, named=True)
+    before = time_of(forward.filter(pl.col("class").is_in(_COPIES))) / max(1, time_of(forward))
+    words = share_by(explained.with_columns(word=pl.col("reason").str.extract(r"^([^:]+)")), "word")
+    said = ", ".join(f"{row['word']} {say_share(row['share'])}" for row in words.head(3).iter_rows(named=True))
+    sentence = (
+        f"{say_count(copies.height / steps)} copying {kernel_word(profile)}s a step take "
+        f"{say_time(time_of(copies) / steps)}, {say_share(share)} of backward (in forward copies are "
+        f"{say_share(before)}); of that, {said}; most of all, {first['reason'].partition(': ')[2]}"
+    )
+    return Answer(
+        key=_KEY,
+        question=_QUESTION,
+        figure=f"{say_share(share)} of backward",
+        sentence=sentence + ".",
+        evidence=_table(explained, steps),
+    )
+
+
+def _explain(profile: Profile, copies: pl.DataFrame) -> pl.DataFrame:
+    """Adds `node` and `reason`."""
+    at = copies.select("process", "thread", ns="launch_ns")
+    names = profile.ops["name"]
+    node = _around(profile.ops.filter(names.str.starts_with(EVALUATE)), at).str.strip_prefix(EVALUATE)
+    copier = _around(profile.ops.filter(names != "aten::copy_"), at)
+    asker = _around(profile.ops.filter(~names.is_in(_COPYING_OPS)), at)
+    framed = copies.with_columns(
+        node=node,
+        asked=asker.str.strip_prefix(EVALUATE),
+        cast=pl.col("is_cast").fill_null(value=False) | copier.is_in(_CASTING_OPS).fill_null(value=False),
+    )
+    # Between nodes, on autograd's own thread, the hooks run with which gradients are exchanged.
+    exchanging = bool((profile.kernels["class"] == "communication").any())
+    hooked = pl.col("node").is_null() & (pl.col("op") == "aten::copy_") & pl.lit(exchanging)
+    wanted = framed.select("node", "op", "asked", "cast", "recomputed", "name", "launched")
+    reason = pl.Series([explain_copy(**row) for row in wanted.iter_rows(named=True)], dtype=pl.String)
+    return framed.with_columns(reason=pl.when(hooked).then(pl.lit(_BUCKETS)).otherwise(reason))
+
+
+def _around(ops: pl.DataFrame, at: pl.DataFrame) -> pl.Series:
+    return ops["name"].gather(innermost(ops, at)) if ops.height else _nulls(at.height)
+
+
+def explain_copy(
+    *,
+    name: str,
+    node: str | None = None,  # the autograd node under evaluation
+    op: str | None = None,
+    asked: str | None = None,  # the nearest operator around it that does more than copy
+    cast: bool = False,
+    recomputed: bool | None = None,
+    launched: str = "op",
+) -> str:
+    if recomputed:
+        return _AGAIN
+    if cast:
+        return _CAST
+    for pattern, reason in _REASONS:
+        if node and re.search(pattern, node):
+            return reason
+    if "HtoD" in name or "DtoH" in name:
+        return "host: data goes between the host's memory and the device's"
+    if op and re.search(r"c10d|all_?reduce|reduce_scatter|bucket", op):
+        return "communication: gradients are put into buckets and taken out again"
+    if launched == "graph":
+        return "unknown: a graph launched it, and graphs record no operators"
+    if node and asked == "aten::pow":
+        return "powers: the gradient of a square takes the first power, and that is a copy"
+    if node and asked and re.search(r"masked_fill|index_fill|index_put|scatter|fill$", asked):
+        return "in place: a gradient is copied before a part of it is overwritten"
+    if op and not node:
+        return f"unknown: launched by {op} outside of any autograd node"
+    return f"unknown: launched for {asked or node} in {node}" if node else "unknown: what launched it is not recorded"
+
+
+def _table(explained: pl.DataFrame, steps: int) -> Table:
+    named = explained.with_columns(
+        where=pl.col("module").map_elements(lambda path: _LAYER.sub("*", path), return_dtype=pl.String),
+        node=pl.col("node").str.replace(r"^torch::autograd::", ""),
+    )
+    groups = share_by(named, "reason", "op", "node", "where")
+    rows = [
+        (
+            row["reason"].partition(": ")[0],
+            row["op"],
+            row["node"],
+            row["where"],
+            row["count"] / steps,
+            row["time_ns"] / steps / 1e6,
+            row["share"],
+        )
+        for row in groups.head(_ROWS).iter_rows(named=True)
+    ]
+    notes = list(dict.fromkeys(groups["reason"]))
+    if groups.height > _ROWS:
+        notes.append(f"{groups.height - _ROWS} smaller rows are not shown")
+    return Table(
+        title="Copies in backward, per step",
+        columns=(
+            Column(key="reason", label="reason"),
+            Column(key="op", label="operator"),
+            Column(key="node", label="autograd node"),
+            Column(key="module", label="module"),
+            Column(key="per_step", label="calls", kind="number"),
+            Column(key="per_step_ms", label="time", kind="ms"),
+            Column(key="share", label="of copies", kind="share"),
+        ),
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def _nulls(length: int) -> pl.Series:
+    return pl.Series([None] * length, dtype=pl.String)

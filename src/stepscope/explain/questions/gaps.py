@@ -1,0 +1,170 @@
+"""The stretches in which a device ran nothing, each with what it waited for.
+
+A gap ends with a kernel, and the question is why that kernel did not start earlier. If the host asked for it only after
+the device had run dry, the host was late, and if a call that waits for the device was open meanwhile, that is why. If
+it had been asked for in time, the device was held up by another stream, or simply takes a moment from one kernel to the
+next. The gaps of a device add up to its idle time exactly.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from stepscope.explain.nesting import innermost
+from stepscope.explain.profile import Profile
+
+Ints = NDArray[np.int64]
+
+BEFORE, AFTER, BETWEEN_STEPS = "before the first kernel", "after the last kernel", "between steps"
+SYNCHRONISING, HOST_LATE, RECORDER = "host synchronising", "host late", "the recorder's own work"
+OTHER_STREAM, DEVICE, IN_GRAPH = "waiting for another stream", "from kernel to kernel", "inside a graph"
+OUTSIDE, UNKNOWN_CAUSE = "between operators", "launch not recorded"
+CAUSES = {
+    HOST_LATE: "the host asked for the next kernel only after the device had run dry",
+    SYNCHRONISING: "the host was waiting for the device (a synchronising call) and launched nothing meanwhile",
+    OTHER_STREAM: "the next kernel had been launched in time and waited for work on another stream",
+    DEVICE: "the next kernel had been launched in time; the device needs a moment to start it",
+    IN_GRAPH: "between the kernels of one graph",
+    BETWEEN_STEPS: "the next kernel belongs to another step",
+    BEFORE: "from the beginning of the recording",
+    AFTER: "to the end of the recording",
+    RECORDER: "the profiler handled its own buffers",
+    OUTSIDE: "no operator was computing: Python, the dispatcher, or code that is not recorded",
+    UNKNOWN_CAUSE: "the launch of the next kernel is not in the recording",
+}
+# Calls that return only when the device is done. A copy without `Async` in its name is one.
+_SYNC = r"(?i)synchronize|^(?:cuda|hip)Memcpy(?:2D|3D|ToSymbol|FromSymbol)?(?:_v\d+)?$"
+_RECORDER = r"(?i)activity buffer|buffer (?:request|flush)|profiler (?:overhead|start|stop)|cupti"
+# Up to here a device takes from one kernel to the next of the same stream by itself; longer, it waited for something.
+_DEVICE_NS = 20_000
+
+
+def find_gaps(profile: Profile) -> pl.DataFrame:
+    """One row a gap: process, device, start_ns, end_ns, time_ns, cause, before and after (names of what ran around it),
+    host_op (the operator the launching thread was in when the device ran dry), step."""
+    kernels = profile.kernels.with_row_index("row")
+    frames = [_gaps_of(group, profile.window) for group in _devices(kernels)]
+    gaps = pl.concat(frames)
+    around = kernels.select(
+        "row",
+        "name",
+        "short",
+        "class",
+        "stream",
+        "correlation",
+        "launched",
+        "launch_ns",
+        "launch_end_ns",
+        "thread",
+        "step",
+        "op",
+    )
+    gaps = gaps.join(around.rename(lambda name: f"before_{name}"), on="before_row", how="left", maintain_order="left")
+    gaps = gaps.join(around.rename(lambda name: f"after_{name}"), on="after_row", how="left", maintain_order="left")
+    at = gaps.select("process", thread="after_thread", ns="start_ns")
+    ops = profile.recording.ops
+    host_op = ops["name"].gather(innermost(ops, at)) if ops.height else pl.Series([None] * gaps.height, dtype=pl.String)
+    cause = _causes(profile, gaps)
+    return gaps.with_columns(
+        cause=cause,
+        host_op=host_op,
+        time_ns=pl.col("end_ns") - pl.col("start_ns"),
+        before="before_short",
+        after="after_short",
+        step="after_step",
+    ).select("process", "device", "start_ns", "end_ns", "time_ns", "cause", "before", "after", "host_op", "step")
+
+
+def _devices(kernels: pl.DataFrame) -> Iterator[pl.DataFrame]:
+    yield from kernels.partition_by("process", "device", maintain_order=True)
+
+
+def _gaps_of(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
+    ordered = kernels.sort("start_ns", "end_ns")
+    starts, ends = ordered["start_ns"].to_numpy(), ordered["end_ns"].to_numpy()
+    rows = ordered["row"].to_numpy().astype(np.int64)
+    reached = np.maximum.accumulate(ends)
+    # Which kernel it was that ran longest so far: the one the gap begins after.
+    latest = np.maximum.accumulate(np.where(ends == reached, np.arange(len(ends)), 0))
+    holes = np.flatnonzero(starts[1:] > reached[:-1])
+    begin = np.concatenate(([window[0]], reached[holes], reached[-1:]))
+    end = np.concatenate((starts[:1], starts[holes + 1], [window[1]]))
+    before = [None, *rows[latest[holes]].tolist(), int(rows[latest[-1]])]
+    after = [int(rows[0]), *rows[holes + 1].tolist(), None]
+    frame = pl.DataFrame(
+        {"start_ns": begin, "end_ns": end, "before_row": before, "after_row": after},
+        schema={"start_ns": pl.Int64, "end_ns": pl.Int64, "before_row": pl.UInt32, "after_row": pl.UInt32},
+    )
+    process, device = ordered["process"][0], ordered["device"][0]
+    named = frame.with_columns(process=pl.lit(process, pl.Int64), device=pl.lit(device, pl.Int32))
+    return named.filter(pl.col("end_ns") > pl.col("start_ns"))
+
+
+def _causes(profile: Profile, gaps: pl.DataFrame) -> pl.Series:
+    if profile.on_cpu:
+        on_host = (
+            pl.when(pl.col("before_row").is_null())
+            .then(pl.lit(BEFORE))
+            .when(pl.col("after_row").is_null())
+            .then(pl.lit(AFTER))
+            .when(_steps_differ())
+            .then(pl.lit(BETWEEN_STEPS))
+            .otherwise(pl.lit(OUTSIDE))
+        )
+        return gaps.select(on_host.alias("c"))["c"]
+    launches = profile.recording.launches
+    waits = gaps.with_columns(until=pl.min_horizontal(pl.max_horizontal("after_launch_ns", "start_ns"), "end_ns"))
+    synchronising = _touches(launches.filter(pl.col("name").str.contains(_SYNC)), waits)
+    recorder = _touches(_recorder_calls(profile), waits)
+    late = pl.col("after_launch_end_ns") >= pl.col("start_ns")
+    same_graph = (pl.col("after_launched") == "graph") & (pl.col("before_correlation") == pl.col("after_correlation"))
+    communicates = (pl.col("before_class") == "communication") | (pl.col("after_class") == "communication")
+    crosses = (pl.col("before_stream") != pl.col("after_stream")) | communicates
+    cause = (
+        pl.when(pl.col("before_row").is_null())
+        .then(pl.lit(BEFORE))
+        .when(pl.col("after_row").is_null())
+        .then(pl.lit(AFTER))
+        .when(same_graph)
+        .then(pl.lit(IN_GRAPH))
+        .when(pl.col("after_launch_ns").is_null())
+        .then(pl.lit(UNKNOWN_CAUSE))
+        .when(recorder & late)
+        .then(pl.lit(RECORDER))
+        .when(_steps_differ() & late)
+        .then(pl.lit(BETWEEN_STEPS))
+        .when(synchronising & late)
+        .then(pl.lit(SYNCHRONISING))
+        .when(late)
+        .then(pl.lit(HOST_LATE))
+        .when(crosses | (pl.col("end_ns") - pl.col("start_ns") > _DEVICE_NS))
+        .then(pl.lit(OTHER_STREAM))
+        .otherwise(pl.lit(DEVICE))
+    )
+    return gaps.select(cause.alias("c"))["c"]
+
+
+def _steps_differ() -> pl.Expr:
+    return (pl.col("before_step") != pl.col("after_step")).fill_null(value=False)
+
+
+def _recorder_calls(profile: Profile) -> pl.DataFrame:
+    ranges = profile.recording.ranges
+    return ranges.filter(pl.col("name").str.contains(_RECORDER))
+
+
+def _touches(calls: pl.DataFrame, waits: pl.DataFrame) -> pl.Series:
+    """For each gap, whether one of the process's calls was open at any moment from its start to the next launch."""
+    found = np.zeros(waits.height, bool)
+    asked = waits.with_row_index("n").partition_by("process", as_dict=True)
+    for key, group in calls.partition_by("process", as_dict=True).items():
+        mine = asked.get(key)
+        if mine is None:
+            continue
+        start, end = np.sort(group["start_ns"].to_numpy()), np.sort(group["end_ns"].to_numpy())
+        begun = np.searchsorted(start, mine["until"].to_numpy(), side="right")
+        ended = np.searchsorted(end, mine["start_ns"].to_numpy(), side="left")
+        found[mine["n"].to_numpy()] = begun > ended
+    return pl.Series(found)

@@ -1,0 +1,148 @@
+"""The matrix products of a block by role, expected against counted."""
+
+import polars as pl
+
+from stepscope.explain.profile import Profile
+from stepscope.explain.questions.answers import Answer, missing, say_count, say_list, share_by, stepped, time_of
+from stepscope.explain.questions.matmuls import ROLES, SCORES, UNKNOWN_ROLE, VALUES, extents, find_products
+from stepscope.findings import Cell, Column, Table
+from stepscope.spec import ModelShape
+
+_KEY = "products"
+_QUESTION = "Which matrix products does a block make, and are they as many as expected?"
+_LINEAR = ("query", "key", "value", "output", "gate", "up", "down")
+_SHOWN_KERNELS = 2
+
+
+def products_by_role(profile: Profile) -> Answer:
+    products = find_products(profile)
+    if not products.height:
+        reason = "no matrix product is in it"
+        return missing(_KEY, _QUESTION, reason, "stepscope profile --mode train")
+    expected = _expected(profile)
+    steps = profile.num_steps
+    counts = {stage: each.height / steps for stage, each in _stages(products).items()}
+    known = products.filter(pl.col("role") != UNKNOWN_ROLE)
+    counted = say_list(f"{say_count(count)} in {stage}" for stage, count in counts.items() if count)
+    if expected is None:
+        sentence = f"Counted {counted} a step; {_per_layer(products, steps)}"
+        if known.height < products.height:
+            share = 1 - known.height / products.height
+            sentence += f", and the role of {share * 100:.0f} % of them is not told by the names of modules"
+    else:
+        layers, roles = expected
+        per_layer = [role for role in roles if role != "head"]
+        forward = len(per_layer) * layers + 1
+        match = _verdict(counts, forward, profile)
+        fused = "" if SCORES in roles else ", attention being one fused kernel"
+        sentence = (
+            f"{len(per_layer)} a layer are expected ({say_list(per_layer)}{fused}), {layers} × {len(per_layer)} and "
+            f"the head = {forward} a forward pass, and twice that backward; counted {counted}: {match}"
+        )
+    return Answer(
+        key=_KEY,
+        question=_QUESTION,
+        figure=f"{say_count(counts['forward'])} in forward",
+        sentence=sentence + ".",
+        evidence=_table(profile, products, expected),
+    )
+
+
+def _stages(products: pl.DataFrame) -> dict[str, pl.DataFrame]:
+    """Forward, backward, and what activation checkpointing runs again during backward."""
+    again = pl.col("recomputed").fill_null(value=False)
+    phase = pl.col("phase")
+    return {
+        "forward": products.filter((phase == "forward") & ~again),
+        "backward": products.filter((phase == "backward") & ~again),
+        "recomputation": products.filter(again),
+        "other phases": products.filter(~again & (phase.is_null() | ~phase.is_in(["forward", "backward"]))),
+    }
+
+
+def _expected(profile: Profile) -> tuple[int, tuple[str, ...]] | None:
+    """The layers and the roles of the built-in model; of other models we know nothing."""
+    case = profile.recording.manifest.case
+    if case is None or not isinstance(case.workload.model, ModelShape):
+        return None
+    fused = bool((stepped(profile)["class"] == "attention").any())
+    attention = () if fused else (SCORES, VALUES)
+    return case.workload.model.num_layers, (*_LINEAR[:3], *attention, *_LINEAR[3:], "head")
+
+
+def _verdict(counts: dict[str, float], forward: int, profile: Profile) -> str:
+    wanted = {"forward": forward}
+    if (profile.kernels["phase"] == "backward").any():
+        wanted["backward"] = 2 * forward
+    wrong = [stage for stage, count in wanted.items() if counts[stage] != count]
+    if not wrong:
+        return "as expected"
+    if profile.recording.manifest.compiled:
+        return "not as expected, since the compiler may merge products or hide operators"
+    differ = say_list(f"{say_count(counts[stage])} instead of {wanted[stage]} in {stage}" for stage in wrong)
+    return f"not as expected ({differ})"
+
+
+def _per_layer(products: pl.DataFrame, steps: int) -> str:
+    forward = products.filter((pl.col("phase") == "forward") & pl.col("layer").is_not_null())
+    if not forward.height:
+        return "layers are not recorded"
+    layers = forward["layer"].n_unique()
+    each = share_by(forward, "layer")["count"] / steps
+    least, most = float(each.min()), float(each.max())  # type: ignore[arg-type]
+    spread = say_count(least) if least == most else f"{say_count(least)} to {say_count(most)}"
+    return f"each of {layers} layers makes {spread} in forward"
+
+
+def _table(profile: Profile, products: pl.DataFrame, expected: tuple[int, tuple[str, ...]] | None) -> Table:
+    layers, wanted = expected or (0, ())
+    steps = profile.num_steps
+    rows: list[tuple[Cell, ...]] = []
+    unknown: list[tuple[Cell, ...]] = []
+    for stage, group in _stages(products).items():
+        shaped = group.with_columns(shape=pl.Series(_shapes(profile, group), dtype=pl.String))
+        by_role = {key[0]: part for key, part in shaped.partition_by("role", as_dict=True).items()}
+        due = [role for role in wanted if stage == "forward" and role not in by_role]
+        for role in (*(role for role in (*ROLES, UNKNOWN_ROLE) if role in by_role or role in due),):
+            part = by_role.get(role, shaped.clear())
+            keys = ["shape"] if role == UNKNOWN_ROLE else []
+            for piece in part.partition_by(keys) if keys else [part]:
+                row = _row(stage, role, piece, steps, _due(stage, role, layers, wanted))
+                (unknown if role == UNKNOWN_ROLE else rows).append(row)
+    unknown.sort(key=lambda row: -float(row[5] or 0))
+    notes = ["backward makes two for each: the gradient of the input and that of the weight"]
+    if len(unknown) > 12:
+        notes.append(f"{len(unknown) - 12} more shapes of unknown role are not shown")
+    return Table(
+        title="Matrix products by role, per step",
+        columns=(
+            Column(key="stage", label="in"),
+            Column(key="role", label="role"),
+            Column(key="shape", label="shape"),
+            Column(key="expected", label="expected", kind="count"),
+            Column(key="counted", label="counted", kind="number"),
+            Column(key="per_step_ms", label="time", kind="ms"),
+            Column(key="kernels", label="kernels"),
+        ),
+        rows=(*rows, *unknown[:12]),
+        notes=tuple(notes),
+    )
+
+
+def _due(stage: str, role: str, layers: int, wanted: tuple[str, ...]) -> int | None:
+    if role not in wanted or stage not in ("forward", "backward"):
+        return None
+    return (1 if role == "head" else layers) * (2 if stage == "backward" else 1)
+
+
+def _shapes(profile: Profile, group: pl.DataFrame) -> list[str | None]:
+    return [str(one) if one else None for one in extents(profile, group["op_row"].to_list())]
+
+
+def _row(stage: str, role: str, part: pl.DataFrame, steps: int, due: int | None) -> tuple[Cell, ...]:
+    shapes = part["shape"].drop_nulls().unique(maintain_order=True).to_list()
+    kernels = part["kernels"].explode().drop_nulls().value_counts(sort=True)["kernels"].to_list()
+    shown = ", ".join(kernels[:_SHOWN_KERNELS])
+    more = f" and {len(kernels) - _SHOWN_KERNELS} more" if len(kernels) > _SHOWN_KERNELS else ""
+    shape = "; ".join(shapes[:2]) + (" …" if len(shapes) > 2 else "")
+    return (stage, role, shape or None, due, part.height / steps, time_of(part) / steps / 1e6, shown + more)

@@ -1,0 +1,203 @@
+"""The questions that compare: inference with a whole step, and a small model with a large one."""
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from stepscope.explain.kernel_names import decode
+from stepscope.explain.profile import Profile
+from stepscope.explain.questions.answers import (
+    Answer,
+    device_word,
+    in_phases,
+    missing,
+    name_profile,
+    say_list,
+    say_share,
+    say_time,
+    share_by,
+    stepped,
+    time_of,
+)
+from stepscope.findings import Cell, Column, Table
+
+_TOP_TILES = 3
+
+
+def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
+    key = "share-of-products"
+    question = "How does the share of matrix products change from inference to a whole training step?"
+    inference = next((one for one in profiles if _is_inference(one)), None)
+    if _is_inference(main):
+        reason = f"`{name_profile(main)}` is of inference: there is no training step to hold it against"
+        return missing(key, question, reason, "stepscope profile --mode train, and give both recordings")
+    forward, whole = in_phases(main, "forward"), stepped(main)
+    scopes = [("forward", "forward of this step", forward), ("step", "whole step", whole)]
+    if inference is not None:
+        scopes.insert(0, ("inference", "inference", stepped(inference)))
+    if not forward.height and inference is None:
+        return missing(key, question, "no kernel is known to be of forward", "stepscope profile --mode train")
+    shares = {name: _class_shares(kernels) for name, _, kernels in scopes}
+    base = "inference" if inference is not None else "forward"
+    before, after = shares[base].get("gemm", 0.0), shares["step"].get("gemm", 0.0)
+    gains = {kind: shares["step"][kind] - shares[base].get(kind, 0.0) for kind in shares["step"] if kind != "gemm"}
+    risen = [kind for kind in sorted(gains, key=lambda kind: -gains[kind]) if gains[kind] >= 0.01][:3]
+    moves = "falls" if after < before - 0.005 else "rises" if after > before + 0.005 else "stays"
+    where = "inference" if inference is not None else "the forward pass (of this same step)"
+    sentence = (
+        f"Matrix products are {say_share(before)} of {device_word(main)} time in {where} and {say_share(after)} of the "
+        f"whole step: their share {moves}"
+    )
+    if risen and moves == "falls":
+        sentence += (
+            ", and "
+            + say_list(f"{kind} (+{gains[kind] * 100:.1f} points)" for kind in risen)
+            + (" takes its place" if len(risen) == 1 else " take its place")
+        )
+    if "optimizer" not in main.kernels["phase"].to_list():
+        sentence += "; no optimizer ran in this recording"
+    kinds = sorted({kind for each in shares.values() for kind in each}, key=lambda kind: -shares["step"].get(kind, 0.0))
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (
+            kind,
+            *(shares[name].get(kind, 0.0) for name, _, _ in scopes),
+            shares["step"].get(kind, 0.0) - shares[base].get(kind, 0.0),
+        )
+        for kind in kinds
+    )
+    columns = [Column(key=f"{name}_share", label=label, kind="share") for name, label, _ in scopes]
+    return Answer(
+        key=key,
+        question=question,
+        figure=f"{say_share(before)} → {say_share(after)}",
+        sentence=sentence + ".",
+        evidence=Table(
+            title=f"Share of {device_word(main)} time by class",
+            columns=(Column(key="class", label="class"), *columns, Column(key="change", label="change", kind="share")),
+            rows=rows,
+        ),
+        command="" if inference is not None else "stepscope profile --mode inference, and give both recordings",
+    )
+
+
+def _is_inference(profile: Profile) -> bool:
+    return not (profile.kernels["phase"] == "backward").any()
+
+
+def _class_shares(kernels: pl.DataFrame) -> dict[str, float]:
+    return dict(share_by(kernels, "class").select("class", "share").iter_rows())
+
+
+def small_against_large(profiles: Sequence[Profile]) -> Answer:
+    key, question = "small-and-large", "What do a small and a large model do differently?"
+    sized = _by_size(profiles)
+    if sized is None:
+        reason = (
+            "it takes two recordings of models of different sizes, in the same mode"
+            if len(profiles) == 1
+            else "the recordings are not of two sizes in the same mode"
+        )
+        return missing(key, question, reason, "stepscope profile --size small; stepscope profile --size large")
+    small, large, ordered = sized
+    a, b = _traits(small), _traits(large)
+    products = [f"{say_share(float(one['gemm share'] or 0))}" for one in (a, b)]
+    tiles = f", the commonest tile of a matrix product from {a['gemm tiles']} to {b['gemm tiles']}"
+    idle = [say_share(float(one["idle"] or 0)) for one in (a, b)]
+    kernel = [say_time(float(one["kernel us"] or 0) * 1e3) for one in (a, b)]
+    sentence = (
+        f"From {name_profile(small)} to {name_profile(large)}, matrix products go from {products[0]} to {products[1]} "
+        f"of {device_word(small)} time, idle from {idle[0]} to {idle[1]} of wall time, and the mean kernel from "
+        f"{kernel[0]} to {kernel[1]}" + (tiles if a["gemm tiles"] and b["gemm tiles"] else "")
+    )
+    if not ordered:
+        sentence += "; which one is larger is not recorded: they stand in the order given"
+    return Answer(
+        key=key,
+        question=question,
+        figure=f"{products[0]} → {products[1]} in matrix products",
+        sentence=sentence + ".",
+        evidence=_traits_table(small, large, a, b),
+    )
+
+
+def _by_size(profiles: Sequence[Profile]) -> tuple[Profile, Profile, bool] | None:
+    """The smallest and the largest by parameters; without those, two recordings of different names as given."""
+    known = [one for one in profiles if one.recording.manifest.parameters is not None]
+    if len(known) >= 2:
+        for mode in (False, True):
+            same = [one for one in known if _is_inference(one) is mode]
+            ranked = sorted(same, key=lambda one: one.recording.manifest.parameters or 0)
+            if ranked and ranked[0].recording.manifest.parameters != ranked[-1].recording.manifest.parameters:
+                return ranked[0], ranked[-1], True
+        return None
+    if len(profiles) == 2 and not known and _is_inference(profiles[0]) is _is_inference(profiles[1]):
+        return profiles[0], profiles[1], False
+    return None
+
+
+def _traits(profile: Profile) -> dict[str, Cell]:
+    kernels, steps = stepped(profile), profile.num_steps
+    idle = sum(device.whole.idle_ns for device in profile.devices)
+    wall = max(1, sum(device.whole.wall_ns for device in profile.devices))
+    shares = _class_shares(kernels)
+    return {
+        "gemm share": shares.get("gemm", 0.0),
+        "gemm tiles": _tiles(kernels),
+        "idle": idle / wall,
+        "kernel us": time_of(kernels) / max(1, kernels.height) / 1e3,
+        "kernels a step": kernels.height / steps,
+        "step ms": profile.step_wall_ns / 1e6,
+        **{f"share of {kind}": share for kind, share in shares.items() if kind != "gemm" and share >= 0.01},
+    }
+
+
+def _tiles(kernels: pl.DataFrame) -> str | None:
+    """The commonest tiles of matrix products by time. None where names tell no tile."""
+    times: dict[str, int] = {}
+    for row in share_by(kernels.filter(pl.col("class") == "gemm"), "name").iter_rows(named=True):
+        tile = decode(row["name"]).tile
+        if tile:
+            text = "×".join(map(str, tile[:2]))
+            times[text] = times.get(text, 0) + row["time_ns"]
+    return max(times, key=lambda tile: times[tile]) if times else None
+
+
+def _traits_table(small: Profile, large: Profile, a: dict[str, Cell], b: dict[str, Cell]) -> Table:
+    names = list(dict.fromkeys([*a, *b]))
+    return Table(
+        title="Two recordings side by side",
+        columns=(
+            Column(key="trait", label=""),
+            Column(key="small", label=name_profile(small)),
+            Column(key="large", label=name_profile(large)),
+        ),
+        rows=tuple((_label(name), _say_trait(name, a.get(name)), _say_trait(name, b.get(name))) for name in names),
+    )
+
+
+_LABELS = {
+    "gemm share": "share of gemm",
+    "gemm tiles": "commonest gemm tile, by time",
+    "idle": "idle, of wall time",
+    "kernel us": "mean kernel",
+    "kernels a step": "kernels a step",
+    "step ms": "wall time a step",
+}
+
+
+def _label(name: str) -> str:
+    return _LABELS.get(name, name)
+
+
+def _say_trait(name: str, value: Cell) -> Cell:
+    if not isinstance(value, float | int):
+        return value if value is not None else ("–" if name == "gemm tiles" else "under 1 %")
+    match name:
+        case "kernel us":
+            return say_time(value * 1e3)
+        case "step ms":
+            return say_time(value * 1e6)
+        case "kernels a step":
+            return f"{value:,.0f}"
+        case _:
+            return say_share(value)

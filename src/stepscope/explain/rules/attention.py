@@ -1,0 +1,142 @@
+"""Attention written out: scores, softmax and values, each through memory."""
+
+import math
+
+import polars as pl
+
+from stepscope import cost
+from stepscope.explain.rules.evidence import POINTWISE, Evidence, ms
+from stepscope.explain.rules.types import Hit, Rule, settle
+
+# What PyTorch's fused kernels reach of the peak on an H200 with many queries (batch × heads × length), causal counted
+# as half: cuDNN in 16 bits by the width of a head, forward and backward; the memory-efficient kernel in fp32.
+_HALF = {"narrow": (0.40, 0.34), "wide": (0.56, 0.45)}
+_SINGLE = (0.5, 0.5)
+# With as many queries as this, half of it: 230 of 989 TFLOP/s at 16,384 queries in bf16, 22 of 67 at 32,768 in fp32.
+_HALF_SPEED_QUERIES = {"half": 12_000, "single": 20_000}
+_WIDE_HEAD = 96
+_FUSED_OVERHEAD_NS = 5_000
+_PARTS = ("scores", "softmax", "values")
+_MASKED = r"masked_fill|triu|tril"
+_TILE = 64
+_MOST_BETWEEN = 16  # kernels from a product to the softmax
+
+
+def find_naive_attention(evidence: Evidence) -> Hit | None:
+    pieces = _by_parts(evidence.kernels)
+    if not pieces.height:
+        pieces = _by_pattern(evidence.kernels)
+    if not pieces.height:
+        return None
+    fused = pieces.join(_fused_times(evidence, pieces), on="group", maintain_order="left")
+    gain = evidence.merged(fused)
+    products = fused.filter(pl.col("class") == "gemm")
+    time = evidence.per_step(fused)
+    text = (
+        f"attention as separate operations takes {ms(time)} of GPU time a step in "
+        f"{fused.height / evidence.num_steps:,.0f} kernels, {ms(evidence.per_step(products))} of it in products; fused "
+        f"about {ms(time - gain.gpu_ns)}"
+    )
+    return settle(evidence, gain, text)
+
+
+def _by_parts(kernels: pl.DataFrame) -> pl.DataFrame:
+    """The kernels of our own attention by its annotation, with `group` (one pass of one module) and `forward`."""
+    forward = (pl.col("phase") != "backward") | pl.col("recomputed")
+    pieces = kernels.filter(pl.col("part").is_in(_PARTS)).with_columns(forward=forward.fill_null(value=True))
+    return pieces.with_columns(group=pl.struct("step", "module", "forward").rank("dense"))
+
+
+def _by_pattern(kernels: pl.DataFrame) -> pl.DataFrame:
+    """The same by order: a batched product, a softmax, a batched product; in backward two on either side."""
+    batched = (kernels["op"].is_in(["aten::bmm", "aten::baddbmm"]) & (kernels["class"] == "gemm")).fill_null(
+        value=False
+    )
+    small = (kernels["class"].is_in([*POINTWISE, "memset"]) & (kernels["kind"] != "memcpy")).fill_null(value=False)
+    is_batched, is_small = batched.to_list(), small.to_list()
+    softmax = kernels.filter((pl.col("class") == "softmax") & (pl.col("kind") == "kernel"))
+    found: list[tuple[int, int, bool]] = []
+    for group, (row, op) in enumerate(softmax.select("row", "op").iter_rows()):
+        backward = "backward" in (op or "")
+        rows = _reach(row, -1, is_batched, is_small, 2 if backward else 1)
+        after = _reach(row, +1, is_batched, is_small, 2 if backward else 1)
+        if rows and after:
+            found += [(one, group, not backward) for one in (*rows, row, *after)]
+    schema = {"row": pl.UInt32, "group": pl.Int64, "forward": pl.Boolean}
+    rows_found = pl.DataFrame(found, schema=schema, orient="row").unique("row", keep="first", maintain_order=True)
+    return rows_found.join(kernels, on="row", maintain_order="left")
+
+
+def _reach(row: int, step: int, batched: list[bool], small: list[bool], products: int) -> list[int]:
+    """The rows from a softmax to the last of `products` batched products on one side; none where anything else stands
+    between."""
+    rows: list[int] = []
+    missing = products
+    at = row + step
+    while 0 <= at < len(batched) and missing and len(rows) < _MOST_BETWEEN:
+        if batched[at]:
+            missing -= 1
+        elif not small[at]:
+            return []
+        rows.append(at)
+        at += step
+    return [] if missing else rows
+
+
+def _fused_times(evidence: Evidence, pieces: pl.DataFrame) -> pl.DataFrame:
+    """group and fused_ns: from the products' FLOPs at a fused kernel's speed. Where they are not known, the products'
+    own time: a fused kernel does the same products, and the rest of its work beside them."""
+    pieces = _pad(pieces)
+    masked = pieces["op"].str.contains(_MASKED).any()
+    own = pl.col("time_ns").filter(pl.col("class") == "gemm").sum()
+    product = pl.col("class") == "gemm"
+    groups = pieces.group_by("group").agg(
+        pl.col("forward").first(),
+        products_ns=own,
+        total_ns=pl.col("time_ns").sum(),
+        flops=pl.when(pl.col("flops").filter(product).is_not_null().all()).then(pl.col("flops").filter(product).sum()),
+    )
+    speeds = _fused_speeds(evidence, pieces)
+    if speeds is None:
+        fused = pl.col("products_ns").cast(pl.Float64)
+    else:
+        # The backward's four products are 2 × the forward's two; a fused one makes five.
+        work = pl.when("forward").then(pl.col("flops")).otherwise(pl.col("flops") * 1.25) * (0.5 if masked else 1.0)
+        rate = pl.when("forward").then(pl.lit(speeds[0])).otherwise(pl.lit(speeds[1]))
+        fused = pl.coalesce(work / rate * 1e9, pl.col("products_ns").cast(pl.Float64)) + _FUSED_OVERHEAD_NS
+    return groups.select("group", fused_ns=pl.min_horizontal(fused, pl.col("total_ns").cast(pl.Float64)))
+
+
+def _pad(pieces: pl.DataFrame) -> pl.DataFrame:
+    """FLOPs as a fused kernel computes them, which has tiles of 64 queries and keys."""
+    distinct = pieces.select("op", "shapes").unique()
+    rows = [(op, shapes, _padding(cost.product_dims(op or "", shapes))) for op, shapes in distinct.iter_rows()]
+    padding = pl.DataFrame(rows, schema={"op": pl.String, "shapes": pl.String, "padding": pl.Float64}, orient="row")
+    joined = pieces.join(padding, on=["op", "shapes"], how="left", nulls_equal=True, maintain_order="left")
+    return joined.with_columns(flops=pl.col("flops") * pl.col("padding"))
+
+
+def _padding(dims: tuple[int, int, int, int] | None) -> float:
+    return math.prod(_TILE * math.ceil(size / _TILE) / size for size in dims[1:] if size) if dims else 1.0
+
+
+def _fused_speeds(evidence: Evidence, pieces: pl.DataFrame) -> tuple[float, float] | None:
+    """FLOP/s of a fused forward and backward for these shapes."""
+    products = pieces.filter((pl.col("class") == "gemm") & pl.col("forward"))
+    dtypes = products["op_dtype"].drop_nulls().to_list()
+    dims = [cost.product_dims(op or "", shapes) for op, shapes in products.select("op", "shapes").unique().iter_rows()]
+    known = [one for one in dims if one is not None]
+    if not known or not dtypes or evidence.hardware is None:
+        return None
+    half = dtypes[0] in ("bf16", "fp16")
+    peak = evidence.hardware.peak_flops.get(dtypes[0])
+    if peak is None:
+        return None
+    queries = max(batch * m for batch, m, _, _ in known)
+    head = min(min(n, k) for _, _, n, k in known)
+    shares = _HALF["wide" if head >= _WIDE_HEAD else "narrow"] if half else _SINGLE
+    filled = queries / (queries + _HALF_SPEED_QUERIES["half" if half else "single"])
+    return peak * shares[0] * filled, peak * shares[1] * filled
+
+
+RULES = (Rule(code="SS004", check=find_naive_attention),)

@@ -1,0 +1,279 @@
+"""What the rules look at: one device's kernels of the recorded steps, the waits of the host, and what a change would
+gain.
+
+A recording of several devices is judged by the one that worked most: they do the same, and a finding about one is a
+finding about all.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import polars as pl
+
+from stepscope.explain.kernel_names import decode
+from stepscope.explain.nesting import innermost
+from stepscope.explain.phases import step_ranges
+from stepscope.explain.profile import Profile
+from stepscope.explain.roofline import operator_calls, unit_dtype
+from stepscope.explain.rules.replay import Bools, Change, Floats, Replay
+from stepscope.hardware import Hardware
+from stepscope.spec import Case, ModelShape
+
+# What good kernels reach of a data sheet's figures; on an H200: copies 4.28 of 4.8 TB/s, large products 700 to 790 of
+# 989 TFLOP/s in bf16, 50 of 67 in fp32, 350 to 400 of 495 in tf32.
+BANDWIDTH_SHARE = 0.89
+PRODUCT_SHARE = 0.75
+WORTH_SAYING = 0.01  # of a step
+MOST_REPLAYED = 40_000  # kernels: a replay takes 3 µs each, and rules ask for a dozen
+_SYNCHRONISE = r"(?i)(?:Stream|Device|Event|Ctx)Synchronize"
+_COPY_CALL = r"(?i)^(?:cuda|hip|cu)Memcpy"
+_LEAST_WAIT_NS = 10_000
+# A driver takes 1024 launches ahead of the device; then each launch waits for a kernel to end.
+_FULL_QUEUE = 500
+POINTWISE = ("elementwise", "copy", "reduction", "softmax", "norm", "random", "index", "loss")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """Of one step: GPU time less, and step time less."""
+
+    gpu_ns: float
+    step_ns: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    profile: Profile
+
+    @property
+    def hardware(self) -> Hardware | None:
+        return self.profile.hardware
+
+    @property
+    def case(self) -> Case | None:
+        return self.profile.recording.manifest.case
+
+    @property
+    def is_builtin(self) -> bool:
+        return self.case is not None and isinstance(self.case.workload.model, ModelShape)
+
+    @cached_property
+    def steps(self) -> pl.DataFrame:
+        """step, start_ns and end_ns of the steps that are looked at."""
+        steps = step_ranges(self.profile.recording)
+        if not steps.height or self._on_device.height <= MOST_REPLAYED:
+            return steps.select("step", "start_ns", "end_ns")
+        keep = max(1, steps.height * MOST_REPLAYED // self._on_device.height)
+        return steps.head(keep).select("step", "start_ns", "end_ns")
+
+    @property
+    def num_steps(self) -> int:
+        return max(1, self.steps["step"].n_unique())
+
+    @cached_property
+    def _on_device(self) -> pl.DataFrame:
+        kernels = self.profile.kernels
+        busiest = kernels.group_by("process", "device").agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)
+        chosen = busiest.head(1).select("process", "device")
+        return kernels.join(chosen, on=["process", "device"], how="semi", nulls_equal=True)
+
+    @cached_property
+    def kernels(self) -> pl.DataFrame:
+        """In the order of their start, with `row`, what their names say (dtype, tensor_cores, tile_m, tile_n, library)
+        and what their operator costs (flops, bytes, spread over its kernels by time). Without warm-up and without what
+        was launched between steps; what was launched before the window is there."""
+        kernels = self._on_device.filter(pl.col("phase").fill_null("") != "warm-up")
+        if self.steps.height:
+            kernels = kernels.filter(
+                pl.col("step").is_in(self.steps["step"].to_list())
+                | (pl.col("launch_ns").is_null() & (pl.col("start_ns") < self.steps["end_ns"].max()))
+            )
+        kernels = self._with_costs(kernels).sort("start_ns", "end_ns", maintain_order=True).with_row_index("row")
+        return kernels.join(_read_names(kernels), on="name", how="left", maintain_order="left")
+
+    def _with_costs(self, kernels: pl.DataFrame) -> pl.DataFrame:
+        calls = operator_calls(self.profile).select(
+            "op_row", "shapes", "dtypes", "op_dtype", "flops", "bytes", call_ns="time_ns", call_kernels="kernels"
+        )
+        share = pl.col("time_ns") / pl.col("call_ns").clip(1)
+        return (
+            kernels.drop("bytes")
+            .join(calls, on="op_row", how="left", maintain_order="left")
+            .with_columns(flops=pl.col("flops") * share, bytes=pl.col("bytes") * share)
+        )
+
+    @cached_property
+    def window(self) -> tuple[int, int]:
+        starts = [*self.steps["start_ns"].to_list(), self.kernels["start_ns"].min()]
+        ends = [*self.steps["end_ns"].to_list(), self.kernels["end_ns"].max()]
+        return min(starts), max(ends)
+
+    @cached_property
+    def step_ns(self) -> float:
+        """A step's wall time: without the recorder where that was measured."""
+        overhead = self.profile.recording.manifest.overhead
+        if overhead is not None and overhead.plain_ns > 0:
+            return float(overhead.plain_ns)
+        return max(1.0, (self.window[1] - self.window[0]) / self.num_steps)
+
+    @cached_property
+    def busy_ns(self) -> float:
+        """Of a step: the time in which the device did something."""
+        start, end = self.kernels["start_ns"].to_numpy(), self.kernels["end_ns"].to_numpy()
+        before = np.concatenate(([start[0]], np.maximum.accumulate(end)[:-1])) if len(start) else end
+        return float(np.maximum(0, end - np.maximum(start, before)).sum() / self.num_steps)
+
+    @property
+    def idle_share(self) -> float:
+        return max(0.0, 1 - self.busy_ns / self.step_ns)
+
+    @cached_property
+    def waits(self) -> pl.DataFrame:
+        """The host's waits for the device, in the order of their end: start_ns, end_ns, op, phase, step, `kind`, and
+        `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue` for a
+        launch that had to wait for a place in the queue. Short calls waited for nothing."""
+        ops = self.profile.ops
+        calls = self._waiting_calls()
+        op_row = innermost(ops, calls.select("process", "thread", ns="start_ns"))
+        calls = calls.select("start_ns", "end_ns").with_columns(
+            op=ops["name"].gather(op_row) if ops.height else pl.lit(None, pl.String),
+            phase=ops["phase"].gather(op_row) if ops.height else pl.lit(None, pl.String),
+            kind=pl.lit("call"),
+        )
+        queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
+        waits = pl.concat([calls, queued], how="diagonal").sort("end_ns")
+        return _with_steps(waits, self.steps, self.kernels)
+
+    def _waiting_calls(self) -> pl.DataFrame:
+        process = self.kernels["process"].drop_nulls().unique().to_list()
+        copies = self._on_device.filter(pl.col("name").str.contains(r"(?i)DtoH|Pageable"))
+        is_copy = pl.col("correlation").is_in(copies["correlation"].to_list()) | ~pl.col("name").str.contains("Async")
+        blocking = pl.col("name").str.contains(_SYNCHRONISE) | (pl.col("name").str.contains(_COPY_CALL) & is_copy)
+        start, end = self.window
+        lasting = pl.col("end_ns") - pl.col("start_ns") >= _LEAST_WAIT_NS
+        inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
+        ours = pl.col("process").is_in(process) | pl.lit(not process)
+        return self.profile.recording.launches.filter(blocking & lasting & inside & ours)
+
+    def _queued_launches(self) -> pl.DataFrame:
+        launched = self.kernels.filter(pl.col("launch_ns").is_not_null() & (pl.col("launched") == "op"))
+        if not launched.height:
+            return launched.select(start_ns="launch_ns", end_ns="launch_end_ns")
+        called = launched["launch_ns"].to_numpy()
+        ahead = np.searchsorted(np.sort(called), called) - np.searchsorted(
+            np.sort(launched["end_ns"].to_numpy()), called
+        )
+        lasting = launched["launch_end_ns"] - launched["launch_ns"] >= _LEAST_WAIT_NS
+        return launched.filter(pl.Series(ahead >= _FULL_QUEUE) & lasting).select(
+            start_ns="launch_ns", end_ns="launch_end_ns"
+        )
+
+    @cached_property
+    def replay(self) -> Replay:
+        return Replay(kernels=self.kernels, waits=self.waits, begin_ns=self.window[0])
+
+    @cached_property
+    def host_scale(self) -> float:
+        overhead = self.profile.recording.manifest.overhead
+        if overhead is None or overhead.plain_ns <= 0:
+            return 1.0
+        return self.replay.calibrate(overhead.plain_ns * self.num_steps)
+
+    @cached_property
+    def replayed_ns(self) -> float:
+        return self.replay.run(self.replay.unchanged(), host_scale=self.host_scale)
+
+    def gain(self, change: Change) -> Gain:
+        """What a change of the whole recording gains in one step."""
+        before = self.replay.unchanged()
+        gpu = float((before.duration_ns - np.where(change.removed, 0.0, change.duration_ns)).sum()) / self.num_steps
+        after = self.replay.run(change, host_scale=self.host_scale)
+        step = max(0.0, (self.replayed_ns - after) / self.num_steps)
+        return Gain(gpu_ns=gpu, step_ns=min(step, self.step_ns))
+
+    def gain_of(self, new_ns: Floats, removed: Bools | None = None) -> Gain:
+        """Kernels take `new_ns` (by row), and those `removed` are gone."""
+        change = self.replay.unchanged()
+        change.duration_ns = np.minimum(new_ns, change.duration_ns)
+        if removed is not None:
+            change.removed = removed
+        return self.gain(change)
+
+    def merged(self, groups: pl.DataFrame, *, host_share: Floats | None = None) -> Gain:
+        """Kernels in `groups` (row, group, fused_ns: the group's new time) become one each, in the place of the group's
+        first."""
+        change = self.replay.unchanged()
+        first = groups.sort("row").unique("group", keep="first", maintain_order=True)
+        change.removed[groups["row"].to_numpy()] = True
+        change.removed[first["row"].to_numpy()] = False
+        change.duration_ns[first["row"].to_numpy()] = first["fused_ns"].to_numpy()
+        if host_share is not None:
+            change.host_share = host_share
+        return self.gain(change)
+
+    def per_step(self, kernels: pl.DataFrame) -> float:
+        """Their time, of one step."""
+        return float(kernels["time_ns"].sum()) / self.num_steps
+
+    @property
+    def durations(self) -> Floats:
+        return self.kernels["time_ns"].to_numpy().astype(np.float64)
+
+
+def _with_steps(waits: pl.DataFrame, steps: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """Adds step and last."""
+    launches = kernels.filter(pl.col("launch_ns").is_not_null())
+    if steps.height:
+        ranges = steps.with_columns(process=pl.lit(0), thread=pl.lit(0))
+        points = waits.select(process=pl.lit(0), thread=pl.lit(0), ns="start_ns")
+        waits = waits.with_columns(step=steps["step"].gather(innermost(ranges, points)))
+        final = launches.group_by("step").agg(final_ns=pl.col("launch_ns").max())
+        waits = waits.join(final, on="step", how="left", maintain_order="left", nulls_equal=True)
+    else:
+        waits = waits.with_columns(
+            step=pl.lit(0, pl.Int32),
+            final_ns=pl.lit(launches["launch_ns"].max() if launches.height else None, pl.Int64),
+        )
+    return waits.with_columns(last=(pl.col("end_ns") >= pl.col("final_ns")).fill_null(value=True)).drop("final_ns")
+
+
+def _read_names(kernels: pl.DataFrame) -> pl.DataFrame:
+    rows: list[tuple[str | int | bool | None, ...]] = []
+    for name, kind, op_dtype in kernels.unique("name").select("name", "kind", "op_dtype").iter_rows():
+        if kind == "cpu":
+            rows.append((name, None, None, None, None, None, False))
+            continue
+        decoded = decode(name)
+        tile = decoded.tile or (None, None)
+        rows.append(
+            (
+                name,
+                unit_dtype(name, op_dtype),
+                decoded.tensor_cores,
+                tile[0],
+                tile[1],
+                decoded.library,
+                bool(decoded.fused),
+            )
+        )
+    schema = {
+        "name": pl.String,
+        "dtype": pl.String,
+        "tensor_cores": pl.Boolean,
+        "tile_m": pl.Int64,
+        "tile_n": pl.Int64,
+        "library": pl.String,
+        "is_fused": pl.Boolean,
+    }
+    return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def ms(time_ns: float) -> str:
+    """A time for people: `12.3 ms`, `45 µs`."""
+    return f"{time_ns / 1e6:.3g} ms" if time_ns >= 1e5 else f"{time_ns / 1e3:.3g} µs"
+
+
+def often(count: float) -> str:
+    """How often in a step: `once`, `2.5 times`."""
+    return "once" if count == 1 else f"{count:,.3g} times"

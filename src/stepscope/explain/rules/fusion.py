@@ -1,0 +1,176 @@
+"""Rules about many small kernels where few would do."""
+
+import numpy as np
+import polars as pl
+
+from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, Evidence, ms
+from stepscope.explain.rules.replay import Bools, Floats
+from stepscope.explain.rules.types import Hit, Rule, settle
+
+# A fused chain still reads its inputs and writes its result, and a sum over rows needs a second pass.
+# Without modules, a row of kernels may be several chains.
+LEAST_OF_CHAIN, LEAST_OF_ROW = 0.2, 0.35
+# Between two launches of compiled code there is no Python, dispatcher or autograd.
+COMPILED_LAUNCH = 0.4
+ADAM_BYTES, SGD_BYTES = 28, 12  # a parameter in fp32, each read and write once
+ADAM_UNFUSED_BYTES = 80
+LEAST_LAYOUT_SHARE = 0.02
+_COPIES = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
+# Operators whose helper kernels (casts and layout changes inside of a library) are not the user's to fuse.
+_LIBRARY = r"convolution|linear$|mm$|attention|c10d"
+_ADAM = r"(?i)adam|addcdiv|addcmul"
+_FUSED = r"(?i)fused_?adam|FusedAdam|fused_?sgd|FusedSgd|fused_adagrad"
+
+
+def find_chains(evidence: Evidence) -> Hit | None:
+    compiled = evidence.profile.recording.manifest.compiled or bool(evidence.kernels["is_fused"].any())
+    chains = _chains(evidence.kernels)
+    if compiled or not chains.height:
+        return None
+    longest, total = pl.col("time_ns").max(), pl.col("time_ns").sum()
+    least = pl.when(pl.col("module").first().is_null()).then(LEAST_OF_ROW).otherwise(LEAST_OF_CHAIN) * total
+    fused = chains.with_columns(fused_ns=pl.max_horizontal(longest, least).over("group"))
+    gain = evidence.merged(fused, host_share=_compiled_launches(evidence))
+    where = _name_costliest(fused)
+    count, num = fused["group"].n_unique() / evidence.num_steps, fused.height / evidence.num_steps
+    text = (
+        f"{num:,.0f} kernels a step in {count:,.0f} chains, {ms(evidence.per_step(fused))} of GPU time; as one kernel "
+        f"a chain about {ms(evidence.per_step(fused) - gain.gpu_ns)}{where}"
+    )
+    return settle(evidence, gain, text)
+
+
+def _compiled_launches(evidence: Evidence) -> Floats:
+    """Compiled code launches what is left faster as well. The optimizer is not compiled with the model."""
+    updates = (evidence.kernels["phase"].fill_null("") == "optimizer").to_numpy()
+    return np.where(updates, 1.0, COMPILED_LAUNCH)
+
+
+def _chains(kernels: pl.DataFrame) -> pl.DataFrame:
+    """row, group, time_ns, module of the kernels that stand in a chain of two or more."""
+    small = (
+        pl.col("class").is_in(POINTWISE)
+        & (pl.col("kind") == "kernel")
+        & ~pl.col("is_fused")
+        & ~pl.col("op").fill_null("").str.contains(_LIBRARY)
+        & (pl.col("phase").fill_null("") != "optimizer")
+    )
+    ordered = kernels.with_columns(small=small).sort("stream", "row")
+    same = pl.all_horizontal(
+        *(pl.col(name).eq_missing(pl.col(name).shift()) for name in ("stream", "small", "module", "phase", "step"))
+    )
+    marked = ordered.with_columns(group=(~same).fill_null(value=True).cum_sum()).filter("small")
+    return marked.filter(pl.len().over("group") > 1).select("row", "group", "time_ns", "module", "phase")
+
+
+def _name_costliest(chains: pl.DataFrame) -> str:
+    """The kind of module in which most of it is, where modules are known."""
+    kind = (
+        pl.col("module")
+        .str.replace(r"^.*\.\d+\.", "")
+        .str.replace_all(r"_\d+", "")
+        .str.replace(r"^.*\.(\w*\.\w+)$", "$1")
+    )
+    by_kind = chains.filter(pl.col("module").is_not_null()).group_by(kind.alias("kind"), "phase")
+    named = by_kind.agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)
+    if not named.height:
+        return ""
+    share = named["time_ns"][0] / max(1, chains["time_ns"].sum())
+    return f"; most of it in the {named['phase'][0] or 'step'} of {named['kind'][0]} ({share:.0%})"
+
+
+def _is_cast() -> pl.Expr:
+    """A copy whose target and source differ in type: by the operator's types where they were recorded."""
+    kinds = pl.col("dtypes").str.extract_groups(r'^\[\s*"([^"]+)",\s*"([^"]+)"')
+    target, source = kinds.struct[0], kinds.struct[1]
+    known = (pl.col("op") == "aten::copy_") & target.is_not_null()
+    return pl.when(known).then(target != source).otherwise(pl.col("is_cast"))
+
+
+def _copies(evidence: Evidence) -> pl.DataFrame:
+    """Copies that a program asked for; where no operator is known, PyTorch's own kernels."""
+    asked = pl.when(pl.col("op").is_null()).then(pl.col("library") == "ATen").otherwise(pl.col("op").is_in(_COPIES))
+    outside = pl.col("phase").fill_null("") != "optimizer"
+    copies = (pl.col("class") == "copy") & ~pl.col("is_fused") & (pl.col("kind") == "kernel") & outside & asked
+    return evidence.kernels.filter(copies).with_columns(cast=_is_cast())
+
+
+def _remove(evidence: Evidence, kernels: pl.DataFrame) -> tuple[Bools, float]:
+    removed = np.zeros(evidence.kernels.height, dtype=np.bool_)
+    removed[kernels["row"].to_numpy()] = True
+    return removed, evidence.per_step(kernels)
+
+
+def find_layout_copies(evidence: Evidence) -> Hit | None:
+    copies = _copies(evidence).filter(~pl.col("cast"))
+    removed, time = _remove(evidence, copies)
+    if time < LEAST_LAYOUT_SHARE * evidence.step_ns:
+        return None
+    gain = evidence.gain_of(evidence.durations, removed)
+    backward = evidence.per_step(copies.filter(pl.col("phase") == "backward")) / time
+    text = (
+        f"{copies.height / evidence.num_steps:,.0f} copies a step that change only the layout, {ms(time)}, "
+        f"{backward:.0%} of it in backward"
+    )
+    return settle(evidence, gain, text)
+
+
+def find_casts(evidence: Evidence) -> Hit | None:
+    casts = _copies(evidence).filter("cast")
+    if not casts.height:
+        return None
+    removed, time = _remove(evidence, casts)
+    gain = evidence.gain_of(evidence.durations, removed)
+    two_sizes = pl.col("shapes").str.replace_all(" ", "").str.contains(r"^\[\[\d+,\d+\],")
+    to_half = pl.col("dtypes").str.contains(r'^\[\s*"c10::(?:BFloat16|Half)",\s*"float"')
+    weights = casts.filter((pl.col("phase") == "forward") & two_sizes & to_half)
+    text = f"{casts.height / evidence.num_steps:,.0f} casts a step, {ms(time)}"
+    if weights.height:
+        text += f"; {ms(evidence.per_step(weights))} of it casts weights anew in each step"
+    return settle(evidence, gain, text)
+
+
+def find_unfused_optimizer(evidence: Evidence) -> Hit | None:
+    update = evidence.kernels.filter(
+        (pl.col("phase") == "optimizer")
+        & pl.col("class").is_in(["optimizer", *POINTWISE])
+        & (pl.col("kind") == "kernel")
+        & ~pl.col("is_fused")
+    )
+    if not update.height or update["name"].str.contains(_FUSED).any() or update["op"].str.contains(_FUSED).any():
+        return None
+    fused = _fused_update_ns(evidence, update)
+    if fused is None:
+        return None
+    time = evidence.per_step(update)
+    groups = update.select("row", group="step", fused_ns=pl.lit(min(fused, time)))
+    gain = evidence.merged(groups)
+    text = (
+        f"{update.height / evidence.num_steps:,.0f} kernels a step update the weights in {ms(time)} of GPU time; one "
+        f"pass over the weights takes {ms(min(fused, time))}"
+    )
+    return settle(evidence, gain, text)
+
+
+def _fused_update_ns(evidence: Evidence, update: pl.DataFrame) -> float | None:
+    """How long a fused update takes; None where nothing says what is updated."""
+    is_adam = bool(
+        update["op"].str.contains(_ADAM).any()
+        or update["name"].str.contains(_ADAM).any()
+        or evidence.profile.recording.ranges["name"].str.contains(r"(?i)Optimizer\.step#Adam").any()
+    )
+    case, parameters = evidence.case, evidence.profile.recording.manifest.parameters
+    hardware = evidence.hardware
+    if parameters and hardware is not None and hardware.bandwidth:
+        is_adam = is_adam or (case is not None and case.workload.optimizer.startswith("adamw"))
+        moved = parameters * (ADAM_BYTES if is_adam else SGD_BYTES)
+        return moved / (hardware.bandwidth * BANDWIDTH_SHARE) * 1e9
+    return evidence.per_step(update) * ADAM_BYTES / ADAM_UNFUSED_BYTES if is_adam else None
+
+
+RULES = (
+    Rule(code="SS003", check=find_chains),
+    Rule(code="SS006", check=find_layout_copies),
+    Rule(code="SS007", check=find_unfused_optimizer),
+    Rule(code="SS008", check=find_casts),
+)

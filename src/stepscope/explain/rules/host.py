@@ -1,0 +1,189 @@
+"""Rules about the host: the device waits for it, or it waits for the device."""
+
+import numpy as np
+import polars as pl
+
+from stepscope.explain.rules.evidence import WORTH_SAYING, Evidence, Gain, ms, often
+from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Ints
+from stepscope.explain.rules.types import Hit, Rule, settle
+
+LEAST_IDLE = 0.03
+# Of the host's time in forward and backward, what is left when they are compiled: a third of the launches, each without
+# Python and the dispatcher before it.
+COMPILED_HOST_SHARE = 0.15
+_INPUT = r"(?i)enumerate\(DataLoader\)|\bdata ?load(?:er|ing)?\b|\bnext_batch\b|^phase:input$"
+_PAGEABLE = r"(?i)HtoD.*Pageable|Pageable.*(?:-> ?Device|to device)"
+
+
+def _gaps(evidence: Evidence) -> Ints:
+    """Before each kernel, how long the device was idle; at the start of a step, since then."""
+    replay = evidence.replay
+    since = replay.ready
+    if evidence.steps.height:
+        place = np.searchsorted(evidence.steps["start_ns"].to_numpy(), replay.start, side="right") - 1
+        begun = np.where(place >= 0, evidence.steps["start_ns"].to_numpy()[place], replay.start)
+        since = np.maximum(since, np.minimum(begun, replay.start))
+    return replay.start - since
+
+
+def _is_long(evidence: Evidence) -> Bools:
+    result: Bools = evidence.replay.starved & (_gaps(evidence) > LONG_GAP_NS)
+    return result
+
+
+def _opens_step(evidence: Evidence) -> Bools:
+    step = evidence.kernels["step"].to_numpy()
+    return np.concatenate(([True], step[1:] != step[:-1]))
+
+
+def find_launch_bound(evidence: Evidence) -> Hit | None:
+    updates = (evidence.kernels["phase"].fill_null("") == "optimizer").to_numpy()
+    short = ~_is_long(evidence) & ~_opens_step(evidence) & ~updates
+    change = evidence.replay.unchanged()
+    change.host_share[short] = COMPILED_HOST_SHARE
+    # A faster host would also be away earlier; that is not what this rule is about.
+    lost = float(_gaps(evidence)[evidence.replay.starved & short].sum()) / evidence.num_steps
+    saving = min(lost, evidence.gain(change).step_ns)
+    if saving < LEAST_IDLE * evidence.step_ns:
+        return None
+    count = evidence.kernels.height / evidence.num_steps
+    starved = int((evidence.replay.starved & short).sum()) / evidence.num_steps
+    text = (
+        f"the GPU is idle {evidence.idle_share:.0%} of the step: {starved:,.0f} of {count:,.0f} kernels a step start "
+        f"late because they were launched late; a kernel runs for {ms(evidence.busy_ns / max(1.0, count))} on average"
+    )
+    return Hit(evidence=text, saving_ns=saving)
+
+
+def find_synchronisation(evidence: Evidence) -> Hit | None:
+    waits = evidence.waits.with_row_index("wait").filter(
+        (pl.col("kind") == "call") & ~pl.col("last") & pl.col("step").is_not_null()
+    )
+    waits = waits.filter(~_is_input_copy(evidence, waits))
+    if not waits.height:
+        return None
+    change = evidence.replay.unchanged()
+    change.skipped_waits = set(waits["wait"].to_list())
+    gain = evidence.gain(change)
+    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
+        return None
+    waited = float((waits["end_ns"] - waits["start_ns"]).sum()) / evidence.num_steps
+    by_op = waits.filter(pl.col("op").is_not_null())["op"].unique().sort().to_list()
+    inside = f" in {', '.join(by_op[:3])}" if by_op else ""
+    phases = waits["phase"].drop_nulls().unique().sort().to_list()
+    where = f" ({', '.join(phases)})" if phases else ""
+    text = (
+        f"the host waits for the GPU {often(waits.height / evidence.num_steps)} a step{inside}{where}, {ms(waited)} "
+        "in all, and the GPU then runs empty until the host has caught up"
+    )
+    return Hit(evidence=text, saving_ns=gain.step_ns)
+
+
+def _is_input_copy(evidence: Evidence, waits: pl.DataFrame) -> pl.Series:
+    """The waits that are calls of copies from pageable memory to the device."""
+    copies = evidence.kernels.filter(pl.col("name").str.contains(_PAGEABLE))
+    return waits["start_ns"].is_in(copies["launch_ns"].drop_nulls().to_list())
+
+
+def find_input_stalls(evidence: Evidence) -> Hit | None:
+    recording = evidence.profile.recording
+    loading = pl.concat(
+        [
+            frame.filter(pl.col("name").str.contains(_INPUT)).select("start_ns", "end_ns")
+            for frame in (recording.ranges, recording.ops)
+        ]
+    ).sort("start_ns")
+    if not loading.height:
+        return None
+    end = np.maximum.accumulate(evidence.replay.end)
+    idle = list(zip(end[:-1].tolist(), evidence.replay.start[1:].tolist(), strict=True))
+    begin, stop = evidence.window
+    idle = [(begin, int(evidence.replay.start[0])), *(gap for gap in idle if gap[1] > gap[0]), (int(end[-1]), stop)]
+    stalled = _overlap(idle, list(loading.iter_rows())) / evidence.num_steps
+    if stalled < WORTH_SAYING * evidence.step_ns:
+        return None
+    text = f"the GPU is idle for {ms(stalled)} a step while the host loads the next batch"
+    return Hit(evidence=text, saving_ns=stalled)
+
+
+def _overlap(idle: list[tuple[int, int]], loading: list[tuple[int, int]]) -> float:
+    """The time in both. Ranges that lie inside of another one count once."""
+    total, place, done = 0, 0, 0
+    for start, end in loading:
+        start = max(start, done)
+        done = max(done, end)
+        while place < len(idle) and idle[place][1] <= start:
+            place += 1
+        at = place
+        while at < len(idle) and idle[at][0] < end:
+            total += max(0, min(end, idle[at][1]) - max(start, idle[at][0]))
+            at += 1
+    return float(total)
+
+
+def find_pageable_copies(evidence: Evidence) -> Hit | None:
+    copies = evidence.kernels.filter(pl.col("name").str.contains(_PAGEABLE))
+    if not copies.height:
+        return None
+    waits = evidence.waits.with_row_index("wait")
+    change = evidence.replay.unchanged()
+    change.skipped_waits = set(waits.filter(_is_input_copy(evidence, waits))["wait"].to_list())
+    change.duration_ns[copies["row"].to_numpy()] = 0.0
+    gain = evidence.gain(change)
+    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
+        return None
+    text = (
+        f"{copies.height / evidence.num_steps:.3g} copies a step from pageable memory, {ms(evidence.per_step(copies))} "
+        "on the device; the host stands still during each"
+    )
+    return Hit(evidence=text, saving_ns=gain.step_ns)
+
+
+def find_step_end_wait(evidence: Evidence) -> Hit | None:
+    waits = evidence.waits.with_row_index("wait").filter(
+        (pl.col("kind") == "call") & pl.col("last") & pl.col("step").is_not_null()
+    )
+    # The last step of all has no next one to hold up.
+    waits = waits.filter(pl.col("step") < evidence.steps["step"].max()) if evidence.steps.height else waits.head(0)
+    if not waits.height:
+        return None
+    change = evidence.replay.unchanged()
+    change.skipped_waits = set(waits["wait"].to_list())
+    gain = evidence.gain(change)
+    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
+        return None
+    by_op = waits["op"].drop_nulls().unique().sort().to_list()
+    inside = f" in {by_op[0]}" if by_op else ""
+    text = f"at the end of a step the host waits for the GPU{inside}, and the next step begins with an empty queue"
+    return Hit(evidence=text, saving_ns=gain.step_ns)
+
+
+def find_host_absence(evidence: Evidence) -> Hit | None:
+    away = _is_long(evidence)
+    if not away.any():
+        return None
+    change = evidence.replay.unchanged()
+    change.host_share[away] = 0.0
+    lost = float(_gaps(evidence)[away].sum()) / evidence.num_steps
+    gain = min(lost, evidence.gain(change).step_ns)
+    gaps = _gaps(evidence)[away]
+    row = int(np.flatnonzero(away)[gaps.argmax()])
+    place = evidence.kernels.row(row, named=True)
+    before = f" before {place['op']}" if place["op"] else ""
+    phase = f" in {place['phase']}" if place["phase"] else ""
+    start = ", at the start of a step" if _opens_step(evidence)[row] else ""
+    text = (
+        f"{often(float(away.sum()) / evidence.num_steps)} a step the GPU is idle for over {ms(LONG_GAP_NS)} because "
+        f"nothing was launched; the longest is {ms(float(gaps.max()))}{before}{phase}{start}"
+    )
+    return settle(evidence, Gain(gpu_ns=0.0, step_ns=gain), text)
+
+
+RULES = (
+    Rule(code="SS001", check=find_launch_bound),
+    Rule(code="SS002", check=find_synchronisation),
+    Rule(code="SS012", check=find_input_stalls),
+    Rule(code="SS017", check=find_pageable_copies),
+    Rule(code="SS018", check=find_step_end_wait),
+    Rule(code="SS019", check=find_host_absence),
+)

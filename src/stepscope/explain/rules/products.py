@@ -1,0 +1,200 @@
+"""Rules about matrix products: their precision, sizes, tiles and balance."""
+
+import math
+
+import numpy as np
+import polars as pl
+
+from stepscope import cost
+from stepscope.explain.roofline import least_ns
+from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, PRODUCT_SHARE, Evidence, ms
+from stepscope.explain.rules.types import Hit, Rule, settle
+
+ALIGNED_BYTES = 16
+PADDED_TO = 64
+USUAL_ALIGNED_SHARE = 0.65  # of the peak, where no aligned product of the recording shows it
+LEAST_PADDING = 0.15
+LEAST_TAIL = 0.10
+MOST_WAVES = 6
+LEAST_MEMORY_SHARE = 0.05
+# What one multiprocessor holds, on everything since Volta that trains Transformers.
+_REGISTERS, _THREADS, _SHARED_BYTES = 65_536, 2_048, 228 * 1024
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp8": 1}
+
+
+def _products(evidence: Evidence) -> pl.DataFrame:
+    """The kernels of products with, where known, batch, m, n and k."""
+    products = evidence.kernels.filter((pl.col("class") == "gemm") & (pl.col("kind") == "kernel"))
+    distinct = products.select("op", "shapes").unique()
+    rows = [(op, shapes, *(cost.product_dims(op or "", shapes) or (None,) * 4)) for op, shapes in distinct.iter_rows()]
+    schema = {"op": pl.String, "shapes": pl.String, **dict.fromkeys(("batch", "m", "n", "k"), pl.Int64)}
+    sizes = pl.DataFrame(rows, schema=schema, orient="row")
+    return products.join(sizes, on=["op", "shapes"], how="left", nulls_equal=True, maintain_order="left")
+
+
+def find_single_precision(evidence: Evidence) -> Hit | None:
+    hardware = evidence.hardware
+    if hardware is None or not {"fp32", "tf32"} <= set(hardware.peak_flops):
+        return None
+    fp32, tf32 = hardware.peak_flops["fp32"], hardware.peak_flops["tf32"]
+    slow = _products(evidence).filter((pl.col("dtype") == "fp32") & (pl.col("tensor_cores") == False))  # noqa: E712
+    if not slow.height or tf32 <= fp32:
+        return None
+    new = evidence.durations.copy()
+    for row, time, flops, moved in slow.select("row", "time_ns", "flops", "bytes").iter_rows():
+        if flops is None or not time:
+            new[row] = time * fp32 / tf32
+            continue
+        # A product that is too small for the device stays too small: it keeps its share of the peak.
+        reached = min(PRODUCT_SHARE, flops / (time * 1e-9) / fp32)
+        by_bytes = moved / ((hardware.bandwidth or math.inf) * BANDWIDTH_SHARE)
+        new[row] = max(flops / (tf32 * max(reached, 0.05)), by_bytes) * 1e9
+    gain = evidence.gain_of(new)
+    time = evidence.per_step(slow)
+    text = (
+        f"{slow.height / evidence.num_steps:,.0f} products a step run in fp32 on the CUDA cores, {ms(time)}; on tensor "
+        f"cores in TF32 about {ms(time - gain.gpu_ns)}"
+    )
+    return settle(evidence, gain, text)
+
+
+def find_odd_sizes(evidence: Evidence) -> Hit | None:
+    products = _products(evidence).filter(pl.col("m").is_not_null() & pl.col("flops").is_not_null())
+    products = products.filter(
+        pl.col("dtype").is_in(list(_ELEMENT_BYTES)) & pl.col("tensor_cores").fill_null(value=True)
+    )
+    if not products.height:
+        return None
+    multiple = ALIGNED_BYTES // pl.col("dtype").replace_strict(_ELEMENT_BYTES, return_dtype=pl.Int64)
+    # A size of one is a vector, and nobody chose it.
+    odd = pl.any_horizontal(*((pl.col(size) % multiple != 0) & (pl.col(size) > 1) for size in ("m", "n", "k")))
+    products = products.with_columns(odd=odd)
+    new = evidence.durations.copy()
+    wasteful: list[tuple[int, int, int]] = []
+    for row in products.iter_rows(named=True):
+        better = _aligned_ns(evidence, products, row) if row["odd"] else _unpadded_ns(row)
+        if better is not None and better < row["time_ns"]:
+            new[row["row"]] = better
+            wasteful.append((row["m"], row["n"], row["k"]))
+    if not wasteful:
+        return None
+    gain = evidence.gain_of(new)
+    worst = max(set(wasteful), key=wasteful.count)
+    time = evidence.durations[new < evidence.durations].sum() / evidence.num_steps
+    text = (
+        f"{len(wasteful) / evidence.num_steps:,.0f} products a step whose sizes fit no tile, such as "
+        f"{worst[0]} × {worst[1]} × {worst[2]}, take {ms(time)}; with sizes that fit about {ms(time - gain.gpu_ns)}"
+    )
+    return settle(evidence, gain, text)
+
+
+def _aligned_ns(evidence: Evidence, products: pl.DataFrame, row: dict[str, float]) -> float | None:
+    """The product, padded, at the speed of the best aligned one that does at least half as much."""
+    peak = evidence.hardware.peak_flops.get(str(row["dtype"])) if evidence.hardware else None
+    like = products.filter(
+        ~pl.col("odd")
+        & (pl.col("dtype") == row["dtype"])
+        & (pl.col("flops") >= row["flops"] / 2)
+        & (pl.col("time_ns") > 0)
+    )
+    speed = (like["flops"] / like["time_ns"]).max()
+    if speed is None:
+        speed = peak * USUAL_ALIGNED_SHARE * 1e-9 if peak else None
+    assert speed is None or isinstance(speed, float)
+    if speed is None:
+        return None
+    m, n, k = (PADDED_TO * math.ceil(row[size] / PADDED_TO) if row[size] > PADDED_TO else row[size] for size in "mnk")
+    limit = least_ns(evidence.hardware, str(row["dtype"]), 0, row["bytes"]) or 0.0
+    return max(row["flops"] * (m * n * k) / (row["m"] * row["n"] * row["k"]) / speed, limit / BANDWIDTH_SHARE)
+
+
+def _unpadded_ns(row: dict[str, float]) -> float | None:
+    """The product without the part of its tiles that lies outside of the result, where that is much."""
+    if not row["tile_m"] or not row["tile_n"]:
+        return None
+    # Libraries compute a row-major result as the transposed of a column-major one, so either size may be the first.
+    useful = max(_filled(row["m"], row["n"], row), _filled(row["n"], row["m"], row))
+    return None if 1 - useful < LEAST_PADDING else row["time_ns"] * useful
+
+
+def _filled(first: float, second: float, row: dict[str, float]) -> float:
+    tiles = math.ceil(first / row["tile_m"]) * math.ceil(second / row["tile_n"])
+    return first * second / (tiles * row["tile_m"] * row["tile_n"])
+
+
+def find_empty_waves(evidence: Evidence) -> Hit | None:
+    multiprocessors = evidence.profile.recording.manifest.device_sms
+    if not multiprocessors:
+        return None
+    new, hit = evidence.durations.copy(), []
+    for row in _products(evidence).iter_rows(named=True):
+        waves = _waves(row, multiprocessors)
+        if waves is None or not 1 < waves <= MOST_WAVES:
+            continue
+        filled = waves / math.ceil(waves)
+        if 1 - filled >= LEAST_TAIL:
+            new[row["row"]] *= filled
+            hit.append((row["short"], waves))
+    if not hit:
+        return None
+    gain = evidence.gain_of(new)
+    short, waves = max(set(hit), key=hit.count)
+    text = (
+        f"{len(hit) / evidence.num_steps:,.0f} products a step end with a wave that is partly empty, such as {short} "
+        f"with {waves:.2f} waves on {multiprocessors} multiprocessors; up to {ms(gain.gpu_ns)} of GPU time is lost so"
+    )
+    return settle(evidence, gain, text)
+
+
+def _waves(row: dict[str, int | None], multiprocessors: int) -> float | None:
+    """By the tiles of the result where a kernel with as many blocks as multiprocessors takes them one after the other,
+    else by its blocks and how many fit on a multiprocessor at once."""
+    grid, block = (
+        math.prod(int(row[f"{name}_{axis}"] or 1) for axis in "xyz") if row[f"{name}_x"] else 0
+        for name in ("grid", "block")
+    )
+    if not grid or not block:
+        return None
+    if grid <= multiprocessors:
+        m, n, tile_m, tile_n = (row[key] for key in ("m", "n", "tile_m", "tile_n"))
+        if not (m and n and tile_m and tile_n) or grid < 0.9 * multiprocessors:
+            return None
+        tiles = min(math.ceil(m / tile_m) * math.ceil(n / tile_n), math.ceil(n / tile_m) * math.ceil(m / tile_n))
+        return (row["batch"] or 1) * tiles / grid
+    limits = [
+        _THREADS // block,
+        _REGISTERS // (row["registers"] * block) if row["registers"] else _THREADS,
+        _SHARED_BYTES // row["shared_bytes"] if row["shared_bytes"] else _THREADS,
+    ]
+    return grid / (multiprocessors * max(1, min(limits)))
+
+
+def find_memory_bound(evidence: Evidence) -> Hit | None:
+    hardware = evidence.hardware
+    if hardware is None or not hardware.bandwidth:
+        return None
+    products = _products(evidence).filter(pl.col("flops").is_not_null() & (pl.col("flops") > 0))
+    bound = np.zeros(products.height, dtype=np.bool_)
+    for place, (dtype, flops, moved) in enumerate(products.select("dtype", "flops", "bytes").iter_rows()):
+        peak = hardware.peak_flops.get(dtype or "")
+        bound[place] = peak is not None and moved / hardware.bandwidth > flops / peak
+    slow = products.filter(pl.Series(bound))
+    time = evidence.per_step(slow)
+    if time < LEAST_MEMORY_SHARE * evidence.step_ns:
+        return None
+    top = (
+        slow.group_by("op", "m", "n", "k")
+        .agg(pl.col("time_ns").sum())
+        .sort("time_ns", descending=True)
+        .row(0, named=True)
+    )
+    sizes = f", most of it in {top['op']} of {top['m']} × {top['n']} × {top['k']}" if top["m"] else ""
+    return Hit(evidence=f"{ms(time)} a step in products that are limited by memory, not by arithmetic{sizes}")
+
+
+RULES = (
+    Rule(code="SS005", check=find_single_precision),
+    Rule(code="SS009", check=find_odd_sizes),
+    Rule(code="SS010", check=find_empty_waves),
+    Rule(code="SS015", check=find_memory_bound),
+)

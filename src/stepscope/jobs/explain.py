@@ -1,0 +1,108 @@
+"""What `stepscope explain` does: read, understand, and put together what is to be shown."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.explain import breakdown
+from stepscope.explain.profile import Profile, make_profile
+from stepscope.explain.questions import answer, answers_table, answers_text, evidence_tables
+from stepscope.explain.roofline import roofline_table
+from stepscope.explain.rules import find
+from stepscope.explain.summary import SCHEMA, Summary, summarise
+from stepscope.findings import Page, Table
+from stepscope.recording import store
+from stepscope.recording.cache import read_cached
+from stepscope.recording.opening import open_recording
+from stepscope.report.perfetto import write_perfetto
+
+_ON_A_PAGE = 6  # kernels and findings on the page; --table shows all
+
+
+class _Ranks(msgspec.Struct, frozen=True, kw_only=True):
+    """The document for several files: each one's own."""
+
+    schema: str = SCHEMA
+    files: tuple[Summary, ...]
+
+
+def read_profiles(paths: Sequence[Path], *, cached: bool) -> list[Profile]:
+    profiles = []
+    for path in paths:
+        recording, folder = read_cached(path, open_recording) if cached else (open_recording(path), None)
+        if not recording.manifest.file:
+            recording = recording.with_manifest(file=path.name)
+        profiles.append(make_profile(recording, folder))
+    return profiles
+
+
+def require_one(profiles: Sequence[Profile], what: str) -> None:
+    if len(profiles) != 1:
+        raise StepscopeError(f"{what} take one file, not {len(profiles)}", hint="name the files one at a time")
+
+
+def export(profile: Profile, *, save: Path | None, perfetto: Path | None, force: bool) -> None:
+    if save is not None:
+        store.save(profile.recording, save, force=force)
+    if perfetto is not None:
+        recording = profile.recording
+        write_perfetto(perfetto, profile.kernels, recording.ops, recording.ranges, force=force)
+
+
+def answer_in_words(profiles: Sequence[Profile], width: int | None) -> str:
+    return answers_text(answer(profiles), width)
+
+
+def answer_in_tables(profiles: Sequence[Profile], *, words: bool, evidence: bool) -> list[Table]:
+    """The answers themselves where they are not told in words, and what they rest on where it is asked for."""
+    answers = answer(profiles) if words or evidence else ()
+    return [*([answers_table(answers)] if words else []), *(evidence_tables(answers) if evidence else ())]
+
+
+def make_part(profiles: Sequence[Profile], name: str, *, top: int) -> list[Table]:
+    """One table a file, or one for all where ranks are compared."""
+    if name == "ranks":
+        return [breakdown.ranks_table(profiles)]
+    return [_part(profile, name, top) for profile in profiles]
+
+
+def _part(profile: Profile, name: str, top: int) -> Table:
+    match name:
+        case "findings":
+            return breakdown.findings_table(find(profile))
+        case "roofline":
+            return roofline_table(profile, top=top)
+        case "kernels":
+            return breakdown.kernels_table(profile, top=top)
+        case "modules":
+            return breakdown.modules_table(profile, top=top)
+        case "layers":
+            return breakdown.layers_table(profile, top=top)
+        case "ops":
+            return breakdown.ops_table(profile, top=top)
+        case _:
+            return breakdown.PARTS[name](profile)
+
+
+def make_page(profiles: Sequence[Profile]) -> Page:
+    """The first file in full, and the ranks beside each other where there are several."""
+    profile = profiles[0]
+    tables = [breakdown.ranks_table(profiles)] if len(profiles) > 1 else []
+    tables += [
+        breakdown.classes_table(profile),
+        breakdown.phases_table(profile),
+        breakdown.kernels_table(profile, top=_ON_A_PAGE),
+    ]
+    return Page(
+        headline="\n\n".join(breakdown.headline(one) for one in profiles),
+        tables=tuple(tables),
+        findings=find(profile),
+    )
+
+
+def encode_summary(profiles: Sequence[Profile]) -> str:
+    summaries = tuple(summarise(profile, find(profile)) for profile in profiles)
+    content: Summary | _Ranks = summaries[0] if len(summaries) == 1 else _Ranks(files=summaries)
+    return msgspec.json.format(msgspec.json.encode(content), indent=1).decode() + "\n"

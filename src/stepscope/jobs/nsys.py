@@ -1,0 +1,214 @@
+"""`stepscope profile --nsys`: one case under Nsight Systems.
+
+Nsight Systems records from outside: it starts the program, and keeps what CUDA and NVTX do between cudaProfilerStart
+and Stop. So the case runs in a program of its own (`measure.nsys_target`), told by a file what to do. The request stays
+beside the report, so that the command which was run can be typed again.
+"""
+
+import os
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.jobs.process import require_torch
+from stepscope.measure.nsys_target import NsysAnswer, NsysRequest, Recorded, Refused, answer_path
+from stepscope.recording.lines import writing
+from stepscope.recording.nsys_export import REPORT_ENDING, export
+from stepscope.spec import Case
+
+PYTORCH_OPTIONS = ("autograd-nvtx", "autograd-shapes-nvtx", "functions-trace")  # of nsys profile --pytorch
+_LAST_WORDS = 1000  # characters of what was printed, for the error
+_LEAVE_S = (10.0, 3.0)  # how long nsys gets to end its program, after being asked and after being told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NsysRun:
+    """What is left in the folder, how it was made, and what was measured besides."""
+
+    report: Path
+    exported: Path
+    command: tuple[str, ...]
+    recorded: Recorded
+
+    @property
+    def typed(self) -> str:
+        """The command, to be printed."""
+        return shlex.join(self.command)
+
+
+def record_with_nsys(
+    case: Case,
+    *,
+    out_folder: Path,
+    functions: Sequence[str] = (),
+    record_steps: int = 3,
+    python_backtrace: bool = False,
+    pytorch: str | None = None,
+    on_stage: Callable[[str], None] = lambda _: None,
+) -> NsysRun:
+    """Leaves `report.nsys-rep`, its SQLite export and the request in `out_folder`."""
+    nsys = _find_nsys()
+    require_torch()
+    asked = _check_pytorch(pytorch)
+    request = NsysRequest(
+        case=case,
+        functions=tuple(functions),
+        record_steps=record_steps,
+        emit_operators=not any(option.startswith("autograd") for option in asked),
+    )
+    request_path = out_folder.absolute() / "request.json"
+    report = request_path.with_name("report" + REPORT_ENDING)
+    with writing(out_folder):
+        out_folder.mkdir(parents=True, exist_ok=True)
+        request_path.write_bytes(msgspec.json.format(msgspec.json.encode(request), indent=2) + b"\n")
+        for old in (report, report.with_suffix(".qdstrm"), answer_path(request_path)):
+            old.unlink(missing_ok=True)
+    command = nsys_command(nsys, request_path, report, python_backtrace=python_backtrace, pytorch=pytorch)
+    on_stage("recording under nsys")
+    recorded = _run(command, answer_path(request_path))
+    if not report.is_file():
+        raise _missing(report)
+    on_stage("exporting the report")
+    exported = export(report, report.parent)
+    return NsysRun(report=report, exported=exported, command=tuple(command), recorded=recorded)
+
+
+def nsys_command(
+    nsys: str, request: Path, report: Path, *, python_backtrace: bool = False, pytorch: str | None = None
+) -> list[str]:
+    """Only CUDA and NVTX, and no samples of the host: what is not asked for disturbs nothing. Python's stacks need both
+    samples and CUDA's own stacks, which nsys otherwise takes of slow calls only, and a launch is a quick one."""
+    backtrace = ["--cudabacktrace", "kernel:0", "--python-backtrace=cuda"] if python_backtrace else []
+    return [
+        nsys,
+        "profile",
+        # nsys adds the ending itself, and reads `%h` and the like as patterns.
+        *("--output", str(report.with_suffix("")).replace("%", "%%")),
+        *("--force-overwrite", "true"),
+        *("--trace", "cuda,nvtx"),
+        *("--sample", "process-tree" if python_backtrace else "none"),
+        *("--cpuctxsw", "none"),
+        *("--capture-range", "cudaProfilerApi"),
+        *("--capture-range-end", "stop"),
+        *backtrace,
+        *([f"--pytorch={pytorch}"] if pytorch else []),
+        *("--export", "none"),
+        # -P, as for every worker: a stray `random.py` in the current folder must not break torch.
+        *(sys.executable, "-P", "-m", "stepscope.measure.nsys_target", str(request)),
+    ]
+
+
+def _missing(report: Path) -> StepscopeError:
+    stream = report.with_suffix(".qdstrm")
+    if stream.is_file():  # as the nsys inside of Nsight Compute does
+        return StepscopeError(
+            f"nsys recorded, but left `{stream}` without making a report of it",
+            detail="an installation of Nsight Systems that is not whole does so, for want of its importer",
+            hint=f"on a machine with all of Nsight Systems: QdstrmImporter --input-file {stream.name}",
+        )
+    return StepscopeError(
+        "nsys wrote no report",
+        detail=f"expected `{report}`; the program ran to its end, but nsys may not have seen it start",
+        hint="stepscope doctor",
+    )
+
+
+def _find_nsys() -> str:
+    nsys = shutil.which("nsys")
+    if nsys is None:
+        raise StepscopeError(
+            "`nsys` is not on the PATH",
+            detail="--nsys records with NVIDIA Nsight Systems, which comes with CUDA or by itself",
+            hint="record with PyTorch's own profiler instead: stepscope profile, without --nsys",
+        )
+    return nsys
+
+
+def _check_pytorch(pytorch: str | None) -> tuple[str, ...]:
+    asked = tuple(pytorch.split(",")) if pytorch is not None else ()
+    for option in asked:
+        if option not in PYTORCH_OPTIONS:
+            raise StepscopeError(
+                f"unknown option for nsys's --pytorch: `{option}`",
+                detail=f"expected {', '.join(PYTORCH_OPTIONS)}, with commas between several",
+                hint="leave it out: stepscope emits PyTorch's operators itself",
+            )
+    return asked
+
+
+def _run(command: list[str], answer: Path) -> Recorded:
+    """In a process group of its own: Ctrl-C reaches us alone, and we end it."""
+    with TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
+        except OSError as error:
+            raise StepscopeError(f"`{command[0]}` does not run", detail=error.strerror or "") from None
+        try:
+            returncode = _wait(process)
+        finally:
+            _end(process)
+        said = _last_words(output)
+    heard = _hear(answer)
+    if isinstance(heard, Refused):
+        raise StepscopeError(heard.message, detail=heard.detail, hint=heard.hint)
+    if returncode or heard is None:
+        ended = f"exited with {returncode}" if returncode >= 0 else f"was ended by {signal.Signals(-returncode).name}"
+        raise StepscopeError(
+            f"nsys {ended}" + ("" if heard else ", before the case had run"),
+            detail=said or "it said nothing",
+            hint=shlex.join(command),
+        )
+    return heard
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """By `select`, which any signal ends. Importing polars has calls restarted that Ctrl-C interrupts, and a plain wait
+    then goes on until nsys is done."""
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        select.select([descriptor], [], [])
+    finally:
+        os.close(descriptor)
+    return process.wait()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asked by the signal that Ctrl-C sends, nsys ends the program it started and then itself; killed at once it would
+    leave that behind."""
+    for number, patience in zip((signal.SIGINT, signal.SIGTERM), _LEAVE_S, strict=True):
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=patience)
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _hear(path: Path) -> NsysAnswer | None:
+    try:
+        content = path.read_bytes()
+        path.unlink()
+        answer: NsysAnswer = msgspec.json.decode(content, type=NsysAnswer)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return answer
+
+
+def _last_words(output: IO[bytes]) -> str:
+    output.seek(0)
+    return output.read()[-4 * _LAST_WORDS :].decode(errors="replace").strip()[-_LAST_WORDS:]

@@ -1,0 +1,128 @@
+"""The program that runs under `nsys profile`: one case, a few annotated steps of it between cudaProfilerStart and Stop.
+
+    python -P -m stepscope.measure.nsys_target REQUEST.json
+
+What Nsight Systems records is its own; what we measured besides, or why we could not, is left beside the request for
+`jobs.nsys`, which does not import torch. Neither does this file before it runs.
+"""
+
+import sys
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import Exit, StepscopeError
+from stepscope.measure.failures import is_out_of_memory
+from stepscope.recording.bench import Environment
+from stepscope.recording.recorded import RecordedRun
+from stepscope.spec import Case
+
+
+class NsysRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`emit_operators` puts PyTorch's operators into the recording; off where nsys was asked to do so itself."""
+
+    case: Case
+    functions: tuple[str, ...] = ()
+    record_steps: int = 3
+    emit_operators: bool = True
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
+    run: RecordedRun
+    environment: Environment
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """It did not run to its end. `bad_input` where the user can mend it."""
+
+    message: str
+    detail: str = ""
+    hint: str = ""
+    bad_input: bool = False
+
+
+NsysAnswer = Recorded | Refused
+
+
+def answer_path(request: Path) -> Path:
+    return request.with_suffix(".answer.json")
+
+
+def main(arguments: list[str]) -> int:
+    """The process boundary: whatever the model, the driver or a library raises becomes an answer."""
+    if len(arguments) != 1:
+        sys.stderr.write("usage: python -m stepscope.measure.nsys_target REQUEST.json\n")
+        return Exit.BAD_INPUT
+    path = Path(arguments[0])
+    answer: NsysAnswer
+    try:
+        answer = record(msgspec.json.decode(path.read_bytes(), type=NsysRequest))
+    except StepscopeError as error:
+        answer = Refused(message=error.message, detail=error.detail, hint=error.hint, bad_input=True)
+    except BaseException as error:  # noqa: BLE001  # a model may call sys.exit, too
+        traceback.print_exc()
+        line = next(iter(str(error).splitlines()), "")[:300]
+        message = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {line}"
+        answer = Refused(message=message, detail=line if message == "out of memory" else "")
+    answer_path(path).write_bytes(msgspec.json.encode(answer))
+    if isinstance(answer, Refused):
+        sys.stderr.write(f"error: {answer.message}\n{answer.detail}\n")
+        return Exit.BAD_INPUT if answer.bad_input else Exit.GATE_FAILED
+    return Exit.OK
+
+
+def record(request: NsysRequest) -> Recorded:
+    """Runs the case; what happens between the profiler's start and stop is what nsys keeps."""
+    import torch
+    from torch.autograd.profiler import emit_nvtx
+
+    from stepscope.measure.environment import check_torch, describe, resolve_device
+    from stepscope.measure.profiler import prepare, time_plainly
+    from stepscope.measure.timing import time_steps
+    from stepscope.step.annotation import annotated, check_functions
+
+    check_torch()
+    case = request.case
+    device = resolve_device(case.workload.device)
+    if device.type != "cuda":
+        raise StepscopeError(
+            f"Nsight Systems records CUDA, and device `{case.workload.device}` here is the CPU",
+            detail=f"torch {torch.__version__} sees no GPU" if not torch.cuda.is_available() else "a GPU is here",
+            hint="without --nsys PyTorch's own profiler records a CPU, too: stepscope profile",
+        )
+    check_functions(request.functions, compiled=case.workload.compile)
+    step = prepare(case, device, lambda _: None)
+    plain, doubts = time_plainly(step, case)
+
+    def record_steps(count: int) -> tuple[list[int], set[str]]:
+        # Shapes, and for every backward operator the number of the node that it evaluates.
+        operators = emit_nvtx(record_shapes=True) if request.emit_operators else nullcontext()  # type: ignore[no-untyped-call]
+        with operators, annotated(step, functions=request.functions, backend="nvtx") as annotation:
+            samples = time_steps(step, count)
+        return samples.step_ns, annotation.uncalled
+
+    record_steps(1)  # the first step with ranges loads what makes them
+    torch.cuda.synchronize(device)
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+    try:
+        annotated_ns, uncalled = record_steps(request.record_steps)
+        torch.cuda.synchronize(device)
+    finally:
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+    run = RecordedRun(
+        clock="cuda events",
+        phases_ns={name: tuple(values) for name, values in plain.phases_ns.items()},
+        step_ns=tuple(plain.step_ns),
+        recorded_step_ns=(),
+        annotated_step_ns=tuple(annotated_ns),
+        parameters=step.parameters,
+        doubts=doubts,
+        notes=tuple(f"`{target}` was to be annotated and never ran under that name" for target in sorted(uncalled)),
+    )
+    return Recorded(run=run, environment=describe(device, {case.workload.precision}))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""One case, recorded with PyTorch's profiler: the trace of a few annotated steps, and what recording them cost.
+
+A recorder changes what it records. So the same step is timed in three ways with the same clock: alone, with the
+profiler, and with the profiler and annotation. The first is the truth that a recording is held against; the differences
+are the recorder's price and the annotation's. The annotation's is small, so steps with and without it take turns: what
+changes on the machine meanwhile meets both.
+
+The profiler is slow at first, when it loads its libraries, and in the first step after it was switched on. Both are
+kept out of the trace: one recording is thrown away, and every recording begins with a step between `prepare_trace`,
+which switches on, and `start_trace`, which begins to keep.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler.profiler import _KinetoProfile
+
+from stepscope.measure.memory import limit_memory
+from stepscope.measure.soundness import Watch, doubt_samples
+from stepscope.measure.timing import Samples, settle_heap, time_steps
+from stepscope.recording.bench import Doubt
+from stepscope.recording.recorded import RAW_NAME, RecordedRun
+from stepscope.spec import Case
+from stepscope.step import Step, build
+from stepscope.step.annotation import annotated, check_functions
+
+# Steps with and without annotation take turns, to see what it costs. The first after each change is left out: Python
+# runs it slowly, because what it had learnt about the changed functions is void (5 % of a step of 6 ms on a 2-core VM).
+COMPARED_TURNS = 3
+STEPS_A_TURN = 3
+
+Stage = Literal[
+    "importing",
+    "building",
+    "warming up",
+    "timing",
+    "starting the profiler",
+    "weighing the recorder",
+    "recording",
+    "writing the trace",
+]
+OnStage = Callable[[Stage], None]
+
+
+def record(
+    case: Case,
+    device: torch.device,
+    *,
+    functions: Sequence[str] = (),
+    folder_raw: Path,
+    record_steps: int = 3,
+    with_stack: bool = False,
+    on_stage: OnStage,
+) -> RecordedRun:
+    """Leaves the trace as `RAW_NAME` in `folder_raw`. The process is used up by this: one case, one process."""
+    on_stage("importing")
+    check_functions(functions, compiled=case.workload.compile)
+    step = prepare(case, device, on_stage)
+    on_stage("timing")
+    plain, doubts = time_plainly(step, case)
+    on_stage("starting the profiler")
+    with annotated(step, functions=functions), _profiling(step, with_stack=with_stack):
+        step.run()
+    on_stage("weighing the recorder")
+    with _profiling(step, with_stack=with_stack):
+        recorded_ns, annotated_ns = _compare(step, functions)
+    on_stage("recording")
+    with annotated(step, functions=functions) as annotation, _profiling(step, with_stack=with_stack) as profiler:
+        annotation.next_step = 0  # one went by before the profiler began to keep
+        time_steps(step, record_steps)
+    on_stage("writing the trace")
+    profiler.export_chrome_trace(str(folder_raw / RAW_NAME))
+    return RecordedRun(
+        clock="cuda events" if device.type == "cuda" else "host",
+        phases_ns={name: tuple(values) for name, values in plain.phases_ns.items()},
+        step_ns=tuple(plain.step_ns),
+        recorded_step_ns=tuple(recorded_ns),
+        annotated_step_ns=tuple(annotated_ns),
+        parameters=step.parameters,
+        doubts=doubts,
+        notes=_describe_gaps(case, annotation.uncalled),
+    )
+
+
+def prepare(case: Case, device: torch.device, on_stage: OnStage) -> Step:
+    """The step, built and warmed up."""
+    if case.timing.memory_limit is not None:
+        limit_memory(device, case.timing.memory_limit)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    on_stage("building")
+    step = build(case.workload, device)
+    on_stage("warming up")
+    settle_heap()
+    time_steps(step, case.timing.warmup)
+    return step
+
+
+def time_plainly(step: Step, case: Case) -> tuple[Samples, tuple[Doubt, ...]]:
+    """Steps without a recorder, and what to doubt about them."""
+    watch = Watch(step.device)
+    samples = time_steps(step, case.timing.steps, after_step=watch.look)
+    doubts = watch.doubts() + doubt_samples(samples, warmup=case.timing.warmup, waits=step.waits_inside)
+    if not step.loss_is_finite():
+        doubts.append(Doubt(code="not-finite", text="the loss of the last step is not finite"))
+    return samples, tuple(doubts)
+
+
+def _compare(step: Step, functions: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Steps without and with annotation, in turns."""
+    without, within = [], []
+    for _ in range(COMPARED_TURNS):
+        without += time_steps(step, STEPS_A_TURN).step_ns[1:]
+        with annotated(step, functions=functions):
+            within += time_steps(step, STEPS_A_TURN).step_ns[1:]
+    return without, within
+
+
+@contextmanager
+def _profiling(step: Step, *, with_stack: bool) -> Iterator[_KinetoProfile]:
+    """Keeps what happens inside, to the last kernel of its last step."""
+    on_cuda = step.device.type == "cuda"
+    profiler = _KinetoProfile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
+        record_shapes=True,
+        with_stack=with_stack,
+        # Not `acc_events`: the profiler would turn every event into a Python object, which takes ten times as long as
+        # the rest of its end, and which nobody here looks at.
+    )
+    profiler.prepare_trace()
+    step.run()
+    _wait(step)
+    profiler.start_trace()
+    try:
+        yield profiler
+        _wait(step)
+    finally:
+        profiler.stop_trace()
+
+
+def _wait(step: Step) -> None:
+    if step.device.type == "cuda":
+        torch.cuda.synchronize(step.device)
+
+
+def _describe_gaps(case: Case, uncalled: Sequence[str] | set[str]) -> tuple[str, ...]:
+    notes = [f"`{target}` was to be annotated and never ran under that name" for target in sorted(uncalled)]
+    if case.workload.compile:
+        notes.append("compiled: only the step, its phases and the model as a whole are annotated")
+    return tuple(notes)

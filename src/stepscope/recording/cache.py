@@ -1,0 +1,70 @@
+"""Large foreign files are read once: the recording made of one is kept, and found again while the file is unchanged.
+
+Kept under `$STEPSCOPE_CACHE`, or `stepscope` in the user's cache folder, at most `_MOST_BYTES`, the longest unused going
+first. A cache that cannot be written costs a second reading and nothing else.
+"""
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import stepscope
+from stepscope.errors import StepscopeError
+from stepscope.recording import store
+from stepscope.recording.store import Recording
+
+_WORTH_S = 1.0
+_MOST_BYTES = 4 << 30
+
+
+def cache_folder() -> Path:
+    if named := os.environ.get("STEPSCOPE_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepscope"
+
+
+def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recording, Path | None]:
+    """The recording of a file, and the folder it is kept in, None where it is not."""
+    if path.is_dir():
+        return read(path), path
+    folder = cache_folder() / _key(path)
+    if store.is_recording(folder):
+        try:
+            recording = store.load(folder)
+        except StepscopeError:  # written by a version that is gone, or damaged: read the file itself again
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            os.utime(folder)
+            return recording, folder
+    started = time.monotonic()
+    recording = read(path)
+    if time.monotonic() - started < _WORTH_S:
+        return recording, None
+    try:
+        store.save(recording, folder, force=True)
+        _make_room(folder)
+    except StepscopeError:
+        return recording, None
+    return recording, folder
+
+
+def _key(path: Path) -> str:
+    try:
+        seen = path.stat()
+        what = (str(path.resolve()), seen.st_size, seen.st_mtime_ns, seen.st_ino)
+    except OSError:
+        what = (str(path),)  # the reader will say what is wrong with it
+    content = repr((store.SCHEMA, stepscope.__version__, what)).encode()
+    return hashlib.sha256(content).hexdigest()[:24]
+
+
+def _make_room(newest: Path) -> None:
+    folders = [folder for folder in newest.parent.iterdir() if store.is_recording(folder) and folder != newest]
+    room = _MOST_BYTES - store.folder_bytes(newest)
+    for folder in sorted(folders, key=lambda one: one.stat().st_mtime, reverse=True):
+        room -= store.folder_bytes(folder)
+        if room < 0:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,281 @@
+"""Nsight Compute's CSV as a recording: hardware counters, kernel by kernel.
+
+`ncu --csv --page raw` prints one row a kernel and one column a metric, under a header and a row of units, between lines
+of its own (`==PROF==`) and whatever the program printed. Other pages print one row a kernel and metric. Nsight Compute
+runs kernels one at a time, several times over, so there is no timeline: kernels are laid end to end from zero.
+"""
+
+import csv
+import gzip
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import polars as pl
+
+from stepscope.errors import StepscopeError
+from stepscope.recording import tables
+from stepscope.recording.store import Manifest, Recording
+
+_GZIP = b"\x1f\x8b"
+_LINE_BYTES = 4 * 2**20
+_PREAMBLE_BYTES = 64 * 2**20  # a header that has not come by now will not come
+_NAME_BYTES = 16 * 1024
+_BLOCK_ROWS = 2048
+_RECORD = "ncu --csv --page raw --log-file kernels.csv python train.py"
+# Of the columns that say which kernel it is. The host's and the process's names are nobody's business.
+_KERNEL_COLUMNS = ("ID", "Process ID", "Kernel Name", "Stream", "Block Size", "Grid Size", "Device")
+_SKIPPED = ("Process Name", "Host Name", "Kernel Time", "Context", "CC", "Section Name")
+_LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
+_PRIVATE = r"(?i)uuid|serial"
+_DURATIONS = ("gpu__time_duration.sum", "gpu__time_duration.avg", "gpu__time_duration.max", "Duration")
+_NANOSECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
+_BYTES = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6}
+_NUMBER = r"^[+-]?(\d+|\d{1,3}(,\d{3})+)(\.\d*)?([eE][+-]?\d{1,3})?$"
+_DECIMAL_COMMA = r"^-?\d+,(\d{1,2}|\d{4,})$"
+_TRIPLE = r"^\s*\((?P<x>\d+),\s*(?P<y>\d+),\s*(?P<z>\d+)\)\s*$"
+# In the words of the raw page and of the others.
+_REGISTERS = ("launch__registers_per_thread", "Registers Per Thread")
+_SHARED = ("launch__shared_mem_per_block_static", "launch__shared_mem_per_block_dynamic")
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was met on the way, for the notes and for the error where nothing else was."""
+
+    program_lines: int = 0
+    bad_rows: int = 0
+    cut_short: bool = False
+    complaint: str = ""  # the first line in which ncu says what went wrong
+    header: list[str] = field(default_factory=list)
+    units: dict[str, str] = field(default_factory=dict)
+
+
+def read(path: Path) -> Recording:
+    """The recording in a CSV file, plain or gzipped."""
+    seen = _Seen()
+    blocks = list(_read_blocks(path, seen))
+    if not seen.header:
+        from_report = f"ncu --import {path.name} --csv --page raw > {path.stem}.csv"
+        raise StepscopeError(
+            f"not the CSV of Nsight Compute: `{path}`",
+            detail=seen.complaint or "expected a header with the columns ID and Kernel Name",
+            hint=from_report if path.suffix == ".ncu-rep" else _RECORD,
+        )
+    if not blocks:
+        raise StepscopeError(
+            f"no kernels in `{path}`",
+            detail=seen.complaint or "a header of Nsight Compute, and no rows under it",
+            hint=_RECORD,
+        )
+    rows = pl.concat(blocks).with_row_index("row")
+    is_long = set(_LONG_COLUMNS) <= set(seen.header)
+    kernels, counters = _from_long(rows) if is_long else _from_raw(rows, seen.units)
+    counters = _parse_values(counters)
+    kernels, notes = _lay_out(kernels, counters)
+    notes += _explain(seen, counters)
+    return Recording(
+        manifest=_describe(path, counters, notes),
+        kernels=tables.conform("kernels", kernels),
+        counters=tables.conform("counters", counters),
+    )
+
+
+def _read_blocks(path: Path, seen: _Seen) -> Iterator[pl.DataFrame]:
+    """The rows under the header, a block at a time, as they stand."""
+    block: list[list[str]] = []
+    for fields in _read_rows(path, seen):
+        block.append(fields)
+        if len(block) == _BLOCK_ROWS:
+            yield _as_frame(block, seen.header)
+            block = []
+    if block:
+        yield _as_frame(block, seen.header)
+
+
+def _as_frame(block: list[list[str]], header: list[str]) -> pl.DataFrame:
+    columns = zip(*block, strict=True)
+    series = [pl.Series(name, values, dtype=pl.String) for name, values in zip(header, columns, strict=True)]
+    return pl.DataFrame(series).drop(*_SKIPPED, strict=False)
+
+
+def _read_rows(path: Path, seen: _Seen) -> Iterator[list[str]]:
+    """Those that stand under the header and have as many fields as it has."""
+    was_row = True
+    for line in _read_lines(path, seen):
+        was_row = True
+        fields = _split(line)
+        if line.startswith("=="):
+            if not seen.complaint and line.startswith("==ERROR=="):
+                seen.complaint = line.strip()[:300]
+        elif not seen.header and "Kernel Name" in fields and "ID" in fields:
+            seen.header = _make_unique(fields)
+        elif not seen.header or not line.startswith('"'):
+            seen.program_lines += bool(line.strip())
+        elif len(fields) != len(seen.header):
+            seen.bad_rows += 1
+            was_row = False
+        elif fields[seen.header.index("ID")] == "":
+            seen.units = seen.units or dict(zip(seen.header, fields, strict=True))
+        elif fields[0] != seen.header[0]:
+            yield fields
+    if not was_row:
+        seen.bad_rows -= 1
+        seen.cut_short = True
+
+
+def _split(line: str) -> list[str]:
+    """The fields of a line of CSV; none where it is something else. A quote left open is a line cut short."""
+    if not line.startswith('"'):
+        return []
+    try:
+        return next(csv.reader([line.rstrip("\r\n")], strict=True), [])
+    except csv.Error:
+        return []
+
+
+def _make_unique(header: list[str]) -> list[str]:
+    """A table cannot have two columns of a name, nor one of a name that we use below."""
+    seen = dict.fromkeys(("row", "kernel", "metric", "unit", "said"), 1)
+    unique = []
+    for name in header:
+        seen[name] = seen.get(name, 0) + 1
+        unique.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
+    return unique
+
+
+def _read_lines(path: Path, seen: _Seen) -> Iterator[str]:
+    try:
+        with path.open("rb") as file:
+            is_gzip = file.read(2) == _GZIP
+            file.seek(0)
+            content: IO[bytes] = gzip.GzipFile(fileobj=file) if is_gzip else file  # type: ignore[assignment]
+            total = 0
+            while line := content.readline(_LINE_BYTES):
+                total += len(line)
+                if not seen.header and total > _PREAMBLE_BYTES:
+                    return
+                yield line.decode("utf-8-sig" if total == len(line) else "utf-8", "replace")
+    except EOFError:
+        seen.cut_short = True
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise StepscopeError(f"damaged gzip file: `{path}`", detail=str(error)[:200]) from None
+    except OSError as error:
+        raise StepscopeError(f"cannot read `{path}`", detail=error.strerror or str(error)[:200]) from None
+
+
+def _from_raw(rows: pl.DataFrame, units: dict[str, str]) -> tuple[pl.DataFrame, pl.DataFrame]:
+    metrics = [name for name in rows.columns if name not in (*_KERNEL_COLUMNS, "row")]
+    named = pl.DataFrame({"metric": metrics, "unit": [units.get(name, "") for name in metrics]})
+    named = named.with_columns(pl.col("metric", "unit").cast(pl.String))
+    long = rows.unpivot(on=metrics, index="row", variable_name="metric", value_name="said")
+    long = long.cast({"metric": pl.String, "said": pl.String})
+    counters = long.join(named, on="metric", how="left", maintain_order="left").sort("row", maintain_order=True)
+    return rows, counters.rename({"row": "kernel"})
+
+
+def _from_long(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """One row a kernel and metric, a kernel's rows together. Rows without a metric are advice."""
+    key = [name for name in ("Process ID", "ID") if name in rows.columns]
+    changed = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in key).fill_null(value=True)
+    rows = rows.with_columns((changed.cum_sum() - 1).cast(pl.Int64).alias("kernel"))
+    names = dict(zip(_LONG_COLUMNS, ("metric", "unit", "said"), strict=True))
+    counters = rows.rename(names).filter(pl.col("metric") != "").select("kernel", *names.values())
+    # The same metric stands in several sections.
+    counters = counters.unique(["kernel", "metric"], keep="first", maintain_order=True)
+    return rows.unique("kernel", keep="first", maintain_order=True), counters
+
+
+def _parse_values(counters: pl.DataFrame) -> pl.DataFrame:
+    """Numbers as numbers, other words as text, and no row where nothing was said."""
+    said = pl.col("said").str.strip_chars()
+    number = said.str.replace_all(",", "", literal=True).cast(pl.Float64, strict=False)
+    return (
+        counters.filter(said != "", ~pl.col("metric").str.contains(_PRIVATE))
+        .with_columns(pl.when(said.str.contains(_NUMBER)).then(number).alias("value"))
+        .with_columns(pl.when(pl.col("value").is_null()).then(said.str.head(_NAME_BYTES)).alias("text"))
+        .select(pl.col("kernel").cast(pl.Int64), "metric", "unit", "value", "text")
+    )
+
+
+def _lay_out(rows: pl.DataFrame, counters: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
+    count = rows.height
+    duration = _first_of(counters, count, _DURATIONS, _NANOSECONDS)
+    registers = _first_of(counters, count, _REGISTERS, {})
+    static, dynamic = (_first_of(counters, count, (metric,), _BYTES) for metric in _SHARED)
+    grid, block = (
+        (pl.col(f"{what} Size") if f"{what} Size" in rows.columns else pl.lit(None, pl.String))
+        .str.extract_groups(_TRIPLE)
+        .struct.rename_fields([f"{what.lower()}_{axis}" for axis in "xyz"])
+        .alias(what)
+        for what in ("Grid", "Block")
+    )
+    numbers = {"process": "Process ID", "device": "Device", "stream": "Stream"}
+    frame = rows.select(
+        pl.col("Kernel Name").str.head(_NAME_BYTES).alias("name"),
+        *(_whole(name).alias(key) for key, name in numbers.items() if name in rows.columns),
+        grid,
+        block,
+    ).unnest("Grid", "Block")
+    size = [f"{what}_{axis}" for what in ("grid", "block") for axis in "xyz"]
+    narrow = [name for name in (*size, "device") if name in frame.columns]
+    ends = duration.fill_null(0).cum_sum()
+    frame = frame.with_columns(
+        pl.col(narrow).cast(pl.Int32, strict=False),
+        pl.lit("kernel").alias("kind"),
+        (ends - duration.fill_null(0)).alias("start_ns"),
+        ends.alias("end_ns"),
+        registers.cast(pl.Int32, strict=False).alias("registers"),
+        (static + dynamic).cast(pl.Int32, strict=False).alias("shared_bytes"),
+    )
+    notes = ["kernels ran one at a time under Nsight Compute: they are laid end to end, and gaps are not known"]
+    if missing := duration.null_count():
+        notes.append(f"{missing:,} of {count:,} kernels have no duration (gpu__time_duration) and last 0 ns")
+    return frame, notes
+
+
+def _whole(name: str) -> pl.Expr:
+    return pl.col(name).str.replace_all(",", "", literal=True).cast(pl.Int64, strict=False)
+
+
+def _first_of(counters: pl.DataFrame, kernels: int, metrics: tuple[str, ...], scales: dict[str, int]) -> pl.Series:
+    """A whole number a kernel: the first of `metrics` that it has, in the units that `scales` begins with."""
+    frame = pl.DataFrame({"kernel": pl.int_range(kernels, eager=True)})
+    unit = pl.col("unit").str.extract(r"^([A-Za-z]+)").str.replace(r"^([num]?)sec(ond)?$", "${1}s")
+    scale = unit.replace_strict(list(scales), list(scales.values()), default=None, return_dtype=pl.Int64)
+    amount = pl.col("value") * scale if scales else pl.col("value")
+    # Far beyond any kernel, and what a sum of many can still hold.
+    amount = amount.round().clip(0, 2.0**40).cast(pl.Int64, strict=False)
+    for metric in metrics:
+        found = counters.filter(pl.col("metric") == metric).select("kernel", amount.alias(metric))
+        frame = frame.join(found.unique("kernel"), on="kernel", how="left", maintain_order="left")
+    return frame.select(pl.coalesce(*metrics).alias("first"))["first"]
+
+
+def _explain(seen: _Seen, counters: pl.DataFrame) -> list[str]:
+    notes = []
+    if seen.program_lines:
+        notes.append(f"{seen.program_lines:,} lines between the rows are no CSV, as a program's own output is")
+    if seen.bad_rows:
+        notes.append(f"{seen.bad_rows:,} rows with too few or too many fields were set aside")
+    if seen.cut_short:
+        notes.append("the file ends in the middle of a row, which was set aside")
+    if counters["text"].str.contains(_DECIMAL_COMMA).any():
+        notes.append("numbers with a decimal comma are kept as text: record with LC_ALL=C for numbers")
+    return notes
+
+
+def _describe(path: Path, counters: pl.DataFrame, notes: list[str]) -> Manifest:
+    names = counters.filter(pl.col("metric") == "device__attribute_display_name")["text"].drop_nulls()
+    sms = counters.filter(pl.col("metric") == "device__attribute_multiprocessor_count")["value"].drop_nulls()
+    if names.n_unique() > 1:
+        notes = [*notes, f"devices of several kinds: {', '.join(names.unique().sort())[:200]}"]
+    return Manifest(
+        source="nsight compute",
+        file=path.name,
+        device=str(names[0])[:200] if len(names) else "",
+        device_sms=int(sms[0]) if len(sms) and 0 < sms[0] < 2**20 else None,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,68 @@
+"""Any file somebody hands us, as a recording: what it is shows in its first bytes, not in its name."""
+
+import os
+import stat
+import tempfile
+import zlib
+from pathlib import Path
+
+from stepscope.errors import StepscopeError
+from stepscope.recording import kineto, ncu, nsys, nsys_export, store
+from stepscope.recording.store import Recording
+
+_READABLE = (
+    "a folder of `stepscope profile`, a trace of PyTorch's profiler (.json, .json.gz), an Nsight Systems export "
+    "(.sqlite, or .nsys-rep where nsys is installed), or `ncu --csv --page raw` output"
+)
+_SNIFFED = 1 << 16
+
+
+def open_recording(path: Path) -> Recording:
+    """Raises StepscopeError for what cannot be read, with what was expected."""
+    if store.is_recording(path):
+        return store.load(path)
+    start = _first_bytes(path)
+    if start.startswith(b"SQLite format 3\0"):
+        return nsys.read(path)
+    if path.suffix in (".nsys-rep", ".qdrep"):
+        with tempfile.TemporaryDirectory() as folder:
+            return nsys.read(nsys_export.export(path, Path(folder))).with_manifest(file=path.name)
+    text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if text[:1] in (b"{", b"["):
+        return kineto.read(path)
+    if text.startswith(b"==") or b'"Kernel Name"' in text:
+        return ncu.read(path)
+    if not text:
+        raise StepscopeError(f"`{path}` is empty", detail=f"expected {_READABLE}")
+    if text[:1] == b"\x80":
+        raise StepscopeError(
+            f"`{path}` is a pickle", detail="a pickle can run code and is not opened; memory snapshots are not read yet"
+        )
+    raise StepscopeError(f"`{path}` is nothing that can be read", detail=f"expected {_READABLE}")
+
+
+def _first_bytes(path: Path) -> bytes:
+    """Undone of compression. Only plain files: a pipe or a device could wait or go on for ever."""
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise StepscopeError(
+                f"the folder `{path}` is no recording",
+                detail=f"it has no {store.MANIFEST_NAME}; expected {_READABLE}",
+                hint="stepscope explain FOLDER/*.json.gz for the traces inside it",
+            )
+        if not stat.S_ISREG(mode):
+            raise StepscopeError(f"`{path}` is no file", detail=f"expected {_READABLE}")
+        with path.open("rb") as file:
+            start = file.read(_SNIFFED)
+    except FileNotFoundError:
+        raise StepscopeError(f"no such file: `{path}`", detail=f"expected {_READABLE}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise StepscopeError(f"cannot read `{path}`: {reason}") from None
+    if start[:2] != b"\x1f\x8b":
+        return start
+    try:
+        return zlib.decompressobj(31).decompress(start, _SNIFFED)
+    except zlib.error as error:
+        raise StepscopeError(f"`{path}` begins like gzip and is damaged", detail=str(error)) from None

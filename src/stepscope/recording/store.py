@@ -1,0 +1,143 @@
+"""A recording: what happened, in a folder that outlives the run and is read without torch.
+
+A folder holds `manifest.json` (what ran, where, with which versions, and what is missing or doubtful) and one Parquet
+file a table. It is written beside its place and moved there when it is whole, so that a folder with a manifest is
+complete. Foreign files become the same `Recording` in memory; what is asked of one can be asked of the other.
+"""
+
+import shutil
+import tempfile
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import polars as pl
+
+from stepscope.errors import StepscopeError
+from stepscope.recording import tables
+from stepscope.recording.bench import Doubt, Environment
+from stepscope.recording.lines import writing
+from stepscope.spec import Case
+
+SCHEMA = "stepscope.recording/1"
+MANIFEST_NAME = "manifest.json"
+RAW_NAME = "raw"  # the recorder's own file, kept as it came, with its own ending
+
+Source = Literal["pytorch profiler", "nsight systems", "nsight compute", "stepscope"]
+
+
+class Overhead(msgspec.Struct, frozen=True, kw_only=True):
+    """What recording cost: medians of the step without anything, with the recorder, and with the annotation too."""
+
+    plain_ns: int
+    recorded_ns: int | None = None
+    annotated_ns: int | None = None
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recording is of. Nothing here names a person, a machine or a folder."""
+
+    schema: str = SCHEMA
+    source: Source
+    file: str = ""  # the base name of the foreign file
+    device: str = ""  # what the driver calls the device
+    device_sms: int | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    shapes_recorded: bool = False
+    modules_recorded: bool = False
+    # What is missing from the file and what was set aside while reading it, in words for the user.
+    notes: tuple[str, ...] = ()
+    # For recordings of our own.
+    case: Case | None = None
+    environment: Environment | None = None
+    command: str = ""
+    started: str = ""
+    doubts: tuple[Doubt, ...] = ()
+    overhead: Overhead | None = None
+    parameters: int | None = None
+    compiled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The manifest and its tables, in the columns of `recording.tables`."""
+
+    manifest: Manifest
+    kernels: pl.DataFrame = field(default_factory=partial(tables.empty, "kernels"))
+    launches: pl.DataFrame = field(default_factory=partial(tables.empty, "launches"))
+    ops: pl.DataFrame = field(default_factory=partial(tables.empty, "ops"))
+    ranges: pl.DataFrame = field(default_factory=partial(tables.empty, "ranges"))
+    links: pl.DataFrame = field(default_factory=partial(tables.empty, "links"))
+    steps: pl.DataFrame = field(default_factory=partial(tables.empty, "steps"))
+    counters: pl.DataFrame = field(default_factory=partial(tables.empty, "counters"))
+
+    def with_manifest(self, **changes: object) -> "Recording":
+        return replace(self, manifest=msgspec.structs.replace(self.manifest, **changes))
+
+
+TABLE_NAMES = tuple(one.name for one in fields(Recording) if one.name != "manifest")
+
+
+def save(recording: Recording, folder: Path, *, raw: Path | None = None, force: bool = False) -> None:
+    """Writes the whole recording or nothing. `raw` is moved in as the recorder's own file."""
+    if folder.exists() and not force:
+        raise StepscopeError(f"`{folder}` exists", hint=f"--force, or another folder than {folder}")
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            building.chmod(0o755)
+            for name in TABLE_NAMES:
+                frame: pl.DataFrame = getattr(recording, name)
+                if frame.height:
+                    frame.write_parquet(building / f"{name}.parquet", compression="zstd", compression_level=1)
+            if raw is not None:
+                shutil.move(raw, building / (RAW_NAME + "".join(raw.suffixes)))
+            content = msgspec.json.format(msgspec.json.encode(recording.manifest), indent=2)
+            (building / MANIFEST_NAME).write_bytes(content + b"\n")
+            _put_in_place(building, folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+
+def _put_in_place(building: Path, folder: Path) -> None:
+    """A folder cannot replace one with files in it, so the old one steps aside first and goes last."""
+    if not folder.exists():
+        building.rename(folder)
+        return
+    old = building.with_name(building.name + ".old")
+    folder.rename(old)
+    building.rename(folder)
+    shutil.rmtree(old)
+
+
+def is_recording(path: Path) -> bool:
+    return path.is_dir() and (path / MANIFEST_NAME).is_file()
+
+
+def load(folder: Path) -> Recording:
+    """Reads a recording of any table that is there; one that is not was empty."""
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST_NAME).read_bytes(), type=Manifest)
+        if manifest.schema != SCHEMA:
+            raise StepscopeError(
+                f"`{folder}` is a recording of another version: `{manifest.schema[:60]}`", detail=f"expected `{SCHEMA}`"
+            )
+        present = {name: folder / f"{name}.parquet" for name in TABLE_NAMES if (folder / f"{name}.parquet").is_file()}
+        frames = {name: _read_table(name, path) for name, path in present.items()}
+    except (msgspec.DecodeError, OSError, pl.exceptions.PolarsError) as error:
+        line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise StepscopeError(f"cannot read the recording `{folder}`", detail=line) from None
+    return Recording(manifest=manifest, **frames)
+
+
+def _read_table(name: str, path: Path) -> pl.DataFrame:
+    return tables.conform(name, pl.read_parquet(path, columns=list(tables.SCHEMAS[name])))
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,94 @@
+"""A trace that Perfetto and chrome://tracing open, with what we found out written onto it.
+
+Kernels keep their streams and gain class, phase, module, layer and step in their details; above them stand tracks with
+the phases and modules as the device ran them, which no recorder draws. The host's ranges and operators come along.
+"""
+
+import gzip
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import polars as pl
+
+from stepscope.errors import StepscopeError
+from stepscope.recording.lines import writing
+
+_DEVICE_PID, _HOST_PID = 1_000_000, 2_000_000
+_DETAILS = ("name", "class", "phase", "module", "layer", "part", "step", "op", "launched", "recomputed", "correlation", "bytes")
+
+
+def write_perfetto(
+    target: Path, kernels: pl.DataFrame, ops: pl.DataFrame, ranges: pl.DataFrame, *, force: bool = False
+) -> None:
+    """Writes `target`, gzipped where its name ends in `.gz`. Times are microseconds from the first event."""
+    if target.exists() and not force:
+        raise StepscopeError(f"`{target}` exists", hint="--force")
+    origin = min(frame["start_ns"].min() for frame in (kernels, ops, ranges) if frame.height)  # type: ignore[type-var]
+    assert isinstance(origin, int)
+    part = target.with_name(target.name + ".part")
+    with writing(target), ExitStack() as stack:
+        stack.callback(part.unlink, missing_ok=True)
+        with part.open("wb") as raw:
+            file = gzip.open(raw, "wb", compresslevel=4) if target.suffix == ".gz" else raw
+            _write_events(file, _events(kernels, ops, ranges, origin))
+            if file is not raw:
+                file.close()
+        part.replace(target)
+
+
+def _write_events(file: IO[bytes] | gzip.GzipFile, events: Iterator[dict[str, object]]) -> None:
+    encoder = msgspec.json.Encoder()
+    file.write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
+    for number, event in enumerate(events):
+        file.write((b",\n" if number else b"") + encoder.encode(event))
+    file.write(b"\n]}\n")
+
+
+def _events(
+    kernels: pl.DataFrame, ops: pl.DataFrame, ranges: pl.DataFrame, origin: int
+) -> Iterator[dict[str, object]]:
+    devices = kernels["device"].unique().sort().to_list()
+    for device in devices:
+        yield _name("process_name", _DEVICE_PID + (device or 0), 0, f"device {device}: as stepscope explains it")
+    yield _name("process_name", _HOST_PID, 0, "host")
+    for row in kernels.iter_rows(named=True):
+        details = {key: row[key] for key in _DETAILS if row.get(key) is not None}
+        pid = _DEVICE_PID + (row["device"] or 0)
+        yield _span(row["short"], row["class"], pid, row["stream"] or 0, row["start_ns"], row["end_ns"], origin, details)
+    for track, column in enumerate(("phase", "module"), start=1):
+        yield from _tracks(kernels, column, track, origin)
+    for frame, category in ((ops, "operator"), (ranges, "range")):
+        for row in frame.iter_rows(named=True):
+            thread = row["thread"] or 0
+            yield _span(row["name"], category, _HOST_PID, thread, row["start_ns"], row["end_ns"], origin, {})
+
+
+def _tracks(kernels: pl.DataFrame, column: str, track: int, origin: int) -> Iterator[dict[str, object]]:
+    """Consecutive kernels of one phase or module on a stream as one span."""
+    for (device, stream), group in kernels.sort("start_ns").partition_by("device", "stream", as_dict=True).items():
+        pid, tid = _DEVICE_PID + (device or 0), -(10 * (stream or 0) + track)
+        yield _name("thread_name", pid, tid, f"{column}, stream {stream}")
+        runs = group.with_columns(run=pl.col(column).ne_missing(pl.col(column).shift()).cum_sum())
+        spans = runs.group_by("run", maintain_order=True).agg(
+            pl.col(column).first(), pl.col("start_ns").min(), pl.col("end_ns").max(), count=pl.len()
+        )
+        last_end = None
+        for row in spans.filter(pl.col(column).is_not_null()).iter_rows(named=True):
+            start = row["start_ns"] if last_end is None else max(row["start_ns"], last_end)
+            last_end = max(row["end_ns"], start)
+            details = {"kernels": row["count"]}
+            yield _span(row[column], column, pid, tid, start, last_end, origin, details)
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _span(
+    name: str, category: str, pid: int, tid: int, start: int, end: int, origin: int, details: dict[str, object]
+) -> dict[str, object]:
+    times = {"ts": (start - origin) / 1000, "dur": (end - start) / 1000}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times, "args": details}

@@ -1,0 +1,215 @@
+"""Ranges around everything in a step that has a name, put there from outside while a recorder runs.
+
+| range | around |
+| --- | --- |
+| `step:0` | one step, counted from 0 |
+| `phase:forward`, `phase:loss`, `phase:backward`, `phase:optimizer` | a phase; the loss lies inside of forward |
+| `phase:warm-up` | steps before those that count, where the recorder sees them |
+| `module:blocks.3.attention.q_proj` | a call of a submodule; of the model itself `module:(TransformerLM)` |
+| `part:scores`, `part:softmax`, `part:values` | the three parts of our own attention |
+| `function:name` | a function that the user asked for |
+
+A module's range is its `forward`, wrapped: hooks would do, and cost more. A checkpointed block runs its inside again
+during backward, and is seen there again.
+
+In a compiled model nothing inside is annotated. A wrapped `forward` would be another function to the compiler, which
+would compile anew, and the range would not be in the graph it makes. What remains is the step, its phases and the
+model as a whole.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+
+from stepscope.annotate import Backend, activate, annotate, open_range, wrap
+from stepscope.errors import StepscopeError
+from stepscope.spec import Factory
+from stepscope.step.builder import Step
+from stepscope.step.own import CONTRACT, load_factory
+
+WARM_UP = "phase:warm-up"
+PARTS = {
+    "stepscope.nn.functional:attention_scores": "part:scores",
+    "stepscope.nn.functional:softmax": "part:softmax",
+    "stepscope.nn.functional:attention_values": "part:values",
+}
+FORM = "expected package.module:function, or package.module:Class.method, with a function written in Python"
+
+
+@dataclass(slots=True)
+class Annotation:
+    """`next_step` is the number of the next step. `uncalled` are the user's functions that have not run yet: whoever
+    calls them may hold them in another place, out of our reach."""
+
+    next_step: int = 0
+    uncalled: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def annotated(step: Step, *, functions: Sequence[str] = (), backend: Backend = "profiler") -> Iterator[Annotation]:
+    """Annotates `step` until this is left; then it is as it was."""
+    annotation = Annotation(uncalled=set(functions))
+    with ExitStack() as undo:
+        undo.enter_context(activate(backend))
+        _annotate_phases(step, annotation, undo)
+        _annotate_root(step, undo)
+        if not step.workload.compile:
+            _annotate_inside(step.module, undo)
+        for target in functions:
+            name = f"function:{target.partition(':')[2]}"
+            _annotate_function(target, name, undo, on_call=partial(annotation.uncalled.discard, target))
+        yield annotation
+
+
+@contextmanager
+def annotated_warm_up(backend: Backend) -> Iterator[None]:
+    """Around warm-up steps, for a recorder that sees the whole process."""
+    with activate(backend), annotate(WARM_UP):
+        yield
+
+
+def check_functions(functions: Sequence[str], *, compiled: bool) -> None:
+    """Refuses, before anything is built, functions that cannot be annotated."""
+    if functions and compiled:
+        raise StepscopeError(
+            f"`--annotate {functions[0]}` with `--compile`",
+            detail="compiled code has no ranges inside, and a replaced function would be compiled anew",
+            hint="--compile no, or without --annotate",
+        )
+    for target in functions:
+        _find_function(target)
+
+
+def _annotate_phases(step: Step, annotation: Annotation, undo: ExitStack) -> None:
+    """The step's range opens in its first phase and closes in its last: whoever runs the phases sees no difference."""
+    opened = ExitStack()
+    undo.push(opened)
+
+    def begin(phase: Callable[[], None]) -> None:
+        opened.close()  # the last step may have ended early
+        opened.callback(open_range(f"step:{annotation.next_step}"))
+        annotation.next_step += 1
+        phase()
+
+    def end(phase: Callable[[], None]) -> None:
+        phase()
+        opened.close()
+
+    runs = [wrap(phase, f"phase:{name}") for name, phase in step.phases]
+    runs[0] = partial(begin, runs[0])
+    runs[-1] = partial(end, runs[-1])
+    _replace(step, "phases", tuple((name, run) for (name, _), run in zip(step.phases, runs, strict=True)), undo)
+
+
+def _annotate_root(step: Step, undo: ExitStack) -> None:
+    """The model as a whole is annotated where the step calls it: that place is outside of what may be compiled."""
+    run_module, module = step.run_module, step.module
+    original = module._orig_mod if isinstance(module, OptimizedModule) else module
+
+    def call(*args: object, **kwargs: object) -> object:
+        return run_module(*args, **kwargs)
+
+    _replace(step, "run_module", wrap(call, f"module:({type(original).__name__})"), undo)
+    _replace(step, "measure_loss", wrap(step.measure_loss, "phase:loss"), undo)
+
+
+def _annotate_inside(root: nn.Module, undo: ExitStack) -> None:
+    for name, module in root.named_modules():
+        if name and not _is_inside_compiled(root, name):
+            _annotate_module(module, f"module:{name}", undo)
+    if any(_is_compiled(module) for module in root.modules()):
+        return  # by the user, in their factory: what it calls has to stay the same
+    for target, name in PARTS.items():
+        _annotate_function(target, name, undo)
+    # A model of transformers measures its loss itself, by a function that it looks up in a property.
+    if isinstance(getattr(type(root), "loss_function", None), property):
+        _replace(root, "_loss_function", wrap(root.loss_function, "phase:loss"), undo)  # type: ignore[arg-type]
+
+
+def _is_inside_compiled(root: nn.Module, name: str) -> bool:
+    """Whether a module above is compiled, as the user may have done to a part of the model."""
+    parents = name.split(".")[:-1]
+    return any(_is_compiled(root.get_submodule(".".join(parents[:depth]))) for depth in range(len(parents) + 1))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _annotate_module(module: nn.Module, name: str, undo: ExitStack) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    if module._compiled_call_impl is not None:  # by `module.compile()`: the range goes around what was compiled
+        _replace(module, "_compiled_call_impl", wrap(module._compiled_call_impl, name), undo)
+    else:
+        _replace(module, "forward", wrap(module.forward, name), undo)
+
+
+def _annotate_function(target: str, name: str, undo: ExitStack, *, on_call: Callable[[], None] | None = None) -> None:
+    """Replaces the function where it is defined, and in every loaded module that has it by the same name, as after
+    `from x import f`. Other references (an alias, an entry in a table, a default argument) stay as they are."""
+    holder, attribute, function = _find_function(target)
+    ranged = wrap(function, name)
+    if on_call is not None:
+        ranged = _telling(ranged, on_call)
+    found = vars(holder)[attribute]
+    replacement = type(found)(ranged) if isinstance(found, staticmethod | classmethod) else ranged
+    _replace(holder, attribute, replacement, undo)
+    if isinstance(holder, ModuleType):
+        for module in list(sys.modules.values()):
+            if (getattr(module, "__dict__", None) or {}).get(attribute) is found:
+                _replace(module, attribute, replacement, undo)
+
+
+def _telling(function: Callable[..., Any], on_call: Callable[[], None]) -> Callable[..., Any]:
+    @wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        on_call()
+        return function(*args, **kwargs)
+
+    return told
+
+
+def _replace(holder: Any, attribute: str, value: object, undo: ExitStack) -> None:
+    """What was inherited is uncovered again, what was the holder's own is put back."""
+    if attribute in vars(holder):
+        undo.callback(setattr, holder, attribute, vars(holder)[attribute])
+    else:
+        undo.callback(delattr, holder, attribute)
+    setattr(holder, attribute, value)
+
+
+def _find_function(target: str) -> tuple[Any, str, FunctionType]:
+    """The module or class that has the function, its name there, and the function."""
+    module_name, colon, path = target.partition(":")
+    if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+        raise _refuse(target, FORM)
+    try:
+        load_factory(Factory(target=target))
+    except StepscopeError as error:
+        hint = error.hint.replace("--model", "--annotate") if error.detail.startswith("did you mean") else ""
+        detail = FORM if error.detail == CONTRACT else f"{error.message}\n{error.detail}".strip()
+        raise _refuse(target, detail, hint) from None
+    *outer, attribute = path.split(".")
+    holder: Any = sys.modules[module_name]
+    for part in outer:
+        holder = getattr(holder, part)
+    found = vars(holder).get(attribute) if isinstance(holder, ModuleType | type) else None
+    function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+    if not isinstance(function, FunctionType):
+        raise _refuse(target, FORM)
+    return holder, attribute, function
+
+
+def _refuse(target: str, detail: str, hint: str = "") -> StepscopeError:
+    return StepscopeError(
+        f"cannot annotate `{target}`", detail=detail, hint=hint or "--annotate package.module:function"
+    )

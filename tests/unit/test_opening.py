@@ -1,0 +1,138 @@
+"""What a file is shows in its bytes; what it is not is said."""
+
+import gzip
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from stepscope.errors import StepscopeError
+from stepscope.recording import store
+from stepscope.recording.cache import read_cached
+from stepscope.recording.opening import open_recording
+from stepscope.recording.store import Manifest, Recording
+
+from .kineto_files import training_step, write_trace
+
+
+def test_a_trace_is_known_by_its_content(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.json", training_step()).rename(tmp_path / "no-ending")
+    assert open_recording(path).manifest.source == "pytorch profiler"
+
+
+def test_a_recording_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    first = open_recording(write_trace(tmp_path / "t.json", training_step()))
+    store.save(first, tmp_path / "kept")
+    again = open_recording(tmp_path / "kept")
+    assert again.manifest == first.manifest
+    for name in store.TABLE_NAMES:
+        assert getattr(again, name).equals(getattr(first, name))
+
+
+def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
+    recording = Recording(manifest=Manifest(source="stepscope"))
+    store.save(recording, tmp_path / "kept")
+    with pytest.raises(StepscopeError, match="exists"):
+        store.save(recording, tmp_path / "kept")
+    store.save(recording, tmp_path / "kept", force=True)
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "_put_in_place", fail)
+    with pytest.raises(StepscopeError, match="No space left"):
+        store.save(Recording(manifest=Manifest(source="stepscope")), tmp_path / "kept")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "empty"),
+        (b"\x80\x04\x95pickle", "pickle"),
+        (b"plain words", "nothing that can be read"),
+        (gzip.compress(b"plain words"), "nothing that can be read"),
+        (b"\x1f\x8bnot gzip at all", "damaged"),
+    ],
+)
+def test_what_cannot_be_read_says_what_was_expected(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(StepscopeError, match=said):
+        open_recording(path)
+
+
+def test_places_that_are_no_files(tmp_path: Path) -> None:
+    for path, said in ((tmp_path / "gone", "no such file"), (tmp_path, "no recording"), (Path("/dev/zero"), "no file")):
+        with pytest.raises(StepscopeError, match=said):
+            open_recording(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StepscopeError, match="no file"):
+        open_recording(tmp_path / "pipe")
+
+
+def test_somebody_elses_database_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "other.sqlite") as database:
+        database.execute("create table customers (name)")
+    database.close()
+    with pytest.raises(StepscopeError):
+        open_recording(tmp_path / "other.sqlite")
+
+
+@pytest.mark.parametrize("damage", ["manifest", "table", "schema"])
+def test_a_damaged_recording_is_an_error(tmp_path: Path, damage: str) -> None:
+    store.save(open_recording(write_trace(tmp_path / "t.json", training_step())), tmp_path / "kept")
+    manifest = tmp_path / "kept" / "manifest.json"
+    if damage == "manifest":
+        manifest.write_text("{")
+    elif damage == "schema":
+        manifest.write_text(manifest.read_text().replace("recording/1", "recording/99"))
+    else:
+        (tmp_path / "kept" / "kernels.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(StepscopeError):
+        open_recording(tmp_path / "kept")
+
+
+def test_the_second_look_reads_what_the_first_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
+    path = write_trace(tmp_path / "t.json", training_step())
+    read = []
+
+    def reader(one: Path) -> Recording:
+        read.append(one)
+        return open_recording(one)
+
+    first, folder = read_cached(path, reader)
+    again, same = read_cached(path, reader)
+    assert read == [path]
+    assert folder == same
+    assert again.kernels.equals(first.kernels)
+    write_trace(path, training_step()[:-1])
+    changed, _ = read_cached(path, reader)
+    assert len(read) == 2
+    assert changed.kernels.height == first.kernels.height - 1
+
+
+def test_a_damaged_cache_costs_a_second_reading_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
+    path = write_trace(tmp_path / "t.json", training_step())
+    _, folder = read_cached(path, open_recording)
+    assert folder is not None
+    (folder / "kernels.parquet").write_bytes(b"")
+    again, _ = read_cached(path, open_recording)
+    assert again.kernels.height == 7
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
+    recording, folder = read_cached(write_trace(tmp_path / "t.json", training_step()), open_recording)
+    assert recording.kernels.height == 7
+    assert folder is None

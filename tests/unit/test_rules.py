@@ -1,0 +1,176 @@
+"""Rules about the step as a whole, their order, and their pages."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.profile import make_profile
+from stepscope.explain.rules import PAGES, RULES, describe_rule, find, rule_page, tabulate_rules
+from stepscope.recording.bench import Doubt
+from stepscope.spec import build_case
+from tests.unit.recordings import ADD, ALL_REDUCE, BF16, COPY, FOREACH, GEMM_BF16, TO_DEVICE_PINNED, Timeline
+from tests.unit.test_rules_host import found, saving_us
+
+ROOT = Path(__file__).parents[2]
+
+
+def reduced(stream: int) -> Timeline:
+    timeline = Timeline()
+    with timeline.step():
+        with timeline.phase("forward"):
+            timeline.launch(GEMM_BF16, 300, op="aten::mm")
+        with timeline.phase("backward"):
+            timeline.launch(ALL_REDUCE, 200, op="c10d::allreduce_", stream=stream)
+            timeline.launch(GEMM_BF16, 500, op="aten::mm", stream=7)
+    return timeline
+
+
+def test_communication_that_stands_alone() -> None:
+    # On the same stream it runs alone, and 500 µs of backward could hide all of it.
+    assert saving_us(reduced(stream=7).profile(), "SS011") == pytest.approx(200)
+    assert found(reduced(stream=9).profile(), "SS011") is None
+
+
+def test_more_communication_than_can_be_hidden() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("backward"):
+        timeline.launch(ALL_REDUCE, 900, op="c10d::allreduce_")
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
+    finding = found(timeline.profile(), "SS011")
+    assert finding is not None
+    assert finding.saving_ns == 100_000
+    assert "fewer bytes" in finding.evidence
+
+
+@pytest.mark.parametrize(("stream", "expected"), [(7, 200), (9, None)])
+def test_copies_over_the_bus(stream: int, expected: float | None) -> None:
+    timeline = Timeline()
+    with timeline.step():
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
+        timeline.launch(TO_DEVICE_PINNED, 200, op="aten::copy_", stream=stream)
+        timeline.launch(GEMM_BF16, 500, op="aten::mm")
+    if expected is None:
+        assert found(timeline.profile(), "SS020") is None
+    else:
+        assert saving_us(timeline.profile(), "SS020") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_recomputation(again: bool) -> None:
+    timeline = Timeline()
+    with timeline.step():
+        for _ in range(10):
+            with timeline.module("block"):
+                timeline.launch(GEMM_BF16, 100, op="aten::mm")
+        with timeline.node():
+            if again:
+                with timeline.module("block"):
+                    timeline.launch(GEMM_BF16, 100, op="aten::mm")
+            timeline.launch(GEMM_BF16, 200, op="aten::mm")
+    if again:
+        assert saving_us(timeline.profile(), "SS013") == pytest.approx(100)
+    else:
+        assert found(timeline.profile(), "SS013") is None
+
+
+@pytest.mark.parametrize(("rest", "fires"), [(10, True), (100, False)])
+def test_a_few_kernels_that_take_most(rest: int, fires: bool) -> None:
+    timeline = Timeline()
+    for kernel in (GEMM_BF16, ADD, COPY):
+        timeline.launch(kernel, 50)
+    for tile in range(64, 128, 8):
+        timeline.launch(f"ampere_sgemm_{tile}x64_tn", rest)
+    finding = found(timeline.profile(), "SS014")
+    assert (finding is not None) == fires
+    assert finding is None or finding.saving_ns is None
+
+
+def test_doubts_are_passed_on() -> None:
+    timeline = Timeline()
+    timeline.launch(GEMM_BF16, 100)
+    assert found(timeline.profile(), "SS016") is None
+    finding = found(timeline.profile(doubts=(Doubt(code="throttled", text="clocks held back"),)), "SS016")
+    assert finding is not None
+    assert finding.evidence == "clocks held back"
+
+
+def busy_timeline() -> Timeline:
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.step():
+            with timeline.phase("forward"), timeline.module("blocks.0.ffn"):
+                for _ in range(10):
+                    timeline.launch(
+                        GEMM_BF16, 100, op="aten::mm", shapes=[[8, 4096], [4096, 4096]], dtypes=[BF16, BF16]
+                    )
+                    timeline.launch(ADD, 30, op="aten::mul")
+                    timeline.launch(ADD, 30, op="aten::mul")
+            with timeline.phase("optimizer"):
+                for _ in range(10):
+                    timeline.launch(FOREACH, 100, op="aten::_foreach_addcdiv_")
+    return timeline
+
+
+def test_findings_come_by_saving_with_those_that_have_none_last() -> None:
+    findings = find(busy_timeline().profile())
+    savings = [finding.saving_ns for finding in findings]
+    known = [saving for saving in savings if saving is not None]
+    assert len(known) >= 2
+    assert savings == [*sorted(known, reverse=True), *[None] * (len(savings) - len(known))]
+    assert None in savings
+    for finding in findings:
+        assert finding.title == PAGES[finding.code].title
+        assert finding.share is None or 0 <= finding.share <= 1
+
+
+def test_the_fix_is_a_flag_for_the_built_in_model_and_code_for_ones_own() -> None:
+    builtin = found(busy_timeline().profile(case=build_case({"size": "small"})), "SS003")
+    own = found(busy_timeline().profile(), "SS003")
+    assert builtin is not None
+    assert own is not None
+    assert builtin.fix == "--compile"
+    assert own.fix == "model = torch.compile(model)"
+
+
+def test_a_recording_of_a_cpu_has_no_findings_about_gpus() -> None:
+    recording = busy_timeline().record()
+    kernels = recording.kernels.with_columns(kind=pl.lit("cpu"), name=pl.lit("aten::mul"))
+    findings = find(make_profile(replace(recording, kernels=kernels)))
+    assert {finding.code for finding in findings} <= {"SS013", "SS014", "SS016"}
+
+
+def test_a_recording_with_kernels_only_makes_no_claims() -> None:
+    """No operators to speak of, no launches, ranges, shapes or known device: what is left is what the kernels' names say."""
+    recording = busy_timeline().record(device="", device_sms=None)
+    bare = replace(recording, ops=recording.ops.head(1), launches=recording.launches.head(0))
+    bare = replace(bare, ranges=recording.ranges.head(0))
+    assert {finding.code for finding in find(make_profile(bare))} <= {"SS003", "SS014"}
+
+
+def test_every_rule_has_a_page_with_everything_on_it() -> None:
+    assert [rule.code for rule in RULES] == list(PAGES)
+    for page in PAGES.values():
+        assert re.fullmatch(r"SS\d{3}", page.code)
+        assert all((page.title, page.meaning, page.seen, page.saving, page.builtin, page.own))
+        assert not page.title.endswith(".")
+        assert describe_rule(page).columns[0].label == page.code
+    assert len(tabulate_rules().rows) == len(RULES)
+
+
+def test_codes_are_found_in_any_case_and_near_misses_named() -> None:
+    assert rule_page("ss007").code == "SS007"
+    with pytest.raises(StepscopeError, match="stepscope rule SS0") as raised:
+        rule_page("SS07")
+    assert "SS020" in str(raised.value)
+    with pytest.raises(StepscopeError, match="no rule has the code `nonsense`"):
+        rule_page("nonsense")
+
+
+def test_the_documentation_lists_every_rule() -> None:
+    page = (ROOT / "docs/rule.md").read_text()
+    listed = dict(re.findall(r"^\| (SS\d{3}) \| (.+?) \|", page, re.MULTILINE))
+    assert listed == {page.code: page.title for page in PAGES.values()}

@@ -1,0 +1,195 @@
+"""Rules about the host: each where it is right, and beside it where it would be wrong."""
+
+import pytest
+
+from stepscope.explain.profile import Profile
+from stepscope.explain.rules import find
+from stepscope.explain.rules.evidence import Evidence
+from stepscope.findings import Finding
+from stepscope.recording.store import Overhead
+from tests.unit.recordings import ADD, GEMM_BF16, TO_DEVICE, TO_HOST, Timeline
+
+US = 1000
+
+
+def found(profile: Profile, code: str) -> Finding | None:
+    return next((finding for finding in find(profile) if finding.code == code), None)
+
+
+def saving_us(profile: Profile, code: str) -> float:
+    finding = found(profile, code)
+    assert finding is not None
+    assert finding.saving_ns is not None
+    return finding.saving_ns / US
+
+
+def products(host_us: float, kernel_us: float, *, count: int = 100, steps: int = 2) -> Timeline:
+    timeline = Timeline(host_us=host_us)
+    for _ in range(steps):
+        with timeline.step(), timeline.phase("forward"):
+            for _ in range(count):
+                timeline.launch(GEMM_BF16, kernel_us, op="aten::mm")
+        timeline.wait()
+    return timeline
+
+
+def test_the_replay_without_changes_is_the_recording() -> None:
+    for timeline in (products(20, 5), products(5, 20)):
+        evidence = Evidence(profile=timeline.profile())
+        start, end = evidence.window
+        assert evidence.replayed_ns == pytest.approx(end - start, rel=0.01)
+
+
+def test_a_slow_host_is_seen() -> None:
+    # A launch every 20 µs for kernels of 5 µs: 15 of 20 are idle.
+    assert saving_us(products(20, 5).profile(), "SS001") == pytest.approx(100 * 15, rel=0.1)
+    assert found(products(5, 20).profile(), "SS001") is None
+
+
+def test_a_host_that_only_the_recorder_slows_down_is_not_blamed() -> None:
+    timeline = products(20, 15)
+    assert found(timeline.profile(), "SS001") is not None
+    without = timeline.profile(overhead=Overhead(plain_ns=100 * 15 * US + 20 * US))
+    assert found(without, "SS001") is None
+
+
+def waiting(host_us: float, kernel_us: float, *, waits: bool = True) -> Timeline:
+    """A wait in the middle of a step, by a copy to the host."""
+    timeline = Timeline(host_us=host_us)
+    for _ in range(3):
+        with timeline.step(), timeline.phase("forward"):
+            for half in range(2):
+                for _ in range(50):
+                    timeline.launch(GEMM_BF16, kernel_us, op="aten::mm")
+                if not half and waits:
+                    timeline.launch(TO_HOST, 2, op="aten::copy_", call="cudaMemcpyAsync")
+                    timeline.wait(op="aten::_local_scalar_dense")
+                    timeline.host(200)  # what the host does with the number, while the GPU has nothing to do
+        timeline.wait()
+    return timeline
+
+
+def test_a_wait_inside_a_step_is_seen_and_one_between_steps_is_not() -> None:
+    profile = waiting(5, 20).profile()
+    finding = found(profile, "SS002")
+    assert finding is not None
+    assert "aten::_local_scalar_dense" in finding.evidence
+    assert "once a step" in finding.evidence
+    assert saving_us(profile, "SS002") == pytest.approx(200, rel=0.15)
+    assert found(waiting(5, 20, waits=False).profile(), "SS002") is None
+
+
+def test_a_wait_costs_nothing_where_the_host_is_late_anyway() -> None:
+    assert found(waiting(60, 2).profile(), "SS002") is None
+
+
+def test_a_wait_at_the_end_of_a_step_has_a_code_of_its_own() -> None:
+    timeline = Timeline(host_us=5)
+    for _ in range(3):
+        with timeline.step(), timeline.phase("forward"):
+            timeline.host(100)
+            for _ in range(50):
+                timeline.launch(GEMM_BF16, 20, op="aten::mm")
+            timeline.wait(op="aten::item")
+    profile = timeline.profile()
+    assert found(profile, "SS002") is None
+    # Two of three steps begin with an empty queue.
+    assert saving_us(profile, "SS018") == pytest.approx(100 * 2 / 3, rel=0.2)
+    assert found(products(5, 20).profile(), "SS018") is None
+
+
+@pytest.mark.parametrize("loader", [True, False])
+def test_input_is_blamed_only_inside_a_loader(loader: bool) -> None:
+    timeline = Timeline(host_us=5)
+    for _ in range(3):
+        with timeline.step():
+            with timeline.range("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__" if loader else "other"):
+                timeline.host(500)
+            for _ in range(50):
+                timeline.launch(GEMM_BF16, 20, op="aten::mm")
+            timeline.wait()
+    profile = timeline.profile()
+    if loader:
+        assert saving_us(profile, "SS012") == pytest.approx(500, rel=0.05)
+    else:
+        assert found(profile, "SS012") is None
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_from_pageable_memory(pinned: bool) -> None:
+    timeline = Timeline(host_us=5)
+    with timeline.step():
+        for _ in range(10):
+            copy = TO_DEVICE.replace("Pageable", "Pinned") if pinned else TO_DEVICE
+            timeline.launch(copy, 100, op="aten::copy_", call="cudaMemcpyAsync")
+            timeline.launch(GEMM_BF16, 200, op="aten::mm")
+    profile = timeline.profile()
+    if pinned:
+        assert found(profile, "SS017") is None
+    else:
+        assert saving_us(profile, "SS017") == pytest.approx(10 * 100, rel=0.05)
+
+
+@pytest.mark.parametrize("away_us", [5000, 500])
+def test_a_host_that_is_away_is_not_called_slow(away_us: float) -> None:
+    timeline = Timeline(host_us=5)
+    with timeline.step():
+        for half in range(2):
+            for _ in range(200):
+                timeline.launch(GEMM_BF16, 20, op="aten::mm")
+            if not half:
+                timeline.host(3000 + away_us)  # 3 ms of work are queued up by now
+    profile = timeline.profile()
+    if away_us > 1000:
+        assert saving_us(profile, "SS019") == pytest.approx(away_us, rel=0.01)
+        assert found(profile, "SS001") is None
+    else:
+        assert found(profile, "SS019") is None
+
+
+def test_a_faster_kernel_does_not_help_where_the_host_is_late() -> None:
+    """The same recomputation, with the device and with the host as the bottleneck."""
+
+    def recomputing(host_us: float) -> Profile:
+        timeline = Timeline(host_us=host_us)
+        with timeline.step():
+            with timeline.phase("forward"):
+                for _ in range(100):
+                    timeline.launch(GEMM_BF16, 20, op="aten::mm")
+            with timeline.node(), timeline.module("block"):
+                for _ in range(50):
+                    timeline.launch(ADD, 20, op="aten::add")
+        return timeline.profile()
+
+    assert saving_us(recomputing(5), "SS013") == pytest.approx(50 * 20, rel=0.02)
+    # Kernels that are not launched save the host's time: 50 launches of 100 µs.
+    assert saving_us(recomputing(100), "SS013") == pytest.approx(50 * 100, rel=0.03)
+
+
+def test_a_host_that_was_held_up_by_a_full_queue_is_not_slow() -> None:
+    """The host runs ahead until the queue is full, and then waits in each launch. With less work it would wait less."""
+    timeline = Timeline(host_us=5, queue=600)
+    with timeline.step():
+        with timeline.phase("forward"):
+            for _ in range(1000):
+                timeline.launch(GEMM_BF16, 20, op="aten::mm")
+        with timeline.node(), timeline.module("block"):
+            for _ in range(1000):
+                timeline.launch(GEMM_BF16, 20, op="aten::mm")
+    profile = timeline.profile()
+    assert Evidence(profile=profile).waits["kind"].unique().to_list() == ["queue"]
+    assert saving_us(profile, "SS013") == pytest.approx(1000 * 20, rel=0.01)
+    assert found(profile, "SS001") is None
+    assert found(profile, "SS002") is None
+
+
+def test_the_optimizers_launches_are_not_the_compilers() -> None:
+    def updating(phase: str) -> Timeline:
+        timeline = Timeline(host_us=20)
+        with timeline.step(), timeline.phase(phase):
+            for _ in range(100):
+                timeline.launch(GEMM_BF16, 5, op="aten::mm")
+        return timeline
+
+    assert found(updating("backward").profile(), "SS001") is not None
+    assert found(updating("optimizer").profile(), "SS001") is None
