@@ -1,16 +1,17 @@
-"""Are the findings' estimates right? Each is applied to a model and measured.
+"""Are the findings' estimates right? Each fix is applied to a model and measured.
 
-    python bench/findings_check.py [--out FILE.jsonl] [--only SS004 …]
+    python bench/findings_check.py measure FOLDER [--only SS004 …]      (needs a GPU; minutes)
+    python bench/findings_check.py tabulate FOLDER [--out FILE.jsonl]
 
-For each pair: `stepscope profile` of the step before gives the finding and the saving it estimates; `stepscope bench` of
-the step before and after the fix gives the saving that came. Needs a GPU.
+For each pair, `measure` keeps a recording of the step before the fix, and times the step before and after it with
+`stepscope bench`. `tabulate` asks `stepscope explain` for the saving that the finding estimates and sets it beside the
+saving that came, so that a better estimate can be held against the same measurements.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -52,51 +53,70 @@ def stepscope(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-def step_ms(settings: list[str], folder: Path, cwd: Path) -> tuple[float, dict[str, Any]]:
-    table = json.loads(stepscope("bench", *settings, "--out", str(folder), "--format", "json", cwd=cwd))
-    row = table["rows"][0]
-    return float(row["step_median_ms"]), row
+def measure(folder: Path, only: list[str]) -> None:
+    here = Path(__file__).parent
+    for code, settings, before, after in PAIRS:
+        if only and code not in only:
+            continue
+        place = folder.absolute() / code
+        stepscope("profile", *settings, *before, "--out", str(place / "recording"), "--force", cwd=here)
+        for name, setting in (("before", before), ("after", after)):
+            stepscope("bench", *settings, *setting, "--out", str(place / name), "--fresh", cwd=here)
+        print(f"{code} measured", flush=True)
+
+
+def step_ms(folder: Path) -> dict[str, Any]:
+    table = json.loads(stepscope("bench", "--from", str(folder / "results.jsonl"), "--format", "json", cwd=folder))
+    row: dict[str, Any] = table["rows"][0]
+    return row
+
+
+def tabulate(folder: Path, out: Path | None) -> None:
+    print("| finding | estimated ms | measured ms | estimated / measured | step before | after |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for code, settings, before, after in PAIRS:
+        place = folder.absolute() / code
+        if not (place / "recording").is_dir():
+            continue
+        summary = json.loads(stepscope("explain", str(place / "recording"), "--format", "json", cwd=folder))
+        savings = {one["code"]: one["saving_ns"] for one in summary["findings"]}
+        rows = [step_ms(place / name) for name in ("before", "after")]
+        first, second = (float(row["step_median_ms"]) for row in rows)
+        measured, estimated = first - second, savings.get(code)
+        estimate = None if estimated is None else estimated / 1e6
+        ratio = "–" if estimate is None or not measured else f"{estimate / measured:.2f}"
+        shown = "not found" if estimate is None else f"{estimate:.2f}"
+        print(f"| {code} | {shown} | {measured:.2f} | {ratio} | {first:.2f} | {second:.2f} |", flush=True)
+        result = {
+            "finding": code,
+            "settings": settings,
+            "before": before,
+            "after": after,
+            "estimated_ms": estimate,
+            "before_ms": first,
+            "after_ms": second,
+            "remarks": [row.get("remarks", "") for row in rows],
+            "all_findings": savings,
+            "device": summary["device"],
+            "torch": rows[0]["torch"],
+        }
+        if out:
+            with out.open("a") as file:
+                file.write(json.dumps(result) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("measure", "tabulate"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", nargs="*")
     options = parser.parse_args()
-    here = Path(__file__).parent
-    print("| finding | estimated ms | measured ms | step before | after | estimated / measured |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    with tempfile.TemporaryDirectory() as folder:
-        for code, settings, before, after in PAIRS:
-            if options.only and code not in options.only:
-                continue
-            recording = Path(folder, code)
-            stepscope("profile", *settings, *before, "--out", str(recording), cwd=here)
-            summary = json.loads(stepscope("explain", str(recording), "--format", "json", cwd=here))
-            savings = {one["code"]: one["saving_ns"] for one in summary["findings"]}
-            estimated = savings.get(code)
-            first, _ = step_ms([*settings, *before], Path(folder, code, "before"), here)
-            second, row = step_ms([*settings, *after], Path(folder, code, "after"), here)
-            measured = first - second
-            estimate = None if estimated is None else estimated / 1e6
-            ratio = f"{estimate / measured:.2f}" if estimate is not None and measured else "–"
-            shown = "not found" if estimate is None else f"{estimate:.2f}"
-            print(f"| {code} | {shown} | {measured:.2f} | {first:.2f} | {second:.2f} | {ratio} |", flush=True)
-            result = {
-                "finding": code,
-                "settings": settings,
-                "before": before,
-                "after": after,
-                "estimated_ms": estimate,
-                "before_ms": first,
-                "after_ms": second,
-                "all_findings": savings,
-                "device": summary["device"],
-                "row": row,
-            }
-            if options.out:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if options.what == "measure":
+        measure(options.folder, options.only)
+    else:
+        tabulate(options.folder, options.out)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python bench/trace_speed.py TRACE.json.gz [--copies 35] [--peer NAME=PYTHON …] [--repeat 3] [--out FILE.jsonl]
 
 The trace is multiplied first (`--copies`, shifted in time with ids of their own) so that a small one becomes a large
-one. A peer is a name and the interpreter of an environment that has it: `hta-0.5.0=/path/to/python`. Every tool loads the
-file and breaks its kernels down once, in a process of its own, one after the other; wall time and the peak memory of the
-process and its children are measured from outside. stepscope also takes its second look.
+one. A peer is a name and the interpreter of an environment that has it: `hta-0.5.0=/path/to/python`. Every tool loads
+the file and breaks its kernels down once, in a process of its own, one after the other; wall time and the peak memory
+of the largest process are measured from outside. stepscope also takes its second look.
 """
 
 import argparse
@@ -34,6 +34,7 @@ analysis = TraceAnalysis(trace_files={0: sys.argv[1]}, trace_dir="")
 analysis.get_gpu_kernel_breakdown(visualize=False)
 analysis.get_temporal_breakdown(visualize=False)
 """
+_ENCODER = msgspec.json.Encoder(decimal_format="number")
 _IDS = ("correlation", "External id", "external id", "Ev Idx", "Sequence number", "Record function id")
 
 
@@ -73,7 +74,8 @@ def _shifted(event: dict[str, Any], time_us: Decimal, number: int) -> dict[str, 
         moved["id"] += number
     if "args" in moved:
         args = dict(moved["args"] or {})
-        args.update({key: args[key] + number for key in _IDS if isinstance(args.get(key), int) and 0 < args[key] < 2**40})
+        known = {key: args[key] for key in _IDS if isinstance(args.get(key), int)}
+        args.update({key: value + number for key, value in known.items() if 0 < value < 2**40})
         moved["args"] = args
     if found := re.fullmatch(r"ProfilerStep#(\d+)", str(moved.get("name", ""))):
         moved["name"] = f"ProfilerStep#{int(found[1]) + number}"
@@ -81,7 +83,7 @@ def _shifted(event: dict[str, Any], time_us: Decimal, number: int) -> dict[str, 
 
 
 def _encode(event: dict[str, Any]) -> bytes:
-    return msgspec.json.encode(event, decimal_format="number")
+    return _ENCODER.encode(event)
 
 
 def measure(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, int, bool]:
@@ -95,7 +97,7 @@ def measure(command: list[str], environment: dict[str, str] | None = None) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--copies", type=int, default=35)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
@@ -121,10 +123,11 @@ def main() -> None:
             runs = [measure(command, environment) for _ in range(repeats)]
             good = all(ok for _, _, ok in runs)
             seconds = sorted(one[0] for one in runs)
-            row = {"tool": name, "seconds": seconds, "peak_bytes": max(one[1] for one in runs), "ok": good}
+            peak = max(one[1] for one in runs)
+            row = {"tool": name, "seconds": seconds, "peak_bytes": peak, "ok": good}
             rows.append({**row, "bytes": size, "events": events, "cores": len(os.sched_getaffinity(0))})
-            peak = rows[-1]["peak_bytes"]
-            print(f"{name:28} median {seconds[len(seconds) // 2]:7.2f} s  peak {peak / 1e9:.2f} GB  ok {good}", flush=True)
+            median = seconds[len(seconds) // 2]
+            print(f"{name:28} median {median:7.2f} s  peak {peak / 1e9:.2f} GB  ok {good}", flush=True)
     if options.out:
         with options.out.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -86,4 +86,4 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
     headline: str
     tables: tuple[Table, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...] | None  # None where they were not looked for

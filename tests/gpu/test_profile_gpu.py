@@ -71,7 +71,8 @@ def test_what_checkpointing_computes_again_is_seen_on_the_thread_of_backward(tmp
 def test_a_compiled_step_keeps_its_outside_and_is_not_compiled_again(tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    _, recording = run(tmp_path, compile=True)
+    # Not in fp32: Inductor warns that tf32 would be faster, and here a warning is an error.
+    _, recording = run(tmp_path, compile=True, precision="bf16")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     names = {name for name in recording.ranges["name"] if name.startswith("module:")}
     assert names == {"module:(TransformerLM)"}
@@ -80,21 +81,24 @@ def test_a_compiled_step_keeps_its_outside_and_is_not_compiled_again(tmp_path: P
 
 def test_ranges_are_nvtx_ranges_for_a_recorder_that_takes_those(monkeypatch: pytest.MonkeyPatch) -> None:
     pushed: list[str] = []
-    push = torch.cuda.nvtx.range_push
+    popped: list[object] = []
+    push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
 
     def spy(name: str) -> object:
         pushed.append(name)
         return push(name)  # type: ignore[no-untyped-call]
 
+    def spy_pop() -> None:
+        popped.append(pop())  # type: ignore[no-untyped-call]
+
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", spy)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", spy_pop)
     step = build(build_case(TINY).workload, CUDA)
     with annotated(step, backend="nvtx"):
         step.run()
     torch.cuda.synchronize()
     assert pushed[:4] == ["step:0", "phase:forward", "module:(TransformerLM)", "module:embedding"]
-    # `range_pop` returns the level it left; every push has had its pop when the next one is the outermost again.
-    push("outermost")  # type: ignore[no-untyped-call]
-    assert torch.cuda.nvtx.range_pop() == 0  # type: ignore[no-untyped-call]
+    assert len(popped) == len(pushed)
 
 
 def test_the_verb_records_from_a_forked_process(tmp_path: Path) -> None:

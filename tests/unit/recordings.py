@@ -122,10 +122,11 @@ class Timeline:
         dtypes: Sequence[str] = (),
         arguments: Sequence[str] = (),
         stream: int = STREAM,
+        after: int | None = None,
         call: str = "cudaLaunchKernel",
         **columns: object,
     ) -> None:
-        """One operator, its call and its kernel."""
+        """One operator, its call and its kernel, which waits for its stream and for the one it is to come `after`."""
         start = self._now
         self._now += round(self.host_us * 1000 / 2)
         called, ended = self._now, self._now + CALL_US * 1000
@@ -133,6 +134,8 @@ class Timeline:
             ended = max(ended, self._ends[-self._queue])
         self._now = max(ended, start + round(self.host_us * 1000))
         begin = max(called + LATENCY_US * 1000, self._free.get(stream, 0))
+        if after is not None:
+            begin = max(begin, self._free[after])
         self._free[stream] = begin + round(us * 1000)
         self._ends.append(self._free[stream])
         self._correlation += 1

@@ -61,6 +61,19 @@ def test_the_parts_add_up_to_the_nanosecond(by: By) -> None:
     assert sum(row.difference_ns for row in result.parts) == result.wall.difference_ns != 0
 
 
+def test_halves_of_nanoseconds_are_rounded_so_that_they_add_up() -> None:
+    tape = Tape()
+    for step in range(2):
+        with tape.inside(f"step:{step}"):
+            tape.kernel(GEMM, 50 + step)
+            tape.kernel(EXP, 100 + step)
+            tape.synchronise()
+    result = compare(tape.profile(), run_of(100, 100))
+    assert result.wall.a_ns == sum(row.a_ns for row in result.parts)
+    parts = {row.name: row.a_ns for row in result.parts}
+    assert parts["gemm"] + parts["elementwise"] == 151
+
+
 def test_many_parts_end_in_a_rest() -> None:
     tapes = Tape(), Tape()
     for number, tape in enumerate(tapes):
@@ -186,6 +199,11 @@ def test_circumstances_that_differ_are_said() -> None:
     assert "torch 2.12 → 2.13" in said
     assert "B: the clocks were held back (throttled)" in said
     assert "context" not in said
+
+
+def test_kernels_run_one_at_a_time_are_no_step() -> None:
+    said = compare(run_of(100), run_of(100, source="nsight compute")).remarks
+    assert [line.split(":")[1] for line in said] == [" B", " the recorders differ, and so does what they cost"]
 
 
 def test_layers_are_one_module() -> None:

@@ -12,6 +12,7 @@ from stepscope.explain.questions.gaps import find_gaps
 from stepscope.explain.questions.matmuls import Extent, extent, find_products, role_of_module
 from stepscope.findings import Cell
 from stepscope.recording import tables
+from stepscope.recording.bench import Doubt
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
 
@@ -60,7 +61,11 @@ def test_forward_time_is_held_against_the_plain_clock() -> None:
     same = ask("forward-time", with_plain_forward(profile, *[round(span * 1e6)] * 3))
     assert "agrees with the span" in same.sentence
     slower = ask("forward-time", with_plain_forward(profile, *[round(span * 0.5e6)] * 3))
-    assert "100.0 % longer" in slower.sentence
+    assert "takes 2 times as long" in slower.sentence
+    assert "in doubt" not in slower.sentence
+    doubt = Doubt(code="shared", text="others were using the CPU")
+    doubted = with_plain_forward(model_profile(doubts=(doubt,)), 10)
+    assert "that clock is in doubt: others were using the CPU." in ask("forward-time", doubted).sentence
     assert slower.figure == "1 µs"
 
 
@@ -238,6 +243,7 @@ def test_tiles_of_small_and_large() -> None:
     for tape, kernel in zip(tapes, (SMALL_GEMM, GEMM), strict=True):
         with tape.inside("phase:forward"), tape.operator("aten::mm"):
             tape.kernel(kernel, 10)
+            tape.kernel("ampere_sgemm_32x128_tn", 4)  # the tile with the most time is meant
     found = ask("small-and-large", *(tape.profile() for tape in tapes))
     assert "from 64×32 to 128×64" in found.sentence
     assert "not recorded" in found.sentence
@@ -311,6 +317,16 @@ def test_the_longest_gap_says_where_the_host_was() -> None:
     longest = next(row for row in evidence(ask("idle", tape.profile())) if row["kind"] == "gap")
     assert longest["before"] == longest["after"] == "exponential, vectorized ×4"
     assert longest["host_op"] is None  # on the launching thread nothing was open when the device ran dry
+
+
+def test_nothing_is_said_about_phases_that_are_not_known() -> None:
+    tape = Tape()
+    tape.kernel(GEMM, 10)
+    recording = replace(tape.recording(source="nsight compute"), launches=tables.empty("launches"))
+    answers = answer([make_profile(recording)])
+    assert [one.key for one in answers if one.status == "answered"] == ["products"]
+    assert "inference:" not in " ".join(one.sentence for one in answers)
+    assert ask("products", make_profile(recording)).figure == "1 a step"
 
 
 def test_answers_render_in_every_format_and_as_paragraphs() -> None:

@@ -1,7 +1,10 @@
 """Operators against the limits of a device."""
 
+from dataclasses import replace
+
 import pytest
 
+from stepscope.explain.profile import make_profile
 from stepscope.explain.roofline import measure_use, operator_calls, roofline, roofline_table
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
@@ -28,6 +31,15 @@ def test_a_product_is_held_against_the_peak_of_its_precision() -> None:
         assert found[dtype]["bound"] == "compute"
 
 
+def test_a_product_faster_than_fp32_can_be_is_held_against_tf32() -> None:
+    timeline = Timeline()
+    kernel = "nvjet_sss_128x128_32x4_2x1_v_bz_NNN"
+    timeline.launch(kernel, 400, op="aten::mm", shapes=PRODUCT, dtypes=[FP32, FP32])
+    row = roofline(timeline.profile()).row(0, named=True)
+    assert row["dtype"] == "tf32"
+    assert row["reached"] == pytest.approx(FLOPS / 4e-4 / H200_TF32)
+
+
 def test_a_product_split_in_two_kernels_is_one_product() -> None:
     timeline = Timeline()
     timeline.launch(GEMM_BF16, 300, op=None)
@@ -39,10 +51,6 @@ def test_a_product_split_in_two_kernels_is_one_product() -> None:
     single = Timeline()
     single.launch(GEMM_BF16, 400, op="aten::mm", shapes=PRODUCT, dtypes=[BF16, BF16])
     ops = single.record().ops.with_columns(start_ns=start - 1, end_ns=end + 1)
-    from dataclasses import replace
-
-    from stepscope.explain.profile import make_profile
-
     calls = operator_calls(make_profile(replace(recording, ops=ops.cast(recording.ops.schema))))
     assert calls.height == 1
     assert calls["kernels"][0] == 2

@@ -137,16 +137,20 @@ def test_the_fix_is_a_flag_for_the_built_in_model_and_code_for_ones_own() -> Non
 
 
 def test_a_recording_of_a_cpu_has_no_findings_about_gpus() -> None:
-    recording = busy_timeline().record()
+    timeline = busy_timeline()
+    with timeline.step(), timeline.range("enumerate(DataLoader)"):
+        timeline.host(5000)
+    recording = timeline.record()
+    assert "SS012" in {finding.code for finding in find(make_profile(recording))}
     kernels = recording.kernels.with_columns(kind=pl.lit("cpu"), name=pl.lit("aten::mul"))
     findings = find(make_profile(replace(recording, kernels=kernels)))
     assert {finding.code for finding in findings} <= {"SS013", "SS014", "SS016"}
 
 
 def test_a_recording_with_kernels_only_makes_no_claims() -> None:
-    """No operators to speak of, no launches, ranges, shapes or known device: what is left is what the kernels' names say."""
+    """No operators, launches, ranges, shapes or known device: only the kernels' names are left."""
     recording = busy_timeline().record(device="", device_sms=None)
-    bare = replace(recording, ops=recording.ops.head(1), launches=recording.launches.head(0))
+    bare = replace(recording, ops=recording.ops.head(0), launches=recording.launches.head(0))
     bare = replace(bare, ranges=recording.ranges.head(0))
     assert {finding.code for finding in find(make_profile(bare))} <= {"SS003", "SS014"}
 

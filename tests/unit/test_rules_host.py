@@ -96,6 +96,7 @@ def test_a_wait_at_the_end_of_a_step_has_a_code_of_its_own() -> None:
     # Two of three steps begin with an empty queue.
     assert saving_us(profile, "SS018") == pytest.approx(100 * 2 / 3, rel=0.2)
     assert found(products(5, 20).profile(), "SS018") is None
+    assert found(waiting(5, 20).profile(), "SS018") is None
 
 
 @pytest.mark.parametrize("loader", [True, False])
@@ -103,7 +104,9 @@ def test_input_is_blamed_only_inside_a_loader(loader: bool) -> None:
     timeline = Timeline(host_us=5)
     for _ in range(3):
         with timeline.step():
-            with timeline.range("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__" if loader else "other"):
+            # A loader inside of a loader is one wait.
+            name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__" if loader else "other"
+            with timeline.range(name), timeline.range(name):
                 timeline.host(500)
             for _ in range(50):
                 timeline.launch(GEMM_BF16, 20, op="aten::mm")
@@ -193,3 +196,13 @@ def test_the_optimizers_launches_are_not_the_compilers() -> None:
 
     assert found(updating("backward").profile(), "SS001") is not None
     assert found(updating("optimizer").profile(), "SS001") is None
+
+
+def test_what_waits_for_another_stream_comes_earlier_with_it() -> None:
+    timeline = Timeline()
+    with timeline.step():
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
+        with timeline.node(), timeline.module("block"):
+            timeline.launch(ADD, 300, op="aten::add")
+        timeline.launch(GEMM_BF16, 100, op="aten::mm", stream=9, after=7)
+    assert saving_us(timeline.profile(), "SS013") == pytest.approx(300, rel=0.01)

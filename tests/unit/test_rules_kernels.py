@@ -44,12 +44,12 @@ def chain(times: list[float], *, kernel: str = ADD, between: str | None = None) 
 
 def test_a_chain_costs_its_longest_kernel() -> None:
     profile = chain([30, 50, 20]).profile()
-    assert saving_us(profile, "SS003") == pytest.approx(10 * (30 + 20))
+    assert saving_us(profile, "SS003") == pytest.approx(10 * (30 + 20), rel=0.01)
     finding = found(profile, "SS003")
     assert finding is not None
     assert "in the forward of ffn" in finding.evidence
     # At least a fifth of it stays, however many there are.
-    assert saving_us(chain([20] * 20).profile(), "SS003") == pytest.approx(10 * 400 * 0.8)
+    assert saving_us(chain([20] * 20).profile(), "SS003") == pytest.approx(10 * 400 * 0.8, rel=0.01)
 
 
 def test_kernels_with_a_product_between_them_are_no_chain() -> None:
@@ -70,12 +70,16 @@ VALUES = [[HEADS, LENGTH, LENGTH], [HEADS, LENGTH, WIDTH]]
 SQUARE = 2 * HEADS * LENGTH * LENGTH * WIDTH
 
 
-def write_attention(timeline: Timeline, *, parts: bool = True, masked: bool = True, softmax: bool = True) -> None:
+def write_attention(
+    timeline: Timeline, *, parts: bool = True, masked: bool = True, softmax: bool = True, between: bool = False
+) -> None:
     """One attention: products of 100 µs each and 1000 µs of everything else."""
     bf16 = [BF16, BF16]
     with timeline.part("scores") if parts else timeline.range("a"):
         timeline.launch(GEMM_BF16, 100, op="aten::bmm", shapes=SCORES, dtypes=bf16)
         timeline.launch(ADD, 200, op="aten::masked_fill_" if masked else "aten::mul")
+    if between:
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
     with timeline.part("softmax") if parts else timeline.range("b"):
         timeline.launch(SOFTMAX if softmax else ADD, 800, op="aten::_softmax" if softmax else "aten::exp")
     with timeline.part("values") if parts else timeline.range("c"):
@@ -107,13 +111,14 @@ def test_backward_of_attention_is_five_products() -> None:
                 timeline.launch(GEMM_BF16, 100, op="aten::bmm", shapes=SCORES, dtypes=[BF16, BF16])
             timeline.launch(ADD, 1000, op="aten::mul")
     expected = 1200 + 1400 - fused_us(SQUARE) - fused_us(2.5 * SQUARE, 0.34)
-    assert saving_us(timeline.profile(), "SS004") == pytest.approx(expected, rel=0.01)
+    assert saving_us(timeline.profile(), "SS004") == pytest.approx(expected, rel=0.001)
 
 
-def test_products_without_a_softmax_between_them_are_no_attention() -> None:
+@pytest.mark.parametrize(("softmax", "between"), [(False, False), (True, True)])
+def test_products_without_a_softmax_right_between_them_are_no_attention(softmax: bool, between: bool) -> None:
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"):
-        write_attention(timeline, parts=False, softmax=False)
+        write_attention(timeline, parts=False, softmax=softmax, between=between)
     assert found(timeline.profile(), "SS004") is None
 
 
@@ -138,7 +143,13 @@ def test_a_product_bound_by_memory_gains_only_up_to_that() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "device"), [(GEMM_TF32, "NVIDIA H200"), (GEMM_BF16, "NVIDIA H200"), (GEMM_FP32, "Tesla V100-SXM2-32GB")]
+    ("kernel", "device"),
+    [
+        (GEMM_TF32, "NVIDIA H200"),
+        (GEMM_BF16, "NVIDIA H200"),
+        ("void gemv2T_kernel_val<int, float>", "NVIDIA H200"),
+        (GEMM_FP32, "Tesla V100-SXM2-32GB"),
+    ],
 )
 def test_products_that_use_what_there_is_are_left_alone(kernel: str, device: str) -> None:
     timeline = Timeline(device=device)
@@ -167,8 +178,8 @@ def test_a_copy_is_a_cast_or_a_change_of_layout(target: str, code: str, other: s
 
 def test_a_few_copies_are_not_worth_a_word() -> None:
     timeline = Timeline()
-    timeline.launch(COPY, 20, op="aten::copy_")
-    for _ in range(100):
+    timeline.launch(COPY, 15, op="aten::copy_")
+    for _ in range(10):
         timeline.launch(GEMM_BF16, 100, op="aten::mm")
     assert found(timeline.profile(), "SS006") is None
 
@@ -248,7 +259,7 @@ def test_a_tile_that_is_mostly_padding() -> None:
     assert saving_us(timeline.profile(), "SS009") == pytest.approx(50)
 
 
-@pytest.mark.parametrize(("blocks", "expected"), [(133, 200 * 131 / 264), (264, None), (140_000, None)])
+@pytest.mark.parametrize(("blocks", "expected"), [(133, 200 * 131 / 264), (264, None), (132 * 7 + 1, None)])
 def test_the_last_wave(blocks: int, expected: float | None) -> None:
     timeline = Timeline(multiprocessors=132)
     grid: dict[str, Any] = {"grid_x": blocks, "grid_y": 1, "grid_z": 1, "block_x": 384, "block_y": 1, "block_z": 1}

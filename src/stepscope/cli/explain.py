@@ -33,14 +33,15 @@ def explain(
         list[Path],
         typer.Argument(
             metavar="FILE…",
-            help="A recording's folder, a PyTorch profiler trace, an Nsight Systems export, Nsight Compute's CSV; several "
-            "for the ranks of one run.",
+            help="A recording's folder, a PyTorch profiler trace, an Nsight Systems export, Nsight Compute's CSV; "
+            "several for the ranks of one run.",
         ),
     ],
     table: Annotated[Part | None, typer.Option("--table", help="One part of the page alone.")] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a table by kernel, module or operator.")] = 20,
     questions: Annotated[
-        bool, typer.Option("--questions", help="The questions people ask of a step, answered; --detail adds the evidence.")
+        bool,
+        typer.Option("--questions", help="The questions people ask of a step; --detail adds the evidence."),
     ] = False,
     format_: Annotated[
         Format, typer.Option("--format", help="How it is printed; json without --table is the whole document.")
@@ -51,6 +52,9 @@ def explain(
         Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto with what was found out on it.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what --save and --perfetto name.")] = False,
+    bounded: Annotated[
+        bool, typer.Option("--bounded", help="For a PyTorch trace larger than memory: slower, and without findings.")
+    ] = False,
     cache: Annotated[bool, typer.Option(help="Keep what large files were read into, for the next look.")] = True,
 ) -> None:
     """Where does the time go, and why? Reads a recording and answers; nothing is run and torch is not needed."""
@@ -58,8 +62,11 @@ def explain(
     from stepscope.report.page import render_page
     from stepscope.report.tables import render
 
-    profiles = job.read_profiles(files, cached=cache)
     width = terminal_width()
+    if bounded:
+        _explain_bounded(files, table, top, format_, detail=detail, others=questions or save or perfetto)
+        return
+    profiles = job.read_profiles(files, cached=cache)
     if save is not None or perfetto is not None:
         job.require_one(profiles, "--save and --perfetto")
         job.export(profiles[0], save=save, perfetto=perfetto, force=force)
@@ -81,3 +88,25 @@ def explain(
         )
     if not questions and table is None:
         say(f"next: stepscope explain {shlex.join(map(str, files))} --questions")
+
+
+def _explain_bounded(
+    files: list[Path], table: Part | None, top: int, format_: Format, *, detail: bool, others: object
+) -> None:
+    from stepscope.explain import bounded
+    from stepscope.jobs.explain import encode
+    from stepscope.report.page import render_page
+    from stepscope.report.tables import render
+
+    if others or len(files) != 1:
+        raise StepscopeError(
+            "`--bounded` gives the breakdown of one file", hint=f"--bounded {shlex.quote(str(files[0]))}"
+        )
+    profile = bounded.make_bounded_profile(files[0])
+    width = terminal_width()
+    if table is not None:
+        show(render(bounded.make_part(profile, table.value, top=top), format_, detail=detail, width=width))
+    elif format_ is Format.JSON:
+        show(encode(bounded.summarise_profile(profile)))
+    else:
+        show(render_page(bounded.make_page(profile), width=width))

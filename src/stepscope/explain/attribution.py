@@ -37,7 +37,7 @@ def attribute_kernels(recording: Recording) -> pl.DataFrame:
     kernels = _attribute_points(recording, launched, innermost(recording.ops, launched)).drop("ns")
     names = recording.ops["name"]
     named = kernels.with_columns(op=names.gather(kernels["op_row"]) if names.len() else pl.lit(None, pl.String))
-    return _set_communication_apart(classify(named))
+    return set_communication_apart(classify(named))
 
 
 def attribute_ops(recording: Recording) -> pl.DataFrame:
@@ -46,7 +46,7 @@ def attribute_ops(recording: Recording) -> pl.DataFrame:
     return _attribute_points(recording, ops, pl.Series(np.arange(ops.height))).drop("ns", "op_row")
 
 
-def _set_communication_apart(kernels: pl.DataFrame) -> pl.DataFrame:
+def set_communication_apart(kernels: pl.DataFrame) -> pl.DataFrame:
     """Gradients are exchanged in buckets, from the hook of whichever parameter came last: its module did not ask."""
     in_hook = (pl.col("class") == "communication") & (pl.col("phase") == "backward") & pl.col("module").is_not_null()
     module = pl.when(in_hook).then(pl.lit(COMMUNICATION_MODULE)).otherwise("module")
@@ -112,10 +112,10 @@ def _attribute_points(recording: Recording, points: pl.DataFrame, op_row: pl.Ser
         in_backward=in_backward,
     )
     framed = find_steps(recording, find_phases(recording, framed))
-    return number_layers(_name_what_is_no_module(recording, framed), modules)
+    return number_layers(name_what_is_no_module(recording, framed), modules)
 
 
-def _name_what_is_no_module(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
+def name_what_is_no_module(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
     if not recording.manifest.modules_recorded:
         return frame
     phase = pl.col("phase")

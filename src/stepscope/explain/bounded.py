@@ -23,7 +23,7 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.explain import breakdown
 from stepscope.explain.accounting import DeviceAccount
-from stepscope.explain.attribution import _name_what_is_no_module, _set_communication_apart
+from stepscope.explain.attribution import name_what_is_no_module, set_communication_apart
 from stepscope.explain.bounded_intake import Facts, Spills, take_in
 from stepscope.explain.bounded_joins import (
     choose_forward_threads,
@@ -110,11 +110,9 @@ def _explain(facts: Facts, spills: Spills) -> BoundedProfile:
         take_operators_for_kernels(facts, spills)
     else:
         for alone in join_launches(facts, spills):
-            groups.add(
-                alone.with_columns(
-                    pl.lit(None, pl.String).alias(name) for name in ("op", "module", "phase")
-                ).with_columns(name=facts.names.spell(alone["name"]))
-            )
+            nothing = pl.lit(None, pl.String)
+            name = facts.names.spell(alone["name"])
+            groups.add(alone.with_columns(name=name, op=nothing, module=nothing, phase=nothing))
     if not spills.swept.num_rows:
         raise StepscopeError(
             "the recording holds no kernel timeline",
@@ -122,7 +120,7 @@ def _explain(facts: Facts, spills: Spills) -> BoundedProfile:
             hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
         )
     join_flows(spills)
-    survey = survey_nodes(facts, spills, with_modules=facts.manifest.modules_recorded)
+    survey = survey_nodes(facts, spills)
     has_links = bool(spills.links.num_rows)
     join_makers(spills, choose_forward_threads(facts, survey.numbers, survey.votes, has_links=has_links))
     find_made_modules(facts, spills)
@@ -148,8 +146,8 @@ def _steps(facts: Facts) -> pl.DataFrame:
 def _finish(recording: Recording, groups: Groups, first_calls: FirstCalls, kind: str) -> pl.DataFrame:
     """What depends on names alone is found once a group instead of once a kernel."""
     grouped = groups.together().with_columns(kind=pl.lit(kind))
-    layered = number_layers(_name_what_is_no_module(recording, grouped), first_calls.modules)
-    return _set_communication_apart(classify(layered))
+    layered = number_layers(name_what_is_no_module(recording, grouped), first_calls.modules)
+    return set_communication_apart(classify(layered))
 
 
 def kernel_times(profile: BoundedProfile) -> tuple[KernelTime, ...]:
@@ -201,7 +199,7 @@ def make_part(profile: BoundedProfile, name: str, *, top: int | None = None) -> 
 
 def make_page(profile: BoundedProfile) -> Page:
     tables = tuple(make_part(profile, name, top=_ON_A_PAGE) for name in ("classes", "phases", "kernels"))
-    return Page(headline=breakdown.headline(profile), tables=tables, findings=())
+    return Page(headline=breakdown.headline(profile), tables=tables, findings=None)
 
 
 def _kernels_table(profile: BoundedProfile, top: int | None) -> Table:

@@ -2,7 +2,7 @@
 few facts that are about the file as a whole."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import polars as pl
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.attribution import EVALUATE
-from stepscope.explain.phases import _named_ranges, step_ranges
+from stepscope.explain.phases import named_ranges, step_ranges
 from stepscope.recording import kineto
 from stepscope.recording.kineto_stream import Names, TraceStream
 from stepscope.recording.spill import Spill
@@ -97,7 +97,7 @@ class Spills:
         )
         self.node_modules = self._make("node_modules", "node", {"node": pl.Int64, "module": pl.UInt32})
 
-    def _make(self, name: str, key: str, schema: dict[str, type[pl.DataType]]) -> Spill:
+    def _make(self, name: str, key: str, schema: Mapping[str, type[pl.DataType]]) -> Spill:
         return Spill(self._folder, name, key, pl.Schema(schema))
 
 
@@ -143,7 +143,8 @@ def take_in(path: Path, spills: Spills) -> Facts:
         for kind, spill in (("flow s", spills.flow_starts), ("flow f", spills.flow_ends)):
             if kind in tables:
                 spill.add(tables[kind].filter(pl.col("id").is_not_null()))
-    facts.manifest = _manifest(path, stream, facts)
+    on_host = not spills.kernels.num_rows and facts.num_ops > 0
+    facts.manifest = _manifest(path, stream, facts, on_host=on_host)
     if not (spills.kernels.num_rows or facts.num_ops or facts.num_ranges):
         raise StepscopeError(
             f"`{path}` holds no events that can be read",
@@ -193,7 +194,7 @@ def _take_ranges(facts: Facts, spills: Spills, ranges: pl.DataFrame, kind: str) 
     spills.modules.add(modules.with_columns(name="number"))
     facts.names_modules_itself |= bool(modules.select(ours.any()).item())
     facts.has_frames |= bool((modules["source"] == "module").any())
-    named = _named_ranges(spelled)
+    named = named_ranges(spelled)
     spills.named.add(named.with_columns(name="number"))
     facts.says_backward |= bool((named["phase"] == "backward").any())
     steps = step_ranges(Recording(manifest=facts.manifest, ranges=spelled))
@@ -205,7 +206,7 @@ def _count(values: pl.Series) -> dict[int, int]:
     return dict(values.drop_nulls().value_counts().iter_rows())
 
 
-def _manifest(path: Path, stream: TraceStream, facts: Facts) -> Manifest:
+def _manifest(path: Path, stream: TraceStream, facts: Facts, *, on_host: bool) -> Manifest:
     properties = stream.blocks.properties
     most = [device for device, _ in sorted(facts.devices.items(), key=lambda item: (-item[1], item[0]))[:1]]
     device = kineto._find_device(properties, pl.DataFrame({"device": most}, schema={"device": pl.Int64}))
@@ -219,21 +220,14 @@ def _manifest(path: Path, stream: TraceStream, facts: Facts) -> Manifest:
         world_size=distributed.world_size,
         versions=kineto._versions(properties),
         modules_recorded=facts.names_modules_itself or facts.has_frames,
-        notes=tuple(_notes(stream, facts)),
+        notes=_notes(stream, facts, on_host=on_host),
     )
 
 
-def _notes(stream: TraceStream, facts: Facts) -> Sequence[str]:
-    notes = list(stream.blocks.notes)
-    if stream.lost_events:
-        notes.append(f"{stream.lost_events} events ({stream.lost_bytes} bytes) could not be read and are left out")
-    if stream.set_aside:
-        notes.append(f"{stream.set_aside} events of other kinds (overhead, spans, device annotations) are not used")
-    notes += [_odd(facts.odd[table]) for table in ("op", "launch", "kernel") if facts.odd[table]]
-    if not facts.devices and facts.num_ops:
-        notes.append("no device activity: operators on the host stand for kernels, idle is the time between them")
-    return [*notes, *([_odd(facts.odd["range"])] if facts.odd["range"] else [])]
-
-
-def _odd(count: int) -> str:
-    return f"{count} events end before they start and are left out"
+def _notes(stream: TraceStream, facts: Facts, *, on_host: bool) -> tuple[str, ...]:
+    """In the order in which `kineto.read` finds them."""
+    notes = kineto.left_out_notes(stream.blocks, stream.lost_events, stream.lost_bytes, stream.set_aside)
+    notes += [kineto.odd_note(facts.odd[table]) for table in ("op", "launch", "kernel") if facts.odd[table]]
+    notes += [kineto.HOST_NOTE] if on_host else []
+    notes += [kineto.odd_note(facts.odd["range"])] if facts.odd["range"] else []
+    return tuple(notes)

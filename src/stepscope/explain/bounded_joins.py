@@ -3,6 +3,7 @@ order of the number, a window at a time, so that it does not matter how far apar
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TypeVar
 
 import polars as pl
 
@@ -10,7 +11,8 @@ from stepscope.explain.bounded_intake import Facts, Spills, Thread
 from stepscope.recording import kineto
 from stepscope.recording.spill import choose_borders
 
-WINDOW_ROWS = 250_000
+WINDOW_ROWS = 200_000
+T = TypeVar("T")
 
 
 def join_launches(facts: Facts, spills: Spills) -> Iterator[pl.DataFrame]:
@@ -129,11 +131,11 @@ def choose_forward_threads(
     those that nodes carry, `votes` count the arrows from each number to each thread."""
     chosen: dict[Thread, int | None] = {}
     if has_links:
-        for (number, thread), _ in votes.most_common():
-            chosen.setdefault(number, thread)
+        for carried, meant in _most_first(votes):
+            chosen.setdefault(carried, meant)
     else:
         busiest: dict[int | None, int | None] = {}
-        for (process, thread), _ in facts.forward_threads.most_common():
+        for process, thread in _most_first(facts.forward_threads):
             busiest.setdefault(process, thread)
         for process, number in numbers:
             own = number is not None and process is not None and (process, number) in facts.forward_threads
@@ -141,6 +143,11 @@ def choose_forward_threads(
     schema = {"process": pl.Int64, "forward_thread": pl.Int64, "made_thread": pl.Int64}
     rows = [(process, number, thread) for (process, number), thread in chosen.items()]
     return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _most_first(counts: Counter[tuple[T, int | None]]) -> list[tuple[T, int | None]]:
+    """The thread with the smallest number among equals."""
+    return sorted(counts, key=lambda one: (-counts[one], one[1] is None, one[1] or 0))
 
 
 def join_makers(spills: Spills, threads: pl.DataFrame) -> None:

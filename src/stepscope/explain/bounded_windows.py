@@ -21,7 +21,7 @@ from stepscope.recording.kineto_stream import Names
 from stepscope.recording.spill import choose_borders
 from stepscope.recording.store import Recording
 
-WINDOW_ROWS = 250_000
+WINDOW_ROWS = 200_000
 _MOST_CARRIED = 100_000  # rows that have ended; only what crosses instead of nesting could ever miss more
 _MOST_GROUPS = 100_000
 GROUPS = ("name", "launched", "op", "module", "phase")
@@ -63,7 +63,7 @@ class Survey:
     autograd: set[Thread] = field(default_factory=set)  # threads that launched a kernel inside a node
 
 
-def survey_nodes(facts: Facts, spills: Spills, *, with_modules: bool) -> Survey:
+def survey_nodes(facts: Facts, spills: Spills) -> Survey:
     """Numbers autograd's nodes and finds the threads they run on."""
     tables = (spills.ops, spills.modules, spills.named, spills.points, spills.links)
     survey = Survey(borders=choose_borders(tables, WINDOW_ROWS))
@@ -75,9 +75,8 @@ def survey_nodes(facts: Facts, spills: Spills, *, with_modules: bool) -> Survey:
         new = _nodes(facts.names, ops, count)
         count += new.height
         survey.node_counts.append(count)
-        if with_modules:
-            spills.nodes.add(new.filter(pl.col("sequence").is_not_null()))
-            survey.numbers.update(new.select("process", "forward_thread").unique().iter_rows())
+        spills.nodes.add(new.filter(pl.col("sequence").is_not_null()))
+        survey.numbers.update(new.select("process", "forward_thread").unique().iter_rows())
         nodes = opened.extend(new, border)
         if not nodes.height:
             number = pl.Series([None] * links.height, dtype=pl.Int64)
@@ -160,6 +159,7 @@ def attribute_windows(facts: Facts, spills: Spills, survey: Survey, groups: Grou
     # A named range may count for its whole process.
     opened_named = _Open("process")
     gradients = _Gradients()
+    evidence = _evidence(facts, survey)
     borders = survey.borders
     read = (spills.ops, spills.modules, spills.named, spills.points)
     tables = (table.windows(borders) for table in read)
@@ -178,8 +178,9 @@ def attribute_windows(facts: Facts, spills: Spills, survey: Survey, groups: Grou
             ops=opened_ops.extend(ops.with_columns(name=facts.names.spell(ops["name"])), border),
             ranges=opened_named.extend(named.with_columns(name=facts.names.spell(named["name"])), border),
         )
-        spelled = points.with_columns(name=facts.names.spell(points["name"]))
-        groups.add(_attribute(recording, spelled, nodes, paths, _evidence(facts, survey)))
+        if points.height:
+            spelled = points.with_columns(name=facts.names.spell(points["name"]))
+            groups.add(_attribute(recording, spelled, nodes, paths, evidence))
     return first_calls
 
 
@@ -277,8 +278,8 @@ def sweep_windows(
         start, end = (first, last) if start is None or end is None else (min(start, first), max(end, last))
         if border is not None:
             # What runs across the border is swept up to it now, and from it on with the next window.
-            carried = running.filter(pl.col("end_ns") > border).with_columns(start_ns=pl.lit(border))
-            running = running.with_columns(end_ns=pl.min_horizontal("end_ns", pl.lit(border)))
+            carried = running.filter(pl.col("end_ns") > border).with_columns(start_ns=pl.lit(border, pl.Int64))
+            running = running.with_columns(end_ns=pl.min_horizontal("end_ns", pl.lit(border, pl.Int64)))
         for key, sums in ((("process", "device"), devices), (("process", "device", "stream"), streams)):
             for name, group in running.partition_by(key, as_dict=True).items():
                 sums.setdefault(name, _Sums()).add(account(group, _span(group)))

@@ -26,6 +26,9 @@ def _devices(a: Profile, b: Profile) -> Iterator[str]:
         yield f"warning: the devices differ: A on {_or_unknown(left.device)}, B on {_or_unknown(right.device)}"
     if len(a.devices) != len(b.devices):
         yield f"warning: A holds {len(a.devices)} devices and B {len(b.devices)}; times are means over devices"
+    for name, manifest in (("A", left), ("B", right)):
+        if manifest.source == "nsight compute":
+            yield f"warning: {name}: Nsight Compute runs one kernel at a time, so its wall and idle time are no step's"
     if left.source != right.source:
         yield f"warning: the recorders differ, and so does what they cost: A by {left.source}, B by {right.source}"
 

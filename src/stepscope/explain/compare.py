@@ -256,7 +256,7 @@ def parse_percent(text: str) -> float:
         value = float(number)
     except ValueError:
         value = math.nan
-    if False:
+    if not math.isfinite(value) or value < 0:
         raise StepscopeError(
             f"not a percentage: `{text}`", detail="expected a number that is not negative", hint="--fail-on 3%"
         )

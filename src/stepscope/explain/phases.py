@@ -36,7 +36,7 @@ _LOSS_OPS = (
 def find_phases(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
     """Adds `phase` to rows with `in_backward`, `module`, `op_row` and the moment (`process`, `thread`, `ns`); takes
     `in_backward` away."""
-    named = _named_ranges(recording.ranges)
+    named = named_ranges(recording.ranges)
     here = named["phase"].gather(innermost(named, frame)) if named.height else _nulls(frame.height)
     anywhere = named["phase"].gather(innermost(named, frame, by_thread=False)) if named.height else here
     ops = recording.ops
@@ -51,7 +51,7 @@ def find_phases(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
         sequence = ops["sequence"].gather(frame["op_row"]).is_not_null()
         op_known = frame["op_row"].is_not_null()
     else:
-        sequence = op_known = pl.Series([False] * frame.height)
+        sequence = op_known = pl.repeat(False, frame.height, eager=True)  # noqa: FBT003
     copies_in = pl.col("name").str.starts_with("Memcpy HtoD")
     launched = pl.col("ns").is_not_null()
     phase = (
@@ -79,7 +79,7 @@ def find_phases(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
     return framed.with_columns(phase=phase).drop("in_backward", "autograd")
 
 
-def _named_ranges(ranges: pl.DataFrame) -> pl.DataFrame:
+def named_ranges(ranges: pl.DataFrame) -> pl.DataFrame:
     """The ranges that say which part of a step they are, with `phase`."""
     name = pl.col("name")
     ours = name.str.starts_with(_OURS)

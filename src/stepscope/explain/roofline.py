@@ -10,6 +10,7 @@ inputs came from the cache. The peak is that of the units the kernel used: a pro
 against those, not against the tensor cores it could have used.
 """
 
+import math
 import re
 
 import msgspec
@@ -111,10 +112,7 @@ def least_ns(hardware: Hardware | None, dtype: str | None, flops: float, moved_b
 
 def unit_dtype(kernel: str, op_dtype: str | None) -> str | None:
     """The precision whose peak a kernel is held against: what its name says of the arithmetic, else its operator's."""
-    decoded = decode(kernel)
-    if decoded.dtype == "fp32" and decoded.tensor_cores:
-        return "tf32"
-    return decoded.dtype or op_dtype
+    return decode(kernel).dtype or op_dtype
 
 
 def measure_use(profile: Profile) -> Utilisation | None:
@@ -143,7 +141,7 @@ def measure_use(profile: Profile) -> Utilisation | None:
 def step_plain_ns(profile: Profile) -> float:
     """A step's time without the recorder where that was measured, else as recorded."""
     overhead = profile.recording.manifest.overhead
-    return float(overhead.plain_ns) if overhead else profile.step_wall_ns
+    return float(overhead.plain_ns) if overhead else profile.step_ns
 
 
 def roofline_table(profile: Profile, *, top: int = 20) -> Table:
@@ -224,6 +222,8 @@ def _judge(row: dict[str, object], hardware: Hardware | None) -> tuple[str | Non
     dtype = unit_dtype(kernel, op_dtype)
     if not isinstance(flops, int) or not isinstance(moved, int):
         return dtype, None, None, "unknown"
+    if dtype == "fp32" and hardware and flops / max(1, time) * 1e9 > hardware.peak_flops.get("fp32", math.inf):
+        dtype = "tf32"  # faster than the CUDA cores can be: a name that does not tell the two apart
     limit = least_ns(hardware, dtype, flops, moved)
     if limit is None or hardware is None or not time:
         return dtype, None, None, "unknown"

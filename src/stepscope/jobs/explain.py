@@ -7,6 +7,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain import breakdown
+from stepscope.explain.overhead import overhead_table
 from stepscope.explain.profile import Profile, make_profile
 from stepscope.explain.questions import answer, answers_table, answers_text, evidence_tables
 from stepscope.explain.roofline import roofline_table
@@ -16,6 +17,7 @@ from stepscope.findings import Page, Table
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
 from stepscope.recording.opening import open_recording
+from stepscope.recording.store import Recording
 from stepscope.report.perfetto import write_perfetto
 
 _ON_A_PAGE = 6  # kernels and findings on the page; --table shows all
@@ -32,10 +34,21 @@ def read_profiles(paths: Sequence[Path], *, cached: bool) -> list[Profile]:
     profiles = []
     for path in paths:
         recording, folder = read_cached(path, open_recording) if cached else (open_recording(path), None)
-        if not recording.manifest.file:
+        if path.is_dir():
             recording = recording.with_manifest(file=path.name)
         profiles.append(make_profile(recording, folder))
     return profiles
+
+
+def explain_fresh(recording: Recording, name: str) -> Page:
+    """A recording that was just made: its page, with what recording cost at the end."""
+    profile = make_profile(recording.with_manifest(file=name))
+    page = make_page([profile])
+    return msgspec.structs.replace(page, tables=(*page.tables, overhead_table(recording.manifest)))
+
+
+def document_fresh(recording: Recording, name: str) -> str:
+    return encode_summary([make_profile(recording.with_manifest(file=name))])
 
 
 def require_one(profiles: Sequence[Profile], what: str) -> None:
@@ -104,5 +117,8 @@ def make_page(profiles: Sequence[Profile]) -> Page:
 
 def encode_summary(profiles: Sequence[Profile]) -> str:
     summaries = tuple(summarise(profile, find(profile)) for profile in profiles)
-    content: Summary | _Ranks = summaries[0] if len(summaries) == 1 else _Ranks(files=summaries)
+    return encode(summaries[0] if len(summaries) == 1 else _Ranks(files=summaries))
+
+
+def encode(content: Summary | _Ranks) -> str:
     return msgspec.json.format(msgspec.json.encode(content), indent=1).decode() + "\n"

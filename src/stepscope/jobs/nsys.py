@@ -59,7 +59,7 @@ def record_with_nsys(
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> NsysRun:
     """Leaves `report.nsys-rep`, its SQLite export and the request in `out_folder`."""
-    nsys = _find_nsys()
+    nsys = require_nsys()
     require_torch()
     asked = _check_pytorch(pytorch)
     request = NsysRequest(
@@ -125,7 +125,8 @@ def _missing(report: Path) -> StepscopeError:
     )
 
 
-def _find_nsys() -> str:
+def require_nsys() -> str:
+    """Where it is; said before anything runs."""
     nsys = shutil.which("nsys")
     if nsys is None:
         raise StepscopeError(

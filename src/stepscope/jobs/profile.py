@@ -25,6 +25,7 @@ from stepscope.spec import Case, Grid, grid_from_flags
 if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
     import polars as pl
 
+    from stepscope.jobs.nsys import NsysRun
     from stepscope.recording.store import Recording
 
 OnStage = Callable[[str], None]
@@ -70,6 +71,50 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(ended.answer, Recorded):
             return ended.answer.run
         raise explain_failure(ended, planned.case)
+
+
+class NsysProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """How to record a case with Nsight Systems. Its report, and what is needed to type the command again, stay in a
+    folder beside the recording."""
+
+    folder: Path
+    command: str
+    force: bool = False
+    steps: int = 3
+    functions: tuple[str, ...] = ()
+    python_backtrace: bool = False
+    pytorch: str | None = None
+
+    @property
+    def report_folder(self) -> Path:
+        return self.folder.with_name(self.folder.name + "-nsys")
+
+    def run(self, grid: Grid, on_stage: OnStage) -> tuple["Recording", "NsysRun"]:
+        from stepscope.jobs.nsys import record_with_nsys, require_nsys
+
+        require_nsys()
+        require_torch()
+        check_folder(self.folder, force=self.force)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        with Workers() as workers:
+            planned = plan_case(grid, workers)
+        run = record_with_nsys(
+            planned.case,
+            out_folder=self.report_folder,
+            functions=self.functions,
+            record_steps=self.steps,
+            python_backtrace=self.python_backtrace,
+            pytorch=self.pytorch,
+            on_stage=on_stage,
+        )
+        on_stage("reading the report")
+        from stepscope.recording import nsys, store
+
+        recording = describe_recording(
+            nsys.read(run.exported), planned=planned, run=run.recorded.run, command=self.command, started=started
+        )
+        store.save(recording, self.folder, force=self.force)
+        return recording, run
 
 
 def check_folder(folder: Path, *, force: bool) -> None:

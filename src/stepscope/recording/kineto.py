@@ -30,6 +30,7 @@ _GPU_KINDS = ("kernel", "memcpy", "memset")
 _MODULE_FRAME = "nn.Module: "
 # What autograd wraps around operators: its time is dispatch, not work.
 _MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
+HOST_NOTE = "no device activity: operators on the host stand for kernels, idle is the time between them"
 T = TypeVar("T")
 
 
@@ -123,11 +124,7 @@ def _frame(columns: Columns, texts: pl.Series) -> pl.DataFrame:
 
 
 def _assemble(parts: _Parts, path: Path, blocks: Blocks) -> Recording:
-    notes = list(blocks.notes)
-    if parts.lost_events:
-        notes.append(f"{parts.lost_events} events ({parts.lost_bytes} bytes) could not be read and are left out")
-    if parts.set_aside:
-        notes.append(f"{parts.set_aside} events of kinds that are not known are left out")
+    notes = left_out_notes(blocks, parts.lost_events, parts.lost_bytes, parts.set_aside)
     ops = _valid(parts.table(["op"]), notes)
     ops = _table("ops", ops.drop("kind") if ops.height else ops)
     # `Fwd thread id` is 0 on operators of the forward pass itself.
@@ -138,7 +135,7 @@ def _assemble(parts: _Parts, path: Path, blocks: Blocks) -> Recording:
     if not kernels.height:
         kernels = _host_kernels(ops)
         if kernels.height:
-            notes.append("no device activity: operators on the host stand for kernels, idle is the time between them")
+            notes.append(HOST_NOTE)
     ranges = _ranges(_valid(parts.table(["user", "python"]), notes))
     names = ranges["name"]
     device = _find_device(blocks.properties, kernels)
@@ -165,6 +162,19 @@ def _assemble(parts: _Parts, path: Path, blocks: Blocks) -> Recording:
     )
 
 
+def left_out_notes(blocks: Blocks, lost_events: int, lost_bytes: int, set_aside: int) -> list[str]:
+    notes = list(blocks.notes)
+    if lost_events:
+        notes.append(f"{lost_events} events ({lost_bytes} bytes) could not be read and are left out")
+    if set_aside:
+        notes.append(f"{set_aside} events of kinds that are not known are left out")
+    return notes
+
+
+def odd_note(count: int) -> str:
+    return f"{count} events end before they start and are left out"
+
+
 def _table(name: str, frame: pl.DataFrame) -> pl.DataFrame:
     return conform(name, frame)
 
@@ -175,7 +185,7 @@ def _valid(frame: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
         return frame
     valid = frame.filter(pl.col("end_ns") >= pl.col("start_ns"))
     if odd := frame.height - valid.height:
-        notes.append(f"{odd} events end before they start and are left out")
+        notes.append(odd_note(odd))
     return valid
 
 

@@ -20,7 +20,7 @@ from stepscope.recording.kineto_workers import decode_block, decode_in_processes
 _INLINE_BLOCKS = 3  # fewer are decoded faster than processes start
 _MOST_PROCESSES = 4
 # Processes remember every text they met, so they are replaced after so many blocks.
-_BLOCKS_A_PROCESS_GROUP = 64
+_BLOCKS_A_PROCESS_GROUP = 32
 _TEXTS = ("shapes", "dtypes", "strides", "arguments")
 _NEVER_NULL = ("name", "start_ns", "end_ns", "ns")
 _OWN = NONE  # stands for this process among those that decode

@@ -10,7 +10,6 @@ time into slices while reading would need less code, and the length of a trace i
 
 import errno
 import io
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import polars as pl
 
 from stepscope.errors import StepscopeError
 
-RUN_ROWS = 1 << 18
+RUN_ROWS = 1 << 17
 CHUNK_ROWS = 1 << 13
 _PREFIX = "spill-"
 
@@ -162,5 +161,5 @@ def _writing(folder: Path) -> Iterator[None]:
         raise StepscopeError(
             f"cannot write to `{folder}`: {error.strerror or error}",
             detail="a trace read in bounded memory needs room on disk, about a tenth of its plain size" if full else "",
-            hint="STEPSCOPE_CACHE=FOLDER stepscope explain FILE --bounded" if full or os.name == "posix" else "",
+            hint="STEPSCOPE_CACHE=FOLDER stepscope explain FILE --bounded",
         ) from None

@@ -14,7 +14,8 @@ def render_page(page: Page, *, width: int | None) -> str:
     parts = ["\n".join(one_line(line) for line in page.headline.splitlines())]
     # Notes repeat from table to table; on a page the last one says it for all.
     parts += [render(_quiet(table, page.tables[-1]), Format.TEXT, width=width).rstrip("\n") for table in page.tables]
-    parts.append(_render_findings(page.findings, width))
+    if page.findings is not None:
+        parts.append(_render_findings(page.findings, width))
     return "\n\n".join(parts) + "\n"
 
 
@@ -42,4 +43,3 @@ def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
 def _indented(text: str, width: int | None) -> list[str]:
     wrapped = [textwrap.wrap(one_line(line), max(40, (width or 120) - 7)) or [""] for line in text.splitlines()]
     return ["       " + line for lines in wrapped for line in lines]
-

@@ -17,7 +17,20 @@ from stepscope.errors import StepscopeError
 from stepscope.recording.lines import writing
 
 _DEVICE_PID, _HOST_PID = 1_000_000, 2_000_000
-_DETAILS = ("name", "class", "phase", "module", "layer", "part", "step", "op", "launched", "recomputed", "correlation", "bytes")
+_DETAILS = (
+    "name",
+    "class",
+    "phase",
+    "module",
+    "layer",
+    "part",
+    "step",
+    "op",
+    "launched",
+    "recomputed",
+    "correlation",
+    "bytes",
+)
 
 
 def write_perfetto(
@@ -47,9 +60,7 @@ def _write_events(file: IO[bytes] | gzip.GzipFile, events: Iterator[dict[str, ob
     file.write(b"\n]}\n")
 
 
-def _events(
-    kernels: pl.DataFrame, ops: pl.DataFrame, ranges: pl.DataFrame, origin: int
-) -> Iterator[dict[str, object]]:
+def _events(kernels: pl.DataFrame, ops: pl.DataFrame, ranges: pl.DataFrame, origin: int) -> Iterator[dict[str, object]]:
     devices = kernels["device"].unique().sort().to_list()
     for device in devices:
         yield _name("process_name", _DEVICE_PID + (device or 0), 0, f"device {device}: as stepscope explains it")
@@ -57,7 +68,9 @@ def _events(
     for row in kernels.iter_rows(named=True):
         details = {key: row[key] for key in _DETAILS if row.get(key) is not None}
         pid = _DEVICE_PID + (row["device"] or 0)
-        yield _span(row["short"], row["class"], pid, row["stream"] or 0, row["start_ns"], row["end_ns"], origin, details)
+        yield _span(
+            row["short"], row["class"], pid, row["stream"] or 0, row["start_ns"], row["end_ns"], origin, details
+        )
     for track, column in enumerate(("phase", "module"), start=1):
         yield from _tracks(kernels, column, track, origin)
     for frame, category in ((ops, "operator"), (ranges, "range")):

@@ -161,7 +161,9 @@ def _repeats(recorded: list[Extent], steps: int) -> bool:
 
 def _element_bytes(profile: Profile, softmax: pl.DataFrame) -> int:
     rows = softmax["op_row"].drop_nulls()
-    recorded = profile.ops["dtypes"].gather(rows).drop_nulls() if len(rows) else pl.Series([], dtype=pl.String)
+    recorded = (
+        profile.recording.ops["dtypes"].gather(rows).drop_nulls() if len(rows) else pl.Series([], dtype=pl.String)
+    )
     sizes = [_BYTES[kind] for text in recorded.unique() for kind in _dtypes(text) if kind in _BYTES]
     case = profile.recording.manifest.case
     # Autocast runs a softmax in fp32; a model in half precision all through does not.

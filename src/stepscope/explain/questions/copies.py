@@ -65,7 +65,7 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|_\d+(?=\.|$)")
 def copies_in_backward(profile: Profile) -> Answer:
     backward = in_phases(profile, "backward")
     if not backward.height:
-        return missing(_KEY, _QUESTION, "nothing runs backward in it", "stepscope profile --mode train")
+        return missing(_KEY, _QUESTION, "nothing in it is known to run backward", "stepscope profile --mode train")
     copies = backward.filter(pl.col("class").is_in(_COPIES))
     forward = in_phases(profile, "forward")
     share, steps = time_of(copies) / max(1, time_of(backward)), profile.num_steps
@@ -96,10 +96,10 @@ def copies_in_backward(profile: Profile) -> Answer:
 def _explain(profile: Profile, copies: pl.DataFrame) -> pl.DataFrame:
     """Adds `node` and `reason`."""
     at = copies.select("process", "thread", ns="launch_ns")
-    names = profile.ops["name"]
-    node = _around(profile.ops.filter(names.str.starts_with(EVALUATE)), at).str.strip_prefix(EVALUATE)
-    copier = _around(profile.ops.filter(names != "aten::copy_"), at)
-    asker = _around(profile.ops.filter(~names.is_in(_COPYING_OPS)), at)
+    names = profile.recording.ops["name"]
+    node = _around(profile.recording.ops.filter(names.str.starts_with(EVALUATE)), at).str.strip_prefix(EVALUATE)
+    copier = _around(profile.recording.ops.filter(names != "aten::copy_"), at)
+    asker = _around(profile.recording.ops.filter(~names.is_in(_COPYING_OPS)), at)
     framed = copies.with_columns(
         node=node,
         asked=asker.str.strip_prefix(EVALUATE),

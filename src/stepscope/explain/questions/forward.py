@@ -53,6 +53,9 @@ def forward_time(profile: Profile) -> Answer:
         sentence += "; the recording holds no step times measured without the recorder"
     else:
         sentence += f"; the clock without the recorder says {say_time(plain)}, {_judge(span, plain)}"
+        doubts = profile.recording.manifest.doubts
+        if doubts and abs(span / plain - 1) > _AGREE:
+            sentence += f"; that clock is in doubt: {say_list(doubt.text for doubt in doubts)}"
     return Answer(
         key=key,
         question=question,
@@ -125,8 +128,8 @@ def _judge(span: float, plain: float) -> str:
     if abs(away) <= _AGREE:
         return f"which agrees with the span within {say_share(abs(away))}"
     if away > 0:
-        return f"so recording made it {say_share(away)} longer (the host is slower under a recorder)"
-    return f"so the steps timed alone were {say_share(plain / span - 1)} slower than those recorded"
+        return f"so under the recorder it takes {span / plain:.3g} times as long (the host is slower there)"
+    return f"so the steps timed alone took {plain / span:.3g} times as long as those recorded"
 
 
 def top_kernel(profile: Profile) -> Answer:
@@ -147,7 +150,7 @@ def top_kernel(profile: Profile) -> Answer:
         scopes += [("forward and backward", both), ("whole step", stepped(profile))]
         sentence += "; " + _others(scopes[1:], name, both=both)
     else:
-        sentence += "; nothing runs backward in this recording"
+        sentence += "; nothing in this recording is known to run backward"
     rows: list[tuple[Cell, ...]] = []
     for scope, kernels in scopes:
         for each in share_by(kernels, "name").head(5).iter_rows(named=True):

@@ -3,7 +3,7 @@
 import polars as pl
 
 from stepscope.explain.profile import Profile
-from stepscope.explain.questions.answers import Answer, device_word, say_share, say_time, share_by
+from stepscope.explain.questions.answers import Answer, device_word, missing, say_share, say_time, share_by
 from stepscope.explain.questions.gaps import CAUSES, find_gaps
 from stepscope.findings import Cell, Column, Table
 
@@ -16,6 +16,9 @@ def idle_time(profile: Profile) -> Answer:
         "idle",
         "Where is time spent outside of operators?" if profile.on_cpu else "Where does the GPU idle, and why?",
     )
+    if profile.recording.manifest.source == "nsight compute":
+        reason = "Nsight Compute runs one kernel at a time and records no gaps between them"
+        return missing(key, question, reason, "stepscope profile")
     gaps = find_gaps(profile)
     wall = sum(device.whole.wall_ns for device in profile.devices)
     idle = int(gaps["time_ns"].sum())
@@ -32,10 +35,18 @@ def idle_time(profile: Profile) -> Answer:
         f"of that, {', '.join(said)} ({CAUSES[first]}); the "
         f"longest gap lasts {say_time(longest['time_ns'])}{_place(longest)}"
     )
+    figure = f"{say_share(share)} of wall time"
+    if profile.step_ns != profile.recorded_step_ns:
+        figure = f"{say_share(profile.idle_share)} of wall time"
+        sentence += (
+            f". That is under the recorder, which slows the host; by the clock without it a step takes "
+            f"{say_time(round(profile.step_ns))}, of which {say_time(round(profile.step_ns - profile.busy_step_ns))} "
+            f"({say_share(profile.idle_share)}) are idle"
+        )
     return Answer(
         key=key,
         question=question,
-        figure=f"{say_share(share)} of wall time",
+        figure=figure,
         sentence=sentence + ".",
         evidence=_table(profile, gaps, causes),
     )

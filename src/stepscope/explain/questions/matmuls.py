@@ -126,7 +126,7 @@ def role_of_module(module: str) -> str | None:
 
 def extents(profile: Profile, op_rows: Sequence[int | None]) -> list[Extent | None]:
     """From the shapes of operators' inputs; None where they were not recorded."""
-    ops = profile.ops
+    ops = profile.recording.ops
     known = [row for row in op_rows if row is not None]
     names = dict(zip(known, ops["name"].gather(known), strict=True)) if known else {}
     shapes = dict(zip(known, ops["shapes"].gather(known), strict=True)) if known else {}

@@ -22,6 +22,7 @@ def products_by_role(profile: Profile) -> Answer:
     expected = _expected(profile)
     steps = profile.num_steps
     counts = {stage: each.height / steps for stage, each in _stages(products).items()}
+    total = products.height / steps
     known = products.filter(pl.col("role") != UNKNOWN_ROLE)
     counted = say_list(f"{say_count(count)} in {stage}" for stage, count in counts.items() if count)
     if expected is None:
@@ -42,7 +43,7 @@ def products_by_role(profile: Profile) -> Answer:
     return Answer(
         key=_KEY,
         question=_QUESTION,
-        figure=f"{say_count(counts['forward'])} in forward",
+        figure=f"{say_count(counts['forward'])} in forward" if counts["forward"] else f"{say_count(total)} a step",
         sentence=sentence + ".",
         evidence=_table(profile, products, expected),
     )
@@ -56,7 +57,7 @@ def _stages(products: pl.DataFrame) -> dict[str, pl.DataFrame]:
         "forward": products.filter((phase == "forward") & ~again),
         "backward": products.filter((phase == "backward") & ~again),
         "recomputation": products.filter(again),
-        "other phases": products.filter(~again & (phase.is_null() | ~phase.is_in(["forward", "backward"]))),
+        "other or unknown phases": products.filter(~again & (phase.is_null() | ~phase.is_in(["forward", "backward"]))),
     }
 
 

@@ -21,16 +21,20 @@ from stepscope.explain.questions.answers import (
 )
 from stepscope.findings import Cell, Column, Table
 
-_TOP_TILES = 3
+_ASK_BOTH = "stepscope explain A B --questions, with both recordings"
+_TWO_SIZES = (
+    "stepscope profile --size small --out runs/small; stepscope profile --size large --out runs/large; "
+    "stepscope explain runs/small runs/large --questions"
+)
 
 
 def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
     key = "share-of-products"
     question = "How does the share of matrix products change from inference to a whole training step?"
-    inference = next((one for one in profiles if _is_inference(one)), None)
+    inference = next((one for one in profiles if _is_inference(one) and in_phases(one, "forward").height), None)
     if _is_inference(main):
-        reason = f"`{name_profile(main)}` is of inference: there is no training step to hold it against"
-        return missing(key, question, reason, "stepscope profile --mode train, and give both recordings")
+        reason = f"nothing in `{name_profile(main)}` is known to run backward, so there is no training step in it"
+        return missing(key, question, reason, f"stepscope profile --mode train --out runs/train; {_ASK_BOTH}")
     forward, whole = in_phases(main, "forward"), stepped(main)
     scopes = [("forward", "forward of this step", forward), ("step", "whole step", whole)]
     if inference is not None:
@@ -76,7 +80,9 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
             columns=(Column(key="class", label="class"), *columns, Column(key="change", label="change", kind="share")),
             rows=rows,
         ),
-        command="" if inference is not None else "stepscope profile --mode inference, and give both recordings",
+        command=""
+        if inference is not None
+        else f"stepscope profile --mode inference --out runs/inference; {_ASK_BOTH}",
     )
 
 
@@ -97,7 +103,7 @@ def small_against_large(profiles: Sequence[Profile]) -> Answer:
             if len(profiles) == 1
             else "the recordings are not of two sizes in the same mode"
         )
-        return missing(key, question, reason, "stepscope profile --size small; stepscope profile --size large")
+        return missing(key, question, reason, _TWO_SIZES)
     small, large, ordered = sized
     a, b = _traits(small), _traits(large)
     products = [f"{say_share(float(one['gemm share'] or 0))}" for one in (a, b)]
@@ -146,7 +152,7 @@ def _traits(profile: Profile) -> dict[str, Cell]:
         "idle": idle / wall,
         "kernel us": time_of(kernels) / max(1, kernels.height) / 1e3,
         "kernels a step": kernels.height / steps,
-        "step ms": profile.step_wall_ns / 1e6,
+        "step ms": profile.step_ns / 1e6,
         **{f"share of {kind}": share for kind, share in shares.items() if kind != "gemm" and share >= 0.01},
     }
 

@@ -69,7 +69,7 @@ def _make_finding(evidence: Evidence, rule: Rule, hit: Hit) -> Finding:
         code=rule.code,
         title=page.title,
         evidence=hit.evidence,
-        fix=page.builtin if evidence.is_builtin else page.own.splitlines()[0],
+        fix=page.builtin if evidence.is_builtin else page.own.splitlines()[0].removeprefix("# "),
         saving_ns=saving,
         share=None if saving is None else saving / evidence.step_ns,
     )

@@ -131,8 +131,8 @@ class Evidence:
     @cached_property
     def waits(self) -> pl.DataFrame:
         """The host's waits for the device, in the order of their end: start_ns, end_ns, op, phase, step, `kind`, and
-        `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue` for a
-        launch that had to wait for a place in the queue. Short calls waited for nothing."""
+        `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue` for
+        a launch that had to wait for a place in the queue. Short calls waited for nothing."""
         ops = self.profile.ops
         calls = self._waiting_calls()
         op_row = innermost(ops, calls.select("process", "thread", ns="start_ns"))

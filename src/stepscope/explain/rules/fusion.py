@@ -7,10 +7,10 @@ from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, Evidenc
 from stepscope.explain.rules.replay import Bools, Floats
 from stepscope.explain.rules.types import Hit, Rule, settle
 
-# A fused chain still reads its inputs and writes its result, and a sum over rows needs a second pass.
+# A fused chain still reads its inputs and writes its result, and a sum over rows needs a second pass. Assumed.
 # Without modules, a row of kernels may be several chains.
 LEAST_OF_CHAIN, LEAST_OF_ROW = 0.2, 0.35
-# Between two launches of compiled code there is no Python, dispatcher or autograd.
+# Between two launches of compiled code there is no Python, dispatcher or autograd. Assumed, not measured yet.
 COMPILED_LAUNCH = 0.4
 ADAM_BYTES, SGD_BYTES = 28, 12  # a parameter in fp32, each read and write once
 ADAM_UNFUSED_BYTES = 80
@@ -43,7 +43,7 @@ def find_chains(evidence: Evidence) -> Hit | None:
 def _compiled_launches(evidence: Evidence) -> Floats:
     """Compiled code launches what is left faster as well. The optimizer is not compiled with the model."""
     updates = (evidence.kernels["phase"].fill_null("") == "optimizer").to_numpy()
-    return np.where(updates, 1.0, COMPILED_LAUNCH)
+    return np.where(updates | ~evidence.replay.is_launching, 1.0, COMPILED_LAUNCH)
 
 
 def _chains(kernels: pl.DataFrame) -> pl.DataFrame:

@@ -19,12 +19,12 @@ _TEXT = """
 SS001 the GPU waits for the host to launch kernels
 what: Python and the framework take longer to launch a kernel than the GPU takes to run it. The queue is empty, and a
     faster kernel would only wait longer.
-seen: A kernel starts late because its launch came after all work before it was done. The rule fires when a faster host
-    would make the step at least 3 % shorter. Gaps of over 1 ms are not launches: see SS019.
-saving: The recording is replayed with a host that needs 15 % of its time in forward and backward, which is what
-    compiling leaves; CUDA graphs leave less. The optimizer's launches stay (SS007). Compiling makes kernels faster
-    besides (SS003). Within about a third. A recorder slows the host down: where the step was timed without one too,
-    the host is scaled to that.
+seen: A kernel starts late because its launch came after all work before it was done. The rule fires when a faster
+    host would make the step at least 3 % shorter. Gaps of over 1 ms are not launches: see SS019.
+saving: The recording is replayed with a host that needs 15 % of its time in forward and backward, as if compiled;
+    CUDA graphs leave less. The optimizer's launches stay (SS007). Compiling makes kernels faster besides (SS003).
+    That share is assumed, the error is expected to be a third. A recorder slows the host down: where the step was
+    timed without one too, the host is scaled to that.
 built-in: --compile, or a larger --batch
 own:
     model = torch.compile(model, mode="reduce-overhead")  # CUDA graphs; shapes must not change
@@ -34,8 +34,8 @@ SS002 the host waits for the GPU inside the step
 what: Something needs a value of the GPU's on the host: .item(), .cpu(), print(loss), if tensor:, nonzero(), a mask as
     an index. The host stops, the queue drains, and the GPU idles until new launches arrive.
 seen: Calls that synchronise or copy to the host, last over 10 µs, and have launches after them in the same step.
-saving: The recording is replayed without these waits. Right to a few per cent of the step. Where the host is slower
-    than the GPU anyway there is little to gain, and the rule is silent.
+saving: The recording is replayed without these waits. Expected to be right to a few per cent of the step. Where the
+    host is slower than the GPU anyway there is little to gain, and the rule is silent.
 built-in: --precision bf16 in place of fp16, whose gradient scaler waits once a step; nothing else in it waits
 own:
     total_loss += loss.detach()  # not loss.item(): ask for the number once in a hundred steps
@@ -46,10 +46,10 @@ what: Each elementwise operation, copy and sum is a kernel of its own that reads
     result back. Fused, the intermediate results never leave the chip.
 seen: Two or more such kernels in a row on one stream, of one module and phase, outside of the optimizer, not from a
     compiler.
-saving: A chain is taken to cost what its longest kernel does, and at least a fifth of itself (a third where modules are
-    not known): a fused kernel still reads its inputs and writes its result. Replayed, with launches that take 40 % of
-    the host's time, as in compiled code. Within about a third of what compiling gives; overlaps with SS001, SS004,
-    SS006 and SS008.
+saving: A chain is taken to cost what its longest kernel does, and at least a fifth of itself (a third where modules
+    are not known): a fused kernel still reads its inputs and writes its result. Replayed, with launches that take 40
+    % of the host's time, as in compiled code. The shares are assumed; expected within a third of what compiling
+    gives; overlaps with SS001, SS004, SS006 and SS008.
 built-in: --compile
 own:
     model = torch.compile(model)
@@ -61,7 +61,7 @@ what: Scores, softmax and values as separate operations move a matrix of queries
 seen: The parts of the built-in attention, or two batched products with a softmax between them.
 saving: The time of these kernels less that of a fused one, from its FLOPs at the speed that PyTorch's own kernels
     have on an H200 (a share of the peak that grows with the number of queries; fp32 has slower kernels than bf16).
-    Within about a fifth at lengths over 1024; below, launches decide.
+    Expected within a fifth at lengths over 1024; below, launches decide.
 built-in: --attention sdpa
 own:
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # or without a mask
@@ -72,7 +72,7 @@ what: The matrix units are idle. TF32 keeps fp32's range, rounds the inputs of p
     times as fast at its peak; bf16 is twice as fast again and halves the memory traffic.
 seen: Kernels of matrix products whose name says fp32 on the CUDA cores, on a device with TF32.
 saving: Each product at TF32's peak, with the share of the peak that it has in fp32 now (75 % at most), or at 89 % of
-    the bandwidth, whichever is slower. Within about a fifth for large products.
+    the bandwidth, whichever is slower. Expected within a fifth for large products.
 built-in: --precision tf32, or bf16
 own:
     torch.set_float32_matmul_precision("high")
@@ -94,7 +94,7 @@ what: AdamW needs 28 bytes a parameter: read weight, gradient and two averages, 
 seen: Elementwise or foreach kernels in the optimizer's phase, none of them fused.
 saving: The optimizer's time less 28 bytes a parameter (12 for SGD) at 89 % of the bandwidth; where the number of
     parameters is not known and the operations are Adam's, 65 % of it. Replayed, so that the host's time counts.
-    Within a tenth.
+    Expected within a tenth.
 built-in: --optimizer adamw-fused
 own:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -118,7 +118,7 @@ seen: Products with tensor cores one of whose sizes is not such a multiple; or w
     compute at least 15 % more than asked for.
 saving: For the first, the product at the speed of the best aligned product of its kind in the recording (65 % of the
     peak where there is none), padded to a multiple of 64. For the second, the share of the padding. The first is
-    right to about a third: which kernels cuBLAS has for odd sizes changes with its version.
+    expected to be right to a third: which kernels cuBLAS has for odd sizes changes with its version.
 built-in: --vocab 10048 in place of 10007: the next multiple of 64
 own:
     # pad sizes to multiples of 64: tokens, widths, heads
@@ -159,8 +159,8 @@ SS013 activations computed a second time
 what: Activation checkpointing throws activations away and computes them again in the backward pass: about a third
     more work, for memory.
 seen: Modules that are called inside of the backward pass.
-saving: The time of these kernels, replayed. Within a few per cent, if the memory suffices: the recording does not
-    know.
+saving: The time of these kernels, replayed. Expected within a few per cent, if the memory suffices: the recording
+    does not know.
 built-in: --checkpoint none
 own:
     # checkpoint fewer blocks: every second one, or only those with the largest activations

@@ -12,7 +12,7 @@ from stepscope.explain.rules.types import Hit, Rule, settle
 
 ALIGNED_BYTES = 16
 PADDED_TO = 64
-USUAL_ALIGNED_SHARE = 0.65  # of the peak, where no aligned product of the recording shows it
+USUAL_ALIGNED_SHARE = 0.65  # of the peak, assumed where no aligned product of the recording shows it
 LEAST_PADDING = 0.15
 LEAST_TAIL = 0.10
 MOST_WAVES = 6
@@ -37,7 +37,9 @@ def find_single_precision(evidence: Evidence) -> Hit | None:
     if hardware is None or not {"fp32", "tf32"} <= set(hardware.peak_flops):
         return None
     fp32, tf32 = hardware.peak_flops["fp32"], hardware.peak_flops["tf32"]
-    slow = _products(evidence).filter((pl.col("dtype") == "fp32") & (pl.col("tensor_cores") == False))  # noqa: E712
+    # A product with a vector has no tiles, and its limit is the memory.
+    tiled = pl.col("tile_m").is_not_null() & ~pl.col("tensor_cores").fill_null(value=True)
+    slow = _products(evidence).filter((pl.col("dtype") == "fp32") & tiled)
     if not slow.height or tf32 <= fp32:
         return None
     new = evidence.durations.copy()
@@ -71,8 +73,11 @@ def find_odd_sizes(evidence: Evidence) -> Hit | None:
     products = products.with_columns(odd=odd)
     new = evidence.durations.copy()
     wasteful: list[tuple[int, int, int]] = []
+    odd_kinds = products.filter("odd").select("dtype", "flops").unique()
+    speeds = {key: _aligned_speed(evidence, products, *key) for key in odd_kinds.rows()}
     for row in products.iter_rows(named=True):
-        better = _aligned_ns(evidence, products, row) if row["odd"] else _unpadded_ns(row)
+        speed = speeds.get((row["dtype"], row["flops"]))
+        better = _aligned_ns(evidence, row, speed) if row["odd"] else _unpadded_ns(row)
         if better is not None and better < row["time_ns"]:
             new[row["row"]] = better
             wasteful.append((row["m"], row["n"], row["k"]))
@@ -88,19 +93,20 @@ def find_odd_sizes(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def _aligned_ns(evidence: Evidence, products: pl.DataFrame, row: dict[str, float]) -> float | None:
-    """The product, padded, at the speed of the best aligned one that does at least half as much."""
-    peak = evidence.hardware.peak_flops.get(str(row["dtype"])) if evidence.hardware else None
+def _aligned_speed(evidence: Evidence, products: pl.DataFrame, dtype: str, flops: float) -> float | None:
+    """FLOP/ns of the best aligned product that does at least half as much."""
     like = products.filter(
-        ~pl.col("odd")
-        & (pl.col("dtype") == row["dtype"])
-        & (pl.col("flops") >= row["flops"] / 2)
-        & (pl.col("time_ns") > 0)
+        ~pl.col("odd") & (pl.col("dtype") == dtype) & (pl.col("flops") >= flops / 2) & (pl.col("time_ns") > 0)
     )
-    speed = (like["flops"] / like["time_ns"]).max()
-    if speed is None:
-        speed = peak * USUAL_ALIGNED_SHARE * 1e-9 if peak else None
-    assert speed is None or isinstance(speed, float)
+    best = (like["flops"] / like["time_ns"]).max()
+    peak = evidence.hardware.peak_flops.get(dtype) if evidence.hardware else None
+    if isinstance(best, float):
+        return best
+    return peak * USUAL_ALIGNED_SHARE * 1e-9 if peak else None
+
+
+def _aligned_ns(evidence: Evidence, row: dict[str, float], speed: float | None) -> float | None:
+    """The product, padded, at `speed`, and no faster than its bytes."""
     if speed is None:
         return None
     m, n, k = (PADDED_TO * math.ceil(row[size] / PADDED_TO) if row[size] > PADDED_TO else row[size] for size in "mnk")

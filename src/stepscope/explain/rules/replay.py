@@ -110,6 +110,16 @@ class Replay:
         return float(np.clip(np.median((self.start - self.launch)[late]), 1_000, 20_000))
 
     @cached_property
+    def is_launching(self) -> Bools:
+        """The kernels before whose launch the host did nothing for long but launch."""
+        order = np.argsort(self.launch, kind="stable")
+        spent = np.diff(self.launch[order], prepend=self.begin_ns)
+        result = np.zeros(len(order), dtype=np.bool_)
+        result[order] = spent <= LONG_GAP_NS
+        result &= self.launch != NEVER
+        return result
+
+    @cached_property
     def delays(self) -> tuple[list[float], list[float]]:
         """Per kernel: from its launch to its start, and from what it waited for to its start."""
         since_launch, since_ready = (self.start - self.launch).astype(float), (self.start - self.ready).astype(float)

@@ -60,7 +60,7 @@ def find_dominant_kernels(evidence: Evidence) -> Hit | None:
     total = float(evidence.kernels["time_ns"].sum())
     by_name = evidence.kernels.group_by("short").agg(pl.col("time_ns").sum()).sort("time_ns", "short", descending=True)
     top = by_name.head(FEW_KERNELS)
-    if by_name.height <= FEW_KERNELS or top["time_ns"].sum() < MOST_OF_TIME * total:
+    if not total or by_name.height <= FEW_KERNELS or top["time_ns"].sum() < MOST_OF_TIME * total:
         return None
     named = ", ".join(f"{short} ({time / total:.0%})" for short, time in top.iter_rows())
     return Hit(evidence=f"{named}: together {float(top['time_ns'].sum()) / total:.0%} of the GPU time")
