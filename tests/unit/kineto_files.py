@@ -33,7 +33,7 @@ def launch(start: str, duration: str, correlation: int, *, thread: int = MAIN, n
     return event("cuda_runtime", name, start, duration, tid=thread, args={"correlation": correlation})
 
 
-def op(name: str, start: str, duration: str, *, thread: int = MAIN, **args: Any) -> str:
+def op(name: str, start: str, duration: str, *, thread: Any = MAIN, **args: Any) -> str:
     return event("cpu_op", name, start, duration, tid=thread, args=args)
 
 
@@ -44,7 +44,9 @@ def flow(end: str, number: int, moment: str, thread: int) -> str:
 
 def write_trace(path: Path, events: list[str], *, separator: str = ",\n  ", properties: str = "") -> Path:
     """`properties` go behind the list, where the profiler puts some of its own."""
-    text = f'{{"schemaVersion": 1, "deviceProperties": [{{"id": 0, "name": "NVIDIA H200", "numSms": 132}}],\n"traceEvents": [\n  {separator.join(events)}\n]{properties}}}\n'
+    device = '{"id": 0, "name": "NVIDIA H200", "numSms": 132}'
+    inside = f"[\n  {separator.join(events)}\n]"
+    text = f'{{"schemaVersion": 1, "deviceProperties": [{device}],\n"traceEvents": {inside}{properties}}}\n'
     content = text.encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import polars as pl
@@ -118,13 +119,9 @@ def test_a_trace_cut_by_a_crash_gives_what_is_there_and_says_so(tmp_path: Path, 
     content = gzip.compress(whole) if packed else whole
     path = tmp_path / ("cut.json.gz" if packed else "cut.json")
     path.write_bytes(content[: int(len(content) * share)])
-    try:
-        recording = read(path)
-    except StepscopeError as error:
-        assert packed, error  # half a small gzip may hold nothing at all
-    else:
-        assert any("ends early" in note for note in recording.manifest.notes)
-        assert recording.kernels.height + recording.ops.height > 0
+    recording = read(path)
+    assert any("ends early" in note for note in recording.manifest.notes)
+    assert recording.kernels.height + recording.ops.height > 0
 
 
 def test_a_damaged_event_costs_itself_alone(tmp_path: Path) -> None:
@@ -244,7 +241,5 @@ def test_random_damage_is_survived(tmp_path: Path, seed: int, flips: int) -> Non
 def test_any_bytes_are_a_recording_or_an_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "any.json"
     path.write_bytes(content)
-    try:
+    with suppress(StepscopeError):
         read(path)
-    except StepscopeError:
-        pass

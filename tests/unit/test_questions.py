@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import polars as pl
 import pytest
 
@@ -13,6 +14,7 @@ from stepscope.explain.questions.matmuls import Extent, extent, find_products, r
 from stepscope.findings import Cell
 from stepscope.recording import tables
 from stepscope.recording.bench import Doubt
+from stepscope.recording.store import Overhead
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
 
@@ -126,6 +128,23 @@ def test_softmax_without_shapes_takes_them_from_the_case() -> None:
     assert ask("softmax", make_profile(replace(profile.recording, ops=bare))).figure == ask("softmax", profile).figure
 
 
+def test_products_in_half_precision_move_half_the_bytes_of_a_softmax_in_single() -> None:
+    profile = model_profile()
+    of = pl.when(pl.col("name") == "aten::bmm").then(pl.lit('["c10::BFloat16", "c10::BFloat16"]'))
+    ops = profile.recording.ops.with_columns(dtypes=of.otherwise(pl.lit('["float"]')))
+    rows = evidence(ask("softmax", make_profile(replace(profile.recording, ops=ops))))
+    flops, moved = 2 * (16 * 32 * 16), 16 * 32 + 32 * 16 + 16 * 16
+    assert [row["flop_per_byte"] for row in rows[:2]] == [flops / (2 * moved), 5 / (2 * 4)]
+
+
+def test_a_compiled_recording_asks_for_one_that_is_not() -> None:
+    tape = Tape()
+    with tape.inside("step:0"), tape.inside("phase:forward"):
+        tape.forward("aten::bmm", GEMM, 30, "[[2, 8, 4], [2, 4, 8]]")
+    assert "--compile no" in ask("softmax", tape.profile(compiled=True)).command
+    assert "--compile" not in ask("softmax", tape.profile()).command
+
+
 def test_fused_attention_is_one_kernel() -> None:
     found = ask("softmax", model_profile(fused=True))
     assert found.figure.startswith("one kernel")
@@ -169,6 +188,14 @@ def test_products_that_are_missing_are_said() -> None:
     assert "not as expected (18.5 instead of 19 in forward)" in found.sentence
 
 
+def test_roles_that_nobody_knows_are_not_said_to_be_missing() -> None:
+    profile = model_profile()
+    bare = profile.recording.ranges.filter(~pl.col("name").str.contains("module:|part:"))
+    rows = evidence(ask("products", make_profile(replace(profile.recording, ranges=bare))))
+    assert {row["role"] for row in rows} == {"unknown"}
+    assert sum(float(row["counted"] or 0) for row in rows if row["stage"] == "forward") == 19
+
+
 def test_one_product_in_two_kernels_is_one() -> None:
     tape = Tape()
     with tape.inside("phase:forward"), tape.inside("module:blocks.0.ffn.up"), tape.operator("aten::mm"):
@@ -186,6 +213,11 @@ def test_one_product_in_two_kernels_is_one() -> None:
         ("aten::addmm", "[[2, 5], [2, 3], [3, 5], [], []]", Extent(1, 2, 3, 5)),
         ("aten::baddbmm", "[[7, 2, 5], [7, 2, 3], [7, 3, 5]]", Extent(7, 2, 3, 5)),
         ("aten::linear", "[[4, 2, 3], [5, 3], []]", Extent(1, 8, 3, 5)),
+        # With `out`, as compiled code calls them: it must not be taken for a factor, even where it fits.
+        ("aten::mm", "[[3, 2], [2, 5], [3, 5]]", Extent(1, 3, 2, 5)),
+        ("aten::mm", "[[5, 2], [2, 5], [5, 5]]", Extent(1, 5, 2, 5)),
+        ("aten::bmm", "[[7, 5, 2], [7, 2, 5], [7, 5, 5]]", Extent(7, 5, 2, 5)),
+        ("aten::addmm", "[[5], [2, 3], [3, 5], [], [], [2, 5]]", Extent(1, 2, 3, 5)),
         ("aten::mm", "[[2, 3], [4, 5]]", None),
         ("aten::mm", "not json", None),
         ("aten::mm", None, None),
@@ -236,6 +268,15 @@ def test_small_and_large() -> None:
         assert found.figure == "92.7 % → 99.2 % in matrix products"
     assert ask("small-and-large", small, small).status == "not in this recording"
     assert ask("small-and-large", small, model_profile(mode="inference")).status == "not in this recording"
+
+
+def test_idle_of_small_and_large_is_by_the_clock_without_the_recorder() -> None:
+    small, large = (model_profile(parameters=parameters) for parameters in (10, 1000))
+    overhead = Overhead(plain_ns=round(2 * small.busy_step_ns), recorded_ns=1, annotated_ns=1)
+    manifest = msgspec.structs.replace(small.recording.manifest, overhead=overhead)
+    small = make_profile(replace(small.recording, manifest=manifest))
+    assert f"idle from {small.idle_share * 100:.1f} % to" in ask("small-and-large", small, large).sentence
+    assert small.idle_share == pytest.approx(0.5, abs=0.001)
 
 
 def test_tiles_of_small_and_large() -> None:

@@ -233,7 +233,7 @@ def ranks_table(profiles: Sequence[Profile]) -> Table:
         whole = [device.whole for device in profile.devices]
         hidden = sum(one.communication_hidden_ns for one in whole)
         exposed = sum(one.communication_exposed_ns for one in whole)
-        compute = profile.kernels.filter(pl.col("class") != "communication")["time_ns"].sum()
+        compute = int(profile.kernels.filter(pl.col("class") != "communication")["time_ns"].sum())
         rank = manifest.rank if manifest.rank is not None else place
         idle = sum(one.idle_ns for one in whole) / max(1, profile.wall_ns * len(whole))
         times = (profile.wall_ns, compute, hidden, exposed)

@@ -28,6 +28,7 @@ class Profile:
 
     recording: Recording
     kernels: pl.DataFrame
+    kept_in: Path | None = None  # where what was found out about a large recording is kept for the next look
 
     @cached_property
     def ops(self) -> pl.DataFrame:
@@ -71,10 +72,6 @@ class Profile:
     def recorded_step_ns(self) -> float:
         """Wall time a step while it was recorded; over the whole window where steps are not marked."""
         return self.wall_ns / self.num_steps
-
-    @property
-    def step_wall_ns(self) -> float:
-        return self.step_ns
 
     @property
     def busy_step_ns(self) -> float:
@@ -135,10 +132,11 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
             hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
         )
     if kept_in is None or recording.kernels.height < _WORTH_KEEPING:
-        kernels = attribute_kernels(recording)
+        kept_in, kernels = None, attribute_kernels(recording)
     else:
-        kernels = _attribute_once(recording, kept_in / f"attributed-{_code_digest()}.parquet")
-    return Profile(recording=recording, kernels=kernels.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns")))
+        kernels = _attribute_once(recording, kept_in / f"attributed-{code_digest()}.parquet")
+    kernels = kernels.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns"))
+    return Profile(recording=recording, kernels=kernels, kept_in=kept_in)
 
 
 def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:
@@ -153,8 +151,7 @@ def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:
     return kernels
 
 
-def _code_digest() -> str:
-    """Of the code that attributes: with another version of it, everything is attributed anew."""
-    folder = Path(__file__).parent
-    files = sorted((*folder.glob("*.py"), *folder.glob("kernel_names/*.py")))
+def code_digest() -> str:
+    """Of the code that explains: what another version of it found out is not used."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

@@ -43,7 +43,7 @@ class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
 def operator_calls(profile: Profile) -> pl.DataFrame:
     """One row a call that launched something: op_row, op, shapes, class, short and kernel (of the longest of its
     kernels), step, recomputed, kernels, time_ns, and flops, bytes and op_dtype, null where the cost is not known."""
-    ops = profile.ops
+    ops = profile.recording.ops
     owned = profile.kernels.filter(pl.col("op_row").is_not_null() & ~pl.col("class").is_in(["memcpy", "memset"]))
     calls = (
         owned.sort("time_ns", descending=True)

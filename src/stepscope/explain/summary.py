@@ -2,8 +2,8 @@
 
 Times are whole nanoseconds over the whole recording (`steps` says how many steps that is). `gpu_time_ns` is the sum of
 all kernels' durations; classes, phases, modules and kernels each add up to it, kernels launched before the window and
-unknown phases included. `devices` is the other account, in which time is swept once: classes alone on the device, overlap
-and idle add up to `wall_ns`.
+unknown phases included. `devices` is the other account, in which time is swept once: classes alone on the device,
+overlap and idle add up to `wall_ns`.
 """
 
 from collections.abc import Sequence

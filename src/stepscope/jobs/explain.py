@@ -1,6 +1,11 @@
-"""What `stepscope explain` does: read, understand, and put together what is to be shown."""
+"""What `stepscope explain` does: read, understand, and put together what is to be shown.
+
+What only some of it needs is imported where it is needed: a second look at a large recording takes less than a second,
+of which importing everything would be a tenth.
+"""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -8,17 +13,13 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.explain import breakdown
 from stepscope.explain.overhead import overhead_table
-from stepscope.explain.profile import Profile, make_profile
-from stepscope.explain.questions import answer, answers_table, answers_text, evidence_tables
-from stepscope.explain.roofline import roofline_table
-from stepscope.explain.rules import find
+from stepscope.explain.profile import Profile, code_digest, make_profile
 from stepscope.explain.summary import SCHEMA, Summary, summarise
-from stepscope.findings import Page, Table
+from stepscope.findings import Finding, Page, Table
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
 from stepscope.recording.opening import open_recording
 from stepscope.recording.store import Recording
-from stepscope.report.perfetto import write_perfetto
 
 _ON_A_PAGE = 6  # kernels and findings on the page; --table shows all
 
@@ -60,16 +61,22 @@ def export(profile: Profile, *, save: Path | None, perfetto: Path | None, force:
     if save is not None:
         store.save(profile.recording, save, force=force)
     if perfetto is not None:
+        from stepscope.report.perfetto import write_perfetto
+
         recording = profile.recording
         write_perfetto(perfetto, profile.kernels, recording.ops, recording.ranges, force=force)
 
 
 def answer_in_words(profiles: Sequence[Profile], width: int | None) -> str:
+    from stepscope.explain.questions import answer, answers_text
+
     return answers_text(answer(profiles), width)
 
 
 def answer_in_tables(profiles: Sequence[Profile], *, words: bool, evidence: bool) -> list[Table]:
     """The answers themselves where they are not told in words, and what they rest on where it is asked for."""
+    from stepscope.explain.questions import answer, answers_table, evidence_tables
+
     answers = answer(profiles) if words or evidence else ()
     return [*([answers_table(answers)] if words else []), *(evidence_tables(answers) if evidence else ())]
 
@@ -84,8 +91,10 @@ def make_part(profiles: Sequence[Profile], name: str, *, top: int) -> list[Table
 def _part(profile: Profile, name: str, top: int) -> Table:
     match name:
         case "findings":
-            return breakdown.findings_table(find(profile))
+            return breakdown.findings_table(find_once(profile))
         case "roofline":
+            from stepscope.explain.roofline import roofline_table
+
             return roofline_table(profile, top=top)
         case "kernels":
             return breakdown.kernels_table(profile, top=top)
@@ -111,12 +120,27 @@ def make_page(profiles: Sequence[Profile]) -> Page:
     return Page(
         headline="\n\n".join(breakdown.headline(one) for one in profiles),
         tables=tuple(tables),
-        findings=find(profile),
+        findings=find_once(profile),
     )
 
 
+def find_once(profile: Profile) -> tuple[Finding, ...]:
+    """The findings, which for a large recording are looked for once and kept."""
+    path = profile.kept_in / f"findings-{code_digest()}.json" if profile.kept_in else None
+    if path is not None:
+        with suppress(OSError, msgspec.DecodeError):  # not there yet, or damaged: looked for below
+            return msgspec.json.decode(path.read_bytes(), type=tuple[Finding, ...])
+    from stepscope.explain.rules import find
+
+    found = find(profile)
+    if path is not None:
+        with suppress(OSError):  # a full disk costs the next look some time, and nothing else
+            path.write_bytes(msgspec.json.encode(found))
+    return found
+
+
 def encode_summary(profiles: Sequence[Profile]) -> str:
-    summaries = tuple(summarise(profile, find(profile)) for profile in profiles)
+    summaries = tuple(summarise(profile, find_once(profile)) for profile in profiles)
     return encode(summaries[0] if len(summaries) == 1 else _Ranks(files=summaries))
 
 

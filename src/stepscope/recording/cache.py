@@ -1,7 +1,7 @@
 """Large foreign files are read once: the recording made of one is kept, and found again while the file is unchanged.
 
-Kept under `$STEPSCOPE_CACHE`, or `stepscope` in the user's cache folder, at most `_MOST_BYTES`, the longest unused going
-first. A cache that cannot be written costs a second reading and nothing else.
+Kept under `$STEPSCOPE_CACHE`, or `stepscope` in the user's cache folder, at most `_MOST_BYTES`, the longest unused
+going first. A cache that cannot be written costs a second reading and nothing else.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import stepscope
@@ -52,11 +53,10 @@ def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recordin
 
 
 def _key(path: Path) -> str:
-    try:
+    what: list[object] = [str(path)]
+    with suppress(OSError):  # the reader will say what is wrong with it
         seen = path.stat()
-        what = (str(path.resolve()), seen.st_size, seen.st_mtime_ns, seen.st_ino)
-    except OSError:
-        what = (str(path),)  # the reader will say what is wrong with it
+        what = [str(path.resolve()), seen.st_size, seen.st_mtime_ns, seen.st_ino]
     content = repr((store.SCHEMA, stepscope.__version__, what)).encode()
     return hashlib.sha256(content).hexdigest()[:24]
 

@@ -199,8 +199,8 @@ def _kernels(frame: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
 
 
 def _host_kernels(ops: pl.DataFrame) -> pl.DataFrame:
-    """On a CPU the operator that does the work is what a kernel is on a GPU: the outermost one that spends at least half
-    of its time by itself rather than in operators it calls. (The innermost would not do: a matrix product calls
+    """On a CPU the operator that does the work is what a kernel is on a GPU: the outermost one that spends at least
+    half of its time by itself rather than in operators it calls. (The innermost would not do: a matrix product calls
     operators that only look at its arguments.)"""
     machinery = pl.col("name").str.contains(_MACHINERY)
     keys = ("process", "thread", "start_ns", "end_ns")

@@ -100,7 +100,16 @@ _CATEGORIES = {
     "forward_backward": "flow",
 }
 # Drawn by the profiler from the others, or about itself.
-_NOT_NEEDED = {"ac2g", "async_cpu_to_gpu", "async_gpu", "gpu_user_annotation", "overhead", "trace", "cpu_instant_event", ""}
+_NOT_NEEDED = {
+    "ac2g",
+    "async_cpu_to_gpu",
+    "async_gpu",
+    "gpu_user_annotation",
+    "overhead",
+    "trace",
+    "cpu_instant_event",
+    "",
+}
 # Of all Python frames, those that say which module or part of a step is running.
 _FRAMES = re.compile(r"nn\.Module: |torch/optim/\S+: (?:step|zero_grad)$|torch/_tensor\.py\S*: backward$")
 

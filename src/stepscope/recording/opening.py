@@ -1,6 +1,5 @@
 """Any file somebody hands us, as a recording: what it is shows in its first bytes, not in its name."""
 
-import os
 import stat
 import tempfile
 import zlib
@@ -44,7 +43,7 @@ def open_recording(path: Path) -> Recording:
 def _first_bytes(path: Path) -> bytes:
     """Undone of compression. Only plain files: a pipe or a device could wait or go on for ever."""
     try:
-        mode = os.stat(path).st_mode
+        mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             raise StepscopeError(
                 f"the folder `{path}` is no recording",

@@ -44,15 +44,16 @@ def write_perfetto(
     part = target.with_name(target.name + ".part")
     with writing(target), ExitStack() as stack:
         stack.callback(part.unlink, missing_ok=True)
-        with part.open("wb") as raw:
-            file = gzip.open(raw, "wb", compresslevel=4) if target.suffix == ".gz" else raw
+        with _open(part, packed=target.suffix == ".gz") as file:
             _write_events(file, _events(kernels, ops, ranges, origin))
-            if file is not raw:
-                file.close()
         part.replace(target)
 
 
-def _write_events(file: IO[bytes] | gzip.GzipFile, events: Iterator[dict[str, object]]) -> None:
+def _open(path: Path, *, packed: bool) -> "IO[bytes] | gzip.GzipFile":
+    return gzip.open(path, "wb", compresslevel=4) if packed else path.open("wb")
+
+
+def _write_events(file: "IO[bytes] | gzip.GzipFile", events: Iterator[dict[str, object]]) -> None:
     encoder = msgspec.json.Encoder()
     file.write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
     for number, event in enumerate(events):

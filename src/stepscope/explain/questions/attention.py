@@ -48,7 +48,8 @@ class _Attention:
     softmax_kernels: float
     scores: tuple[Extent, ...]
     values: tuple[Extent, ...]
-    element_bytes: int
+    product_bytes: int  # an element of the products
+    softmax_bytes: int  # autocast runs a softmax in fp32, and the products in half precision
     precision: str | None
 
     @property
@@ -62,12 +63,12 @@ class _Attention:
     @property
     def product_intensity(self) -> float:
         """Operations a byte, when every factor and result moves once."""
-        return self.product_flops / max(1, self.element_bytes * sum(o.moved for o in (*self.scores, *self.values)))
+        return self.product_flops / max(1, self.product_bytes * sum(o.moved for o in (*self.scores, *self.values)))
 
     @property
     def softmax_intensity(self) -> float:
         """When every element is read once and written once. Softmax in several kernels moves more."""
-        return _SOFTMAX_OPS / (2 * self.element_bytes)
+        return _SOFTMAX_OPS / (2 * self.softmax_bytes)
 
 
 def softmax_against_products(profile: Profile) -> Answer:
@@ -111,7 +112,7 @@ def _reason(profile: Profile, found: _Attention) -> str:
     if hardware is None or not peak or not hardware.bandwidth:
         return f"{said}; what the device could do for each byte is not known here"
     balance = peak / hardware.bandwidth
-    said += f", and a {hardware.name} can do {balance:.3g} ({found.precision}) in the time it moves one"
+    said += f", and the device ({hardware.name}) can do {balance:.3g} in {found.precision} in the time it moves one"
     if high > balance:
         return f"{said}, so softmax is bound by memory and the products by arithmetic"
     return f"{said}, so both are bound by memory"
@@ -136,7 +137,8 @@ def _find(profile: Profile) -> _Attention | None:
         softmax_kernels=softmax.height / steps,
         scores=by_role[SCORES],
         values=by_role[VALUES],
-        element_bytes=_element_bytes(profile, softmax),
+        product_bytes=_element_bytes(profile, products),
+        softmax_bytes=_element_bytes(profile, softmax),
         precision=_precision(profile, forward),
     )
 
@@ -159,14 +161,13 @@ def _repeats(recorded: list[Extent], steps: int) -> bool:
     return len(recorded) % steps == 0 and all(recorded.count(one) % steps == 0 for one in set(recorded))
 
 
-def _element_bytes(profile: Profile, softmax: pl.DataFrame) -> int:
-    rows = softmax["op_row"].drop_nulls()
+def _element_bytes(profile: Profile, calls: pl.DataFrame) -> int:
+    rows = calls["op_row"].drop_nulls()
     recorded = (
         profile.recording.ops["dtypes"].gather(rows).drop_nulls() if len(rows) else pl.Series([], dtype=pl.String)
     )
     sizes = [_BYTES[kind] for text in recorded.unique() for kind in _dtypes(text) if kind in _BYTES]
     case = profile.recording.manifest.case
-    # Autocast runs a softmax in fp32; a model in half precision all through does not.
     return max(sizes) if sizes else _BYTES[case.workload.precision] if case else 4
 
 
@@ -200,6 +201,8 @@ def _without_parts(profile: Profile) -> Answer:
             command=_RECORD,
         )
     reason = f"no softmax stands between two batched matrix products on the {device_word(profile)} in forward"
+    if profile.recording.manifest.compiled:
+        return missing(_KEY, _QUESTION, f"{reason}: the compiler merged it with others", f"{_RECORD} --compile no")
     return missing(_KEY, _QUESTION, reason, _RECORD)
 
 

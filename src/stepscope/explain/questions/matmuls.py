@@ -18,6 +18,7 @@ SCORES, VALUES, SOFTMAX = "scores", "values", "softmax"
 ROLES = ("query", "key", "value", "query, key, value", SCORES, VALUES, "output", "gate", "up", "down", "head")
 UNKNOWN_ROLE = "unknown"
 _BATCHED = ("aten::bmm", "aten::baddbmm")
+_SUMMAND_FIRST = ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation")
 # The last word of a module's name, as models in the wild call their layers.
 _ROLE_WORDS = {
     "query": ("q_proj", "query", "q", "wq", "to_q", "q_lin"),
@@ -142,8 +143,8 @@ def extent(op: str, shapes: str | None) -> Extent | None:
     matrices = [shape for shape in dims if len(shape) >= 2 and all(isinstance(size, int) for size in shape)]
     if len(matrices) < 2:
         return None
-    # `addmm` and `baddbmm` name the summand first.
-    first, second = matrices[1:3] if op in ("aten::baddbmm",) and len(matrices) > 2 else matrices[-2:]
+    # `addmm` and `baddbmm` name the summand first, and compiled code names `out` last.
+    first, second = dims[1:3] if op in _SUMMAND_FIRST and len(dims) > 2 else matrices[:2]
     if op == "aten::linear":
         first, second = matrices[0], [matrices[1][1], matrices[1][0]]
         rows = 1

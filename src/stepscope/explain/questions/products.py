@@ -103,7 +103,9 @@ def _table(profile: Profile, products: pl.DataFrame, expected: tuple[int, tuple[
     for stage, group in _stages(products).items():
         shaped = group.with_columns(shape=pl.Series(_shapes(profile, group), dtype=pl.String))
         by_role = {key[0]: part for key, part in shaped.partition_by("role", as_dict=True).items()}
-        due = [role for role in wanted if stage == "forward" and role not in by_role]
+        # What no name tells may be any of them: then nothing is said to be missing.
+        told = stage == "forward" and UNKNOWN_ROLE not in by_role
+        due = [role for role in wanted if told and role not in by_role]
         for role in (*(role for role in (*ROLES, UNKNOWN_ROLE) if role in by_role or role in due),):
             part = by_role.get(role, shaped.clear())
             keys = ["shape"] if role == UNKNOWN_ROLE else []

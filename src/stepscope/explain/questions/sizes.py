@@ -143,13 +143,11 @@ def _by_size(profiles: Sequence[Profile]) -> tuple[Profile, Profile, bool] | Non
 
 def _traits(profile: Profile) -> dict[str, Cell]:
     kernels, steps = stepped(profile), profile.num_steps
-    idle = sum(device.whole.idle_ns for device in profile.devices)
-    wall = max(1, sum(device.whole.wall_ns for device in profile.devices))
     shares = _class_shares(kernels)
     return {
         "gemm share": shares.get("gemm", 0.0),
         "gemm tiles": _tiles(kernels),
-        "idle": idle / wall,
+        "idle": profile.idle_share,
         "kernel us": time_of(kernels) / max(1, kernels.height) / 1e3,
         "kernels a step": kernels.height / steps,
         "step ms": profile.step_ns / 1e6,
