@@ -202,7 +202,8 @@ def _forward_threads(recording: Recording, nodes: pl.DataFrame, forward: pl.Data
         at = links.select("process", thread="backward_thread", ns="backward_ns")
         number = nodes["forward_thread"].gather(innermost(nodes, at))
         counted = links.with_columns(forward_number=number).group_by("process", "forward_number", "forward_thread")
-        seen = counted.len().sort("len", descending=True).unique(["process", "forward_number"], keep="first")
+        ranked = counted.len().sort("len", "forward_thread", descending=[True, False])
+        seen = ranked.unique(["process", "forward_number"], keep="first")
         return seen.select("process", made_thread="forward_thread", forward_thread="forward_number")
     numbers = nodes.select("process", "forward_thread").unique()
     own = numbers.join(
@@ -210,7 +211,8 @@ def _forward_threads(recording: Recording, nodes: pl.DataFrame, forward: pl.Data
         on=["process", "forward_thread"],
         how="left",
     )
-    busiest = forward.group_by("process", "thread").len().sort("len", descending=True).unique("process", keep="first")
+    by_work = forward.group_by("process", "thread").len().sort("len", "thread", descending=[True, False])
+    busiest = by_work.unique("process", keep="first")
     return own.join(busiest.select("process", busiest="thread"), on="process", how="left").select(
         "process", "forward_thread", made_thread=pl.coalesce("made_thread", "busiest")
     )

@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import polars as pl
 
 from stepscope import cost
 from stepscope.explain.rules.evidence import POINTWISE, Evidence, ms
+from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.types import Hit, Rule, settle
 
 # What PyTorch's fused kernels reach of the peak on an H200 with many queries (batch × heads × length), causal counted
@@ -15,10 +17,15 @@ _SINGLE = (0.5, 0.5)
 # With as many queries as this, half of it: 230 of 989 TFLOP/s at 16,384 queries in bf16, 22 of 67 at 32,768 in fp32.
 _HALF_SPEED_QUERIES = {"half": 12_000, "single": 20_000}
 _WIDE_HEAD = 96
-_FUSED_OVERHEAD_NS = 5_000
+# However short, forward and backward take this long: two kernels and four (cuDNN, context 128).
+_LEAST_FUSED_NS = (5_000, 15_000)
+# What the host needs for a fused call, in launches of the separate operations: a choice of backend, and cuDNN's cache
+# of plans. 178 and 224 µs for forward and backward, where a launch takes 56 and 48 (one recorder, two recordings).
+_HOST_LAUNCHES = 4
 _PARTS = ("scores", "softmax", "values")
 _MASKED = r"masked_fill|triu|tril"
 _TILE = 64
+_DIAGONAL = 128  # tiles on the diagonal of a causal mask are computed as a whole
 _MOST_BETWEEN = 16  # kernels from a product to the softmax
 
 
@@ -29,7 +36,7 @@ def find_naive_attention(evidence: Evidence) -> Hit | None:
     if not pieces.height:
         return None
     fused = pieces.join(_fused_times(evidence, pieces), on="group", maintain_order="left")
-    gain = evidence.merged(fused)
+    gain = evidence.merged(fused, host_share=_host_share(evidence, fused))
     products = fused.filter(pl.col("class") == "gemm")
     time = evidence.per_step(fused)
     text = (
@@ -38,6 +45,15 @@ def find_naive_attention(evidence: Evidence) -> Hit | None:
         f"about {ms(time - gain.gpu_ns)}"
     )
     return settle(evidence, gain, text)
+
+
+def _host_share(evidence: Evidence, pieces: pl.DataFrame) -> Floats:
+    """The host's time for the first few launches of each attention stays, as that of the fused call."""
+    share = np.ones(evidence.kernels.height)
+    launch = pl.int_range(pl.len()).over("group")
+    gone = pieces.sort("row").filter(launch >= _HOST_LAUNCHES)
+    share[gone["row"].to_numpy()] = 0.0
+    return share
 
 
 def _by_parts(kernels: pl.DataFrame) -> pl.DataFrame:
@@ -87,7 +103,7 @@ def _fused_times(evidence: Evidence, pieces: pl.DataFrame) -> pl.DataFrame:
     """group and fused_ns: from the products' FLOPs at a fused kernel's speed. Where they are not known, the products'
     own time: a fused kernel does the same products, and the rest of its work beside them."""
     pieces = _pad(pieces)
-    masked = pieces["op"].str.contains(_MASKED).any()
+    work_share = _causal_share(pieces) if pieces["op"].str.contains(_MASKED).any() else 1.0
     own = pl.col("time_ns").filter(pl.col("class") == "gemm").sum()
     product = pl.col("class") == "gemm"
     groups = pieces.group_by("group").agg(
@@ -101,10 +117,19 @@ def _fused_times(evidence: Evidence, pieces: pl.DataFrame) -> pl.DataFrame:
         fused = pl.col("products_ns").cast(pl.Float64)
     else:
         # The backward's four products are 2 × the forward's two; a fused one makes five.
-        work = pl.when("forward").then(pl.col("flops")).otherwise(pl.col("flops") * 1.25) * (0.5 if masked else 1.0)
+        work = pl.when("forward").then(pl.col("flops")).otherwise(pl.col("flops") * 1.25) * work_share
         rate = pl.when("forward").then(pl.lit(speeds[0])).otherwise(pl.lit(speeds[1]))
-        fused = pl.coalesce(work / rate * 1e9, pl.col("products_ns").cast(pl.Float64)) + _FUSED_OVERHEAD_NS
+        least = pl.when("forward").then(_LEAST_FUSED_NS[0]).otherwise(_LEAST_FUSED_NS[1])
+        fused = pl.coalesce(work / rate * 1e9, pl.col("products_ns").cast(pl.Float64)) + least
     return groups.select("group", fused_ns=pl.min_horizontal(fused, pl.col("total_ns").cast(pl.Float64)))
+
+
+def _causal_share(pieces: pl.DataFrame) -> float:
+    """Of all products of queries and keys, those that a fused causal kernel computes: half, and half the diagonal."""
+    products = pieces.filter(pl.col("class") == "gemm").select("op", "shapes").unique()
+    dims = [cost.product_dims(op or "", shapes) for op, shapes in products.iter_rows()]
+    length = max((max(n, k) for _, _, n, k in filter(None, dims)), default=0)
+    return 0.5 + 0.5 / max(1.0, length / _DIAGONAL)
 
 
 def _pad(pieces: pl.DataFrame) -> pl.DataFrame:

@@ -3,14 +3,11 @@
 import numpy as np
 import polars as pl
 
-from stepscope.explain.rules.evidence import WORTH_SAYING, Evidence, Gain, ms, often
+from stepscope.explain.rules.evidence import COMPILED_HOST_SHARE, WORTH_SAYING, Evidence, Gain, ms, often
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Ints
 from stepscope.explain.rules.types import Hit, Rule, settle
 
 LEAST_IDLE = 0.03
-# Of the host's time in forward and backward, what is left when they are compiled. Assumed, not measured yet: a third of
-# the launches, each at 40 % of its time.
-COMPILED_HOST_SHARE = 0.15
 _INPUT = r"(?i)enumerate\(DataLoader\)|\bdata ?load(?:er|ing)?\b|\bnext_batch\b|^phase:input$"
 _PAGEABLE = r"(?i)HtoD.*Pageable|Pageable.*(?:-> ?Device|to device)"
 
@@ -87,9 +84,11 @@ def _is_input_copy(evidence: Evidence, waits: pl.DataFrame) -> pl.Series:
 
 def find_input_stalls(evidence: Evidence) -> Hit | None:
     recording = evidence.profile.recording
+    begin, stop = evidence.window
+    inside = (pl.col("end_ns") > begin) & (pl.col("start_ns") < stop)
     loading = pl.concat(
         [
-            frame.filter(pl.col("name").str.contains(_INPUT)).select("start_ns", "end_ns")
+            frame.filter(inside).filter(pl.col("name").str.contains(_INPUT)).select("start_ns", "end_ns")
             for frame in (recording.ranges, recording.ops)
         ]
     ).sort("start_ns")
@@ -97,7 +96,6 @@ def find_input_stalls(evidence: Evidence) -> Hit | None:
         return None
     end = np.maximum.accumulate(evidence.replay.end)
     idle = list(zip(end[:-1].tolist(), evidence.replay.start[1:].tolist(), strict=True))
-    begin, stop = evidence.window
     idle = [(begin, int(evidence.replay.start[0])), *(gap for gap in idle if gap[1] > gap[0]), (int(end[-1]), stop)]
     stalled = _overlap(idle, list(loading.iter_rows())) / evidence.num_steps
     if stalled < WORTH_SAYING * evidence.step_ns:

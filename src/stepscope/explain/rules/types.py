@@ -33,7 +33,12 @@ def settle(evidence: Evidence, gain: Gain, text: str) -> Hit | None:
         return None
     if gain.step_ns < 0.7 * gain.gpu_ns:
         waiting = f"the GPU waits for the host {evidence.idle_share:.0%} of the step"
-        why = waiting if evidence.idle_share > IDLE_ENOUGH else "other streams run meanwhile"
+        if evidence.idle_share > IDLE_ENOUGH:
+            why = waiting
+        elif evidence.per_step(evidence.kernels) > (1 + IDLE_ENOUGH) * evidence.busy_ns:
+            why = "other streams run meanwhile"
+        else:
+            why = "then the GPU would wait for the host"
         text += f"; {ms(gain.gpu_ns)} of GPU time could go, but {why}: a step would gain {ms(gain.step_ns)}"
     elif gain.gpu_ns and gain.step_ns > 1.5 * gain.gpu_ns:
         text += "; most of the gain is the host's, which has fewer kernels to launch"
