@@ -76,7 +76,7 @@ def tabulate(folder: Path, out: Path | None) -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for code, settings, before, after in PAIRS:
         place = folder.absolute() / code
-        if not (place / "recording").is_dir():
+        if not (place / "recording").is_dir() or not (place / "after").is_dir():
             continue
         summary = json.loads(stepscope("explain", str(place / "recording"), "--format", "json", cwd=folder))
         savings = {one["code"]: one["saving_ns"] for one in summary["findings"]}

@@ -1,6 +1,6 @@
-"""The figures of docs/worked-example.md, drawn from recordings, and its first table.
+"""The figures of docs/worked-example.md, drawn from recordings, and the tables over all of them.
 
-    python bench/worked_example_figures.py FOLDER OUT       (no GPU; seconds; the table goes to stdout)
+    python bench/worked_example_figures.py FOLDER OUT       (no GPU; seconds; the tables go to stdout)
 
 FOLDER holds the recordings that bench/profile_recordings.sh makes, by their names; those that are not there are left
 out. Figures are for one page, so they are drawn here and not in `report`: stacked bars are what the page needs and the
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import altair as alt
+import polars as pl
 import vl_convert
 
 from stepscope.explain.profile import Profile, make_profile
@@ -145,6 +146,51 @@ def overview(profiles: dict[str, Profile]) -> Table:
     )
 
 
+def forward_clocks(profiles: dict[str, Profile]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for name, profile in profiles.items():
+        table = next(one.evidence for one in answer([profile]) if one.key == "forward-time")
+        clocks = {row[0]: row[1] for row in table.rows} if table else {}
+        rows.append((label(name), *(clocks.get(clock) for clock in ("kernels", "plain", "span"))))
+    return Table(
+        title="Forward, per step, in ms",
+        columns=(
+            Column(key="recording", label="recording"),
+            Column(key="kernels_ms", label="kernels", kind="ms"),
+            Column(key="plain_ms", label="by the clock", kind="ms"),
+            Column(key="span_ms", label="under the recorder", kind="ms"),
+        ),
+        rows=tuple(rows),
+        notes=("train: with the loss",),
+    )
+
+
+def shares_by_phase(profiles: dict[str, Profile]) -> Table:
+    """Of matrix products, in each phase and in the whole step; and of the optimizer, in the step."""
+    rows: list[tuple[Cell, ...]] = []
+    for name, profile in profiles.items():
+        if "train" not in name:
+            continue
+        parts = [in_phases(profile, "forward"), in_phases(profile, "backward"), stepped(profile)]
+        products = [time_of(part.filter(pl.col("class") == "gemm")) / time_of(part) for part in parts]
+        optimizer = time_of(in_phases(profile, "optimizer")) / time_of(parts[-1])
+        other = profiles.get(name.replace("train", "inference"))
+        inference = shares_of_classes(other)["matrix products"] if other else None
+        rows.append((label(name), inference, *products, optimizer))
+    return Table(
+        title="Matrix products, share of GPU time",
+        columns=(
+            Column(key="recording", label="recording"),
+            Column(key="inference", label="inference", kind="share"),
+            Column(key="forward", label="forward", kind="share"),
+            Column(key="backward", label="backward", kind="share"),
+            Column(key="step", label="whole step", kind="share"),
+            Column(key="optimizer", label="for comparison: optimizer, of the step", kind="share"),
+        ),
+        rows=tuple(rows),
+    )
+
+
 def segments(bars: Bars, kinds: Kinds, say: Callable[[float], str], least: float) -> list[dict[str, Any]]:
     """One row a segment, with where it begins and ends; a segment narrower than `least` has no room for its figure."""
     rows = []
@@ -248,7 +294,8 @@ def main() -> None:
     options = parser.parse_args()
     profiles = read(options.folder)
     options.out.mkdir(parents=True, exist_ok=True)
-    print(render(overview(profiles), Format.MD))
+    for table in (overview(profiles), forward_clocks(profiles), shares_by_phase(profiles)):
+        print(render(table, Format.MD))
     classes = {label(name): shares_of_classes(profile) for name, profile in profiles.items()}
     subtitle = "Shares of the kernels' durations, of one step; batch 4, context 256, attention written out, H200"
     save(draw_shares(classes, CLASSES, "GPU time by class", subtitle), options.out / "classes.png")

@@ -23,12 +23,16 @@ def saving_us(profile: Profile, code: str) -> float:
     return finding.saving_ns / US
 
 
-def products(host_us: float, kernel_us: float, *, count: int = 100, steps: int = 2) -> Timeline:
+def products(
+    host_us: float, kernel_us: float, *, count: int = 100, steps: int = 2, phases: tuple[str, ...] = ("forward",)
+) -> Timeline:
     timeline = Timeline(host_us=host_us)
     for _ in range(steps):
-        with timeline.step(), timeline.phase("forward"):
-            for _ in range(count):
-                timeline.launch(GEMM_BF16, kernel_us, op="aten::mm")
+        with timeline.step():
+            for phase in phases:
+                with timeline.phase(phase):
+                    for _ in range(count // len(phases)):
+                        timeline.launch(GEMM_BF16, kernel_us, op="aten::mm")
         timeline.wait()
     return timeline
 
@@ -41,8 +45,12 @@ def test_the_replay_without_changes_is_the_recording() -> None:
 
 
 def test_a_slow_host_is_seen() -> None:
-    # A launch every 20 µs for kernels of 5 µs: 15 of 20 are idle.
-    assert saving_us(products(20, 5).profile(), "SS001") == pytest.approx(100 * 15, rel=0.1)
+    # A launch every 20 µs for kernels of 2 µs: compiled, every 5 µs, in training every 9.
+    assert saving_us(products(20, 2).profile(), "SS001") == pytest.approx(100 * 15, rel=0.02)
+    training = products(20, 2, phases=("forward", "backward")).profile()
+    assert saving_us(training, "SS001") == pytest.approx(100 * 11, rel=0.02)
+    # With kernels of 16 µs, and one between two of them, the GPU is the limit before that.
+    assert saving_us(products(20, 16).profile(), "SS001") == pytest.approx(100 * 3, rel=0.02)
     assert found(products(5, 20).profile(), "SS001") is None
 
 
@@ -51,6 +59,24 @@ def test_a_host_that_only_the_recorder_slows_down_is_not_blamed() -> None:
     assert found(timeline.profile(), "SS001") is not None
     without = timeline.profile(overhead=Overhead(plain_ns=100 * 15 * US + 20 * US))
     assert found(without, "SS001") is None
+
+
+@pytest.mark.parametrize(
+    ("host_us", "kernel_us", "plain_us", "expected"),
+    [
+        (20, 5, 10, 0.5),  # the host is the limit, and half as fast with the recorder
+        (40, 20, 21, 0.53),  # the GPU is the limit: of all hosts that keep up, the slowest
+        (30, 20, 21, 0.6),  # one that hardly falls behind even as recorded was not as slow as that
+        (20, 20, 20, 1.0),  # the recorder made no difference
+        (20, 10, 5, 0.6),  # the GPU was faster then: nothing can be said
+    ],
+)
+def test_the_pace_of_the_host_without_the_recorder(
+    host_us: float, kernel_us: float, plain_us: float, expected: float
+) -> None:
+    overhead = Overhead(plain_ns=round(400 * plain_us * US))
+    evidence = Evidence(profile=products(host_us, kernel_us, count=400).profile(overhead=overhead))
+    assert evidence.host_scale == pytest.approx(expected, abs=0.03)
 
 
 def waiting(host_us: float, kernel_us: float, *, waits: bool = True) -> Timeline:

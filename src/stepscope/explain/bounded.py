@@ -206,5 +206,5 @@ def _kernels_table(profile: BoundedProfile, top: int | None) -> Table:
     kernels = kernel_times(profile)
     empty = breakdown.kernels_table(profile, top=0)
     rows = tuple(breakdown._kernel_row(profile, one) for one in kernels[:top])
-    notes = (breakdown._scope(profile), *breakdown._left_out(kernels[top:] if top else (), "kernels"))
+    notes = (breakdown.scope(profile), *breakdown.left_out(kernels[:top], kernels))
     return Table(title=empty.title, columns=empty.columns, rows=rows, notes=notes)

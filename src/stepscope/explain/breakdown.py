@@ -80,7 +80,7 @@ def classes_table(profile: Profile) -> Table:
             Column(key="wall_share", label="of wall", kind="share"),
         ),
         rows=tuple(rows),
-        notes=(_scope(profile),),
+        notes=(scope(profile),),
     )
 
 
@@ -106,7 +106,7 @@ def phases_table(profile: Profile) -> Table:
             Column(key="mostly", label="mostly"),
         ),
         rows=tuple(rows),
-        notes=(_scope(profile),),
+        notes=(scope(profile),),
     )
 
 
@@ -126,7 +126,7 @@ def kernels_table(profile: Profile, *, top: int | None = None) -> Table:
             Column(key="name", label="name", detail=True),
         ),
         rows=tuple(_kernel_row(profile, one) for one in kernels[:top]),
-        notes=(_scope(profile), *_left_out(kernels[top:] if top else (), "kernels")),
+        notes=(scope(profile), *left_out(kernels[:top], kernels)),
     )
 
 
@@ -194,7 +194,7 @@ def streams_table(profile: Profile) -> Table:
             *(Column(key=name, label=name, kind="ms") for name in (*names, "overlap", "idle", "wall")),
         ),
         rows=tuple(rows),
-        notes=(_scope(profile),),
+        notes=(scope(profile),),
     )
 
 
@@ -277,7 +277,7 @@ def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | 
             Column(key="count", label="count", kind="number"),
         ),
         rows=rows,
-        notes=(_scope(profile), *((f"{rest} more rows: --top {grouped.height}",) if rest else ())),
+        notes=(scope(profile), *((f"{rest} more rows: --top {grouped.height}",) if rest else ())),
     )
 
 
@@ -285,15 +285,16 @@ def _per_step(profile: Profile, time_ns: float) -> float:
     return time_ns / profile.num_steps / _MS
 
 
-def _scope(profile: Profile) -> str:
+def scope(profile: Profile) -> str:
     steps = profile.num_steps if profile.steps.height else 0
     mean = f"mean of {steps} steps" if steps > 1 else "one step" if steps else "the whole recording: it marks no steps"
     return f"{mean}; share: of all kernels' time"
 
 
-def _left_out(rest: Sequence[KernelTime], what: str) -> tuple[str, ...]:
+def left_out(shown: Sequence[KernelTime], kernels: Sequence[KernelTime]) -> tuple[str, ...]:
+    rest = kernels[len(shown) :]
     share = sum(one.share for one in rest)
-    return (f"{len(rest)} more {what}, {share:.1%} of the time: --top {len(rest) + 1_000}",) if rest else ()
+    return (f"{len(rest)} more kernels, {share:.1%} of the time: --table kernels --top {len(kernels)}",) if rest else ()
 
 
 # The parts that can be asked for alone.

@@ -21,7 +21,7 @@ from stepscope.recording.cache import read_cached
 from stepscope.recording.opening import open_recording
 from stepscope.recording.store import Recording
 
-_ON_A_PAGE = 6  # kernels and findings on the page; --table shows all
+_ON_A_PAGE = 5  # kernels and findings on the page; --table shows all
 
 
 class _Ranks(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from stepscope.report.formats import Format
 from stepscope.report.sheet import one_line
 from stepscope.report.tables import render
 
-_ON_A_PAGE = 5
+_ON_A_PAGE = 3
 
 
 def render_page(page: Page, *, width: int | None) -> str:

@@ -30,19 +30,20 @@ def idle_time(profile: Profile) -> Answer:
     first = causes["cause"][0]
     longest = gaps.sort("time_ns", descending=True).row(0, named=True)
     mean = f" (mean of {devices} devices)" if devices > 1 else ""
+    idles = f"idles for {say_time(idle / profile.num_steps / devices)} a step"
+    if profile.step_ns == profile.recorded_step_ns:
+        opening = f"It {idles}, {say_share(share)} of wall time{mean}"
+    else:
+        share, lost = profile.idle_share, round(profile.step_ns - profile.busy_step_ns)
+        opening = (
+            f"By the clock without the recorder it idles for {say_time(lost)} a step, {say_share(share)}. "
+            f"Under the recorder, which slows the host, it {idles}{mean}"
+        )
     sentence = (
-        f"It idles for {say_time(idle / profile.num_steps / devices)} a step, {say_share(share)} of wall time{mean}; "
-        f"of that, {', '.join(said)} ({CAUSES[first]}); the "
-        f"longest gap lasts {say_time(longest['time_ns'])}{_place(longest)}"
+        f"{opening}; of that, {', '.join(said)} ({CAUSES[first]}); the longest gap lasts "
+        f"{say_time(longest['time_ns'])}{_place(longest)}"
     )
     figure = f"{say_share(share)} of wall time"
-    if profile.step_ns != profile.recorded_step_ns:
-        figure = f"{say_share(profile.idle_share)} of wall time"
-        sentence += (
-            f". That is under the recorder, which slows the host; by the clock without it a step takes "
-            f"{say_time(round(profile.step_ns))}, of which {say_time(round(profile.step_ns - profile.busy_step_ns))} "
-            f"({say_share(profile.idle_share)}) are idle"
-        )
     return Answer(
         key=key,
         question=question,

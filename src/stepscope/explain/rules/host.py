@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from stepscope.explain.rules.evidence import COMPILED_HOST_SHARE, WORTH_SAYING, Evidence, Gain, ms, often
+from stepscope.explain.rules.evidence import WORTH_SAYING, Evidence, Gain, ms, often
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Ints
 from stepscope.explain.rules.types import Hit, Rule, settle
 
@@ -37,7 +37,7 @@ def find_launch_bound(evidence: Evidence) -> Hit | None:
     updates = (evidence.kernels["phase"].fill_null("") == "optimizer").to_numpy()
     short = evidence.replay.is_launching & ~_is_long(evidence) & ~_opens_step(evidence) & ~updates
     change = evidence.replay.unchanged()
-    change.host_share[short] = COMPILED_HOST_SHARE
+    change.host_share[short] = evidence.compiled_host_share[short]
     # A faster host would also be away earlier; that is not what this rule is about.
     lost = float(_gaps(evidence)[evidence.replay.starved & short].sum()) / evidence.num_steps
     saving = min(lost, evidence.gain(change).step_ns)

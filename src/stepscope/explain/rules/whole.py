@@ -9,9 +9,9 @@ from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.types import Hit, Rule, settle
 
 LEAST_EXPOSED = 0.02
-# PyTorch's checkpoint passes each saved tensor through a Python function, in forward and in backward. Of the host's time
-# for the launches that are not repeated, what is left without: forward took 54.1 ms with it and 38.1 without (medium
-# model, H200), 0.7; backward without its repeated part likewise. Machine noise was 15 %: the cautious end.
+# PyTorch's checkpoint passes each saved tensor through a Python function, in forward and in backward. Of the host's
+# time for the launches that are not repeated, what is left without: forward took 54.1 ms with it and 38.1 without
+# (medium model, H200), a share of 0.7. The machine varied by 15 %: this is the cautious end.
 UNHOOKED_HOST_SHARE = 0.8
 _WITHOUT_HOOKS = "CheckpointFunction"  # the variant with use_reentrant=True
 FEW_KERNELS, MOST_OF_TIME = 3, 0.6
