@@ -73,7 +73,10 @@ def test_several_ranks_stand_beside_each_other(tmp_path: Path, trace: Path) -> N
     second = write_trace(tmp_path / "rank1.json", training_step(), properties=', "distributedInfo": {"rank": 1}')
     found = document(tmp_path, trace.name, second.name)
     assert [one["rank"] for one in found["files"]] == [None, 1]
-    assert "Ranks" in stepscope(tmp_path, "explain", trace.name, second.name).stdout
+    page = stepscope(tmp_path, "explain", trace.name, second.name).stdout
+    assert "Ranks" in page
+    assert "may not be the ranks of one run" not in page
+    assert "may not be the ranks of one run" in stepscope(tmp_path, "explain", second.name, second.name).stdout
 
 
 def test_a_saved_recording_explains_the_same(tmp_path: Path, trace: Path) -> None:
@@ -149,3 +152,35 @@ def test_torch_is_not_needed(tmp_path: Path, trace: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_force_replaces_recordings_and_nothing_else(tmp_path: Path, trace: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/thesis.txt").write_text("years of work")
+    for target in ("precious", "precious/thesis.txt", trace.name):
+        done = stepscope(tmp_path, "explain", trace.name, "--save", target, "--force")
+        assert done.returncode == 2, target
+    assert stepscope(tmp_path, "explain", trace.name, "--perfetto", trace.name, "--force").returncode == 2
+    assert (tmp_path / "precious/thesis.txt").read_text() == "years of work"
+    assert document(tmp_path, trace.name)["gpu_time_ns"]
+
+
+def test_bounded_gives_the_same_and_refuses_the_same(tmp_path: Path, trace: Path) -> None:
+    whole, bounded = document(tmp_path, trace.name), document(tmp_path, trace.name, "--bounded")
+    for key in ("gpu_time_ns", "wall_ns", "classes", "phases", "modules", "kernels", "devices"):
+        assert bounded[key] == whole[key], key
+    os.mkfifo(tmp_path / "pipe")
+    for arguments in (["gone"], ["."], ["pipe"], [trace.name, "--questions"], [trace.name, trace.name]):
+        done = stepscope(tmp_path, "explain", *arguments, "--bounded")
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False), arguments
+
+
+def test_work_launched_before_the_window_is_not_spread_over_the_marked_steps(tmp_path: Path) -> None:
+    """Of three steps' work one is marked: a step is a third of it."""
+    events = [*training_step(), kernel("ampere_sgemm_128x64_nt", "2500.000", "323.252", 998)]
+    write_trace(tmp_path / "late.json", events)
+    done = stepscope(tmp_path, "explain", "late.json", "--table", "classes", "--format", "json")
+    rows = {row["class"]: row for row in json.loads(done.stdout)["rows"]}
+    known = 40_125 + 10_001 + 3_000 + 80_000 + 1_500 + 20_000
+    total = sum(row["kernel_ms"] for row in rows.values() if row["kernel_ms"] is not None)
+    assert total == pytest.approx(known / 1e6)

@@ -143,7 +143,7 @@ def test_values_of_odd_types_do_not_cost_the_event(tmp_path: Path) -> None:
 def test_an_event_that_ends_before_it_starts_is_set_aside_and_said(tmp_path: Path) -> None:
     recording = read(write_trace(tmp_path / "t.json", [kernel("k", "10.000", "-3.000", 1), *training_step()]))
     assert recording.kernels.height == 7
-    assert any("end before they start" in note for note in recording.manifest.notes)
+    assert any("impossible times" in note for note in recording.manifest.notes)
 
 
 def test_blocks_and_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,4 +242,58 @@ def test_any_bytes_are_a_recording_or_an_error(tmp_path: Path, content: bytes) -
     path = tmp_path / "any.json"
     path.write_bytes(content)
     with suppress(StepscopeError):
+        read(path)
+
+
+@pytest.mark.parametrize("ending", ["closed", "open"])
+def test_a_string_longer_than_many_blocks_does_not_stop_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """It used to go round for ever, waiting for a cut in a buffer that no longer grew."""
+    monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 2_000)
+    monkeypatch.setattr(json_blocks, "_READ_BYTES", 1_000)
+    events = [
+        kernel("a", "1.000", "1.000", 1),
+        op("aten::x", "2.000", "1.000", s="y" * 100_000),
+        kernel("b", "5", "1", 2),
+    ]
+    path = write_trace(tmp_path / "t.json", events)
+    if ending == "open":
+        path.write_bytes(path.read_bytes()[:60_000])
+    recording = read(path)
+    assert recording.kernels["name"].to_list() == (["a", "b"] if ending == "closed" else ["a"])
+
+
+def test_an_event_longer_than_any_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 2_000)
+    monkeypatch.setattr(json_blocks, "_READ_BYTES", 1_000)
+    monkeypatch.setattr(json_blocks, "_LONGEST_EVENT", 50_000)
+    with pytest.raises(StepscopeError, match="an event of more than"):
+        read(write_trace(tmp_path / "t.json", [op("aten::x", "2.000", "1.000", s="y" * 100_000)]))
+
+
+@pytest.mark.parametrize("bad", ["1e999999999", "1" * 200, "1e30", "nan"])
+def test_times_that_no_clock_shows_are_set_aside(tmp_path: Path, bad: str) -> None:
+    events = [kernel("good", "10.000", "5.000", 1), kernel("bad", bad, "5.000", 2), kernel("worse", "20.000", bad, 3)]
+    recording = read(write_trace(tmp_path / "t.json", events))
+    assert recording.kernels["name"].to_list() == ["good"]
+    assert recording.manifest.notes
+
+
+def test_a_cut_file_of_a_gpu_is_not_taken_for_a_cpus(tmp_path: Path) -> None:
+    """The profiler writes kernels last: without them, the operators before are no account of the device."""
+    content = write_trace(
+        tmp_path / "t.json", [op(f"aten::op{i}", f"{i}.000", "0.500") for i in range(100)]
+    ).read_bytes()
+    path = tmp_path / "cut.json"
+    path.write_bytes(content[: len(content) // 2])
+    assert read(path).kernels.height == 0
+
+
+def test_our_own_pictures_are_not_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "picture.json"
+    path.write_text('{"displayTimeUnit":"ns","stepscope":"a picture","traceEvents":[' + training_step()[0] + "]}")
+    with pytest.raises(StepscopeError, match="--perfetto"):
         read(path)

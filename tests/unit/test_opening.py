@@ -5,6 +5,7 @@ import os
 import sqlite3
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from stepscope.errors import StepscopeError
@@ -136,3 +137,18 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
     recording, folder = read_cached(write_trace(tmp_path / "t.json", training_step()), open_recording)
     assert recording.kernels.height == 7
     assert folder is None
+
+
+def test_a_full_disk_is_said_by_save_and_forgiven_by_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise pl.exceptions.ComputeError("No space left on device (os error 28)")
+
+    path = write_trace(tmp_path / "t.json", training_step())
+    recording = open_recording(path)
+    monkeypatch.setattr(pl.DataFrame, "write_parquet", full)
+    with pytest.raises(StepscopeError, match="No space left"):
+        store.save(recording, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
+    assert read_cached(path, open_recording)[1] is None

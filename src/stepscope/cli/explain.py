@@ -63,12 +63,15 @@ def explain(
     from stepscope.report.tables import render
 
     width = terminal_width()
+    if questions and table is not None:
+        raise StepscopeError("`--questions` and `--table` are two things to print", hint="leave one out")
     if bounded:
-        _explain_bounded(files, table, top, format_, detail=detail, others=questions or save or perfetto)
+        asked = (("--questions", questions), ("--save", save), ("--perfetto", perfetto))
+        _explain_bounded(files, table, top, format_, detail=detail, refused=[flag for flag, value in asked if value])
         return
+    job.check_outputs(files, save=save, perfetto=perfetto)
     profiles = job.read_profiles(files, cached=cache)
     if save is not None or perfetto is not None:
-        job.require_one(profiles, "--save and --perfetto")
         job.export(profiles[0], save=save, perfetto=perfetto, force=force)
     if questions:
         if format_ is Format.TEXT:
@@ -91,17 +94,19 @@ def explain(
 
 
 def _explain_bounded(
-    files: list[Path], table: Part | None, top: int, format_: Format, *, detail: bool, others: object
+    files: list[Path], table: Part | None, top: int, format_: Format, *, detail: bool, refused: list[str]
 ) -> None:
     from stepscope.explain import bounded
     from stepscope.jobs.explain import encode
+    from stepscope.recording.opening import require_trace
     from stepscope.report.page import render_page
     from stepscope.report.tables import render
 
-    if others or len(files) != 1:
-        raise StepscopeError(
-            "`--bounded` gives the breakdown of one file", hint=f"--bounded {shlex.quote(str(files[0]))}"
-        )
+    if refused:
+        raise StepscopeError(f"`{refused[0]}` needs all of the recording in memory", hint="leave out --bounded")
+    if len(files) != 1:
+        raise StepscopeError(f"`--bounded` takes one file, not {len(files)}", hint="name the files one at a time")
+    require_trace(files[0])
     profile = bounded.make_bounded_profile(files[0])
     width = terminal_width()
     if table is not None:

@@ -46,6 +46,7 @@ from stepscope.explain.profile import UNKNOWN, Profile
 from stepscope.explain.summary import KernelTime, Summary, summarise
 from stepscope.findings import Page, Table
 from stepscope.recording.cache import cache_folder
+from stepscope.recording.kineto import device_is_cut_off
 from stepscope.recording.spill import spill_folder
 from stepscope.recording.store import Recording
 
@@ -106,7 +107,7 @@ def summarise_profile(profile: BoundedProfile) -> Summary:
 def _explain(facts: Facts, spills: Spills) -> BoundedProfile:
     groups = Groups()
     on_host = not spills.kernels.num_rows
-    if on_host:
+    if on_host and not device_is_cut_off(facts.manifest.device, facts.manifest.notes):
         take_operators_for_kernels(facts, spills)
     else:
         for alone in join_launches(facts, spills):

@@ -27,6 +27,11 @@ def headline(profile: Profile) -> str:
         f"known of the kernels' time: class {known['class']:.1%}, phase {known['phase']:.1%}, module "
         + (f"{known['module']:.1%}" if manifest.modules_recorded else "unknown: this recording names no modules"),
     ]
+    if profile.steps_in_window > 1.01 * profile.num_steps:
+        lines.append(
+            f"the window holds the work of about {profile.steps_in_window:.1f} steps, {profile.num_steps} of them "
+            "marked; figures a step are of that"
+        )
     if len(profile.devices) > 1:
         lines.append(f"{len(profile.devices)} devices; times below are their sum")
     by_launch = {row["launched"]: row["share"] for row in profile.time_by("launched").iter_rows(named=True)}
@@ -40,8 +45,9 @@ def headline(profile: Profile) -> str:
 
 
 def _clock(profile: Profile) -> str:
+    overhead = profile.recording.manifest.overhead
     if profile.step_ns == profile.recorded_step_ns:
-        return ""
+        return f" while recorded ({overhead.plain_ns / _MS:,.2f} ms without the recorder)" if overhead else ""
     return f" by the clock ({profile.recorded_step_ns / _MS:,.2f} ms while recorded)"
 
 
@@ -52,14 +58,14 @@ def classes_table(profile: Profile) -> Table:
         for name, time in device.whole.classes.items():
             swept[name] = swept.get(name, 0) + time
     overlap = sum(device.whole.overlap_ns for device in profile.devices)
-    wall = profile.step_ns * profile.num_steps * len(profile.devices)
+    wall = profile.step_ns * profile.steps_in_window * len(profile.devices)
     idle = wall * profile.idle_share
     rows: list[tuple[Cell, ...]] = [
         (
             row["class"],
             _per_step(profile, row["time_ns"]),
             row["share"],
-            row["count"] / profile.num_steps,
+            row["count"] / profile.steps_in_window,
             _per_step(profile, swept.get(row["class"], 0)),
             swept.get(row["class"], 0) / wall,
         )
@@ -94,7 +100,7 @@ def phases_table(profile: Profile) -> Table:
             f"{name} {time / max(1, row['time_ns']):.0%}"
             for name, time in inside.select("class", "time_ns").iter_rows()
         )
-        count = row["count"] / profile.num_steps
+        count = row["count"] / profile.steps_in_window
         rows.append((row["phase"], _per_step(profile, row["time_ns"]), row["share"], count, mostly))
     return Table(
         title="Time by phase",
@@ -136,7 +142,7 @@ def _kernel_row(profile: Profile, one: KernelTime) -> tuple[Cell, ...]:
         one.kernel_class,
         _per_step(profile, one.time_ns),
         one.share,
-        one.count / profile.num_steps,
+        one.count / profile.steps_in_window,
         one.mean_ns / _US,
         one.min_ns / _US,
         one.max_ns / _US,
@@ -250,8 +256,16 @@ def ranks_table(profiles: Sequence[Profile]) -> Table:
             Column(key="idle", label="idle", kind="share"),
         ),
         rows=tuple(rows),
-        notes=("a step; the rank that computes longest makes the others wait in their communication",),
+        notes=("a step; the rank that computes longest makes the others wait in their communication", *_doubt(profiles)),
     )
+
+
+def _doubt(profiles: Sequence[Profile]) -> tuple[str, ...]:
+    manifests = [profile.recording.manifest for profile in profiles]
+    ranks = [one.rank for one in manifests if one.rank is not None]
+    if len({one.device for one in manifests}) > 1 or len(set(ranks)) < len(ranks):
+        return ("these may not be the ranks of one run: their devices differ, or two have one rank",)
+    return ()
 
 
 def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | None) -> Table:
@@ -262,7 +276,7 @@ def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | 
             row[columns[1]],
             _per_step(profile, row["time_ns"]),
             row["share"],
-            row["count"] / profile.num_steps,
+            row["count"] / profile.steps_in_window,
         )
         for row in grouped.head(top or grouped.height).iter_rows(named=True)
     )
@@ -282,7 +296,7 @@ def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | 
 
 
 def _per_step(profile: Profile, time_ns: float) -> float:
-    return time_ns / profile.num_steps / _MS
+    return time_ns / profile.steps_in_window / _MS
 
 
 def scope(profile: Profile) -> str:

@@ -73,7 +73,7 @@ def find_phases(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit("forward"))
         .when(pl.col("autograd") & launched)
         .then(pl.lit("backward"))
-        .when(launched & pl.lit(not has_backward) & (pl.Series(op_known) | launched))
+        .when(launched & pl.lit(not has_backward) & pl.Series(op_known))
         .then(pl.lit("forward"))
     )
     return framed.with_columns(phase=phase).drop("in_backward", "autograd")

@@ -71,12 +71,20 @@ class Profile:
     @property
     def recorded_step_ns(self) -> float:
         """Wall time a step while it was recorded; over the whole window where steps are not marked."""
-        return self.wall_ns / self.num_steps
+        return self.wall_ns / self.steps_in_window
+
+    @cached_property
+    def steps_in_window(self) -> float:
+        """How many steps' work the window holds: more than are marked where work was launched before it began."""
+        before = {row["launched"]: row["share"] for row in self.time_by("launched").iter_rows(named=True)}.get(
+            "before", 0.0
+        )
+        return self.num_steps / (1 - before) if self.steps.height and before < 1 else float(self.num_steps)
 
     @property
     def busy_step_ns(self) -> float:
         """Time a step in which any kernel ran, side by side counted once; mean over devices."""
-        return sum(device.whole.busy_ns for device in self.devices) / len(self.devices) / self.num_steps
+        return sum(device.whole.busy_ns for device in self.devices) / len(self.devices) / self.steps_in_window
 
     @property
     def step_ns(self) -> float:
@@ -128,7 +136,12 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
     if not recording.kernels.height:
         raise StepscopeError(
             "the recording holds no kernel timeline",
-            detail=f"`{recording.manifest.file}` has {recording.ops.height} operators and no kernels",
+            detail="; ".join(
+                (
+                    f"`{recording.manifest.file}` has {recording.ops.height} operators and no kernels",
+                    *recording.manifest.notes,
+                )
+            ),
             hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
         )
     if kept_in is None or recording.kernels.height < _WORTH_KEEPING:

@@ -52,9 +52,15 @@ def document_fresh(recording: Recording, name: str) -> str:
     return encode_summary([make_profile(recording.with_manifest(file=name))])
 
 
-def require_one(profiles: Sequence[Profile], what: str) -> None:
-    if len(profiles) != 1:
-        raise StepscopeError(f"{what} take one file, not {len(profiles)}", hint="name the files one at a time")
+def check_outputs(files: Sequence[Path], *, save: Path | None, perfetto: Path | None) -> None:
+    """Before anything is read: of one file, and not onto that file."""
+    for flag, target in (("--save", save), ("--perfetto", perfetto)):
+        if target is None:
+            continue
+        if len(files) != 1:
+            raise StepscopeError(f"`{flag}` takes one file, not {len(files)}", hint="name the files one at a time")
+        if target.exists() and target.resolve() == files[0].resolve():
+            raise StepscopeError(f"`{flag}` would replace the file it reads: `{target}`", hint="another name")
 
 
 def export(profile: Profile, *, save: Path | None, perfetto: Path | None, force: bool) -> None:

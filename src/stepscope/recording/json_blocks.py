@@ -25,6 +25,7 @@ BLOCK_BYTES = 8 << 20
 _TAIL_BYTES = 2 << 20
 _LONGEST_EVENT = 64 << 20
 _READ_BYTES = 1 << 20
+_WIDEST_CUT = 4096  # bytes from the end of an event to the first key of the next
 # Deflate reaches 1000 to 1 on a repeated byte; real traces reach 10 to 60.
 _BOMB_RATIO, _BOMB_BYTES = 250, 256 << 20
 
@@ -48,11 +49,12 @@ class Blocks:
         with self._path.open("rb") as file:
             pieces = self._pieces(file)
             buffer = self._find_list(pieces)
-            ended = False
+            ended, searched = False, 0
             while not ended:
                 # One join a block: adding piece by piece would copy the buffer each time.
                 collected, size = [buffer], len(buffer)
-                while size < BLOCK_BYTES + _TAIL_BYTES:
+                enough = max(size, _TAIL_BYTES) + BLOCK_BYTES
+                while size < enough:
                     piece = next(pieces, None)
                     if piece is None:
                         ended = True
@@ -61,13 +63,13 @@ class Blocks:
                     size += len(piece)
                 buffer = b"".join(collected)
                 if not ended:
-                    cut = self._last_cut(buffer)
+                    cut = self._last_cut(buffer, searched)
                     if cut is None:
                         self._check_length(buffer)
-                        collected = [buffer]
+                        searched = max(0, len(buffer) - _TAIL_BYTES - _WIDEST_CUT)
                         continue
                     yield buffer[: cut[0]]
-                    buffer = buffer[cut[1] :]
+                    buffer, searched = buffer[cut[1] :], 0
             events = self._close(buffer)
             if events.strip():
                 yield events
@@ -117,6 +119,7 @@ class Blocks:
                 break
             if found := _START.search(buffer):
                 self._read_properties(buffer[: found.start()] + b'"":0}')
+                self._refuse_pictures()
                 return buffer[found.end() :]
             if piece is None:
                 break
@@ -136,11 +139,12 @@ class Blocks:
         )
 
     @staticmethod
-    def _last_cut(buffer: bytes) -> tuple[int, int] | None:
-        """Where the last event before the tail ends, and where the next begins."""
-        for reach in (1 << 16, _LONGEST_EVENT):
-            limit = len(buffer) - _TAIL_BYTES
-            candidates = deque(BETWEEN_EVENTS.finditer(buffer, max(0, limit - reach), limit), maxlen=1)
+    def _last_cut(buffer: bytes, searched: int) -> tuple[int, int] | None:
+        """Where the last event before the tail ends, and where the next begins. What was searched before is not
+        searched again: an event may be as long as many blocks."""
+        limit = len(buffer) - _TAIL_BYTES
+        for start in (max(searched, limit - (1 << 16)), searched):
+            candidates = deque(BETWEEN_EVENTS.finditer(buffer, start, limit), maxlen=1)
             if candidates:
                 found = candidates[0]
                 return found.start() + 1, buffer.index(b"{", found.start() + 1)
@@ -172,6 +176,13 @@ class Blocks:
             return b""
         self.notes.append("the file ends early, before its list of events is closed")
         return buffer
+
+    def _refuse_pictures(self) -> None:
+        if self.properties.get("stepscope") == "a picture":
+            raise StepscopeError(
+                f"`{self._path}` was written by --perfetto, to be looked at",
+                hint="explain the recording that it was made from",
+            )
 
     def _read_properties(self, text: bytes) -> bool:
         try:

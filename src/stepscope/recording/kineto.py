@@ -132,13 +132,13 @@ def _assemble(parts: _Parts, path: Path, blocks: Blocks) -> Recording:
     launches = _valid(parts.table(["launch"]), notes)
     launches = _table("launches", launches.drop("kind") if launches.height else launches)
     kernels = _kernels(_valid(parts.table(_GPU_KINDS), notes), launches)
-    if not kernels.height:
+    device = _find_device(blocks.properties, kernels)
+    if not kernels.height and not device_is_cut_off(device.name, notes):
         kernels = _host_kernels(ops)
         if kernels.height:
             notes.append(HOST_NOTE)
     ranges = _ranges(_valid(parts.table(["user", "python"]), notes))
     names = ranges["name"]
-    device = _find_device(blocks.properties, kernels)
     distributed = _as(blocks.properties.get("distributedInfo"), _Distributed) or _Distributed()
     manifest = Manifest(
         source="pytorch profiler",
@@ -171,8 +171,14 @@ def left_out_notes(blocks: Blocks, lost_events: int, lost_bytes: int, set_aside:
     return notes
 
 
+def device_is_cut_off(device: str, notes: Sequence[str]) -> bool:
+    """A file that names a device and ends early may have had its kernels in the part that is missing: the profiler
+    writes them after the operators."""
+    return bool(device) and any("ends early" in note or "damaged" in note for note in notes)
+
+
 def odd_note(count: int) -> str:
-    return f"{count} events end before they start and are left out"
+    return f"{count} events have impossible times and are left out"
 
 
 def _table(name: str, frame: pl.DataFrame) -> pl.DataFrame:

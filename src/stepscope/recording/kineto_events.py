@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from stepscope.recording.json_blocks import BETWEEN_EVENTS
 
+IMPOSSIBLE = -(2**62)  # stands for a time that is none: nan, or larger than any clock
 NONE = -1  # stands for null in columns of counts and ids, none of which is negative
 _LARGEST = 2**63 - 1
 _LONGEST_TEXT = 16_384
@@ -243,10 +244,12 @@ class EventDecoder:
 
     def _timed(self, group: list[Event]) -> Columns:
         start = nanoseconds([event.ts for event in group])
+        lasted = nanoseconds([event.dur for event in group])
         return {
             "name": self._texts([event.name for event in group]),
             "start_ns": start,
-            "end_ns": start + nanoseconds([event.dur for event in group]),
+            # What cannot be is made to end before it starts, and is set aside with all that does.
+            "end_ns": np.where((start == IMPOSSIBLE) | (lasted == IMPOSSIBLE), IMPOSSIBLE - 1, start + lasted),
         }
 
     def _on_host(self, group: list[Event]) -> Columns:
@@ -294,7 +297,7 @@ class EventDecoder:
 
 
 def nanoseconds(values: Sequence[Raw]) -> Ints:
-    """Microseconds as they stand in the text, exactly; what is no number at all becomes 0."""
+    """Microseconds as they stand in the text, exactly; `IMPOSSIBLE` for what is no time at all."""
     if not values:
         return np.empty(0, np.int64)
     joined = b"\n".join(values)
@@ -334,12 +337,12 @@ def _exact_nanoseconds(text: bytes) -> int:
         sign, whole, fraction = found.groups()
         value = int(whole) * 1000 + int(((fraction or b"") + b"000")[:3])
         value = -value if sign else value
-        return value if abs(value) <= _LARGEST else 0
+        return value if abs(value) < 2**62 else IMPOSSIBLE
     try:
         rounded = float(text.strip(b'"')) * 1000
     except ValueError:
-        return 0
-    return round(rounded) if abs(rounded) < 2**62 else 0  # 1e15, nan and inf are no times
+        return IMPOSSIBLE
+    return round(rounded) if abs(rounded) < 2**62 else IMPOSSIBLE
 
 
 def _numbers(values: Sequence[Any]) -> Ints:

@@ -81,7 +81,10 @@ def _serve(
 ) -> None:
     command = [sys.executable, "-P", "-m", "stepscope.recording.kineto_workers"]
     try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        # In a session of its own: Ctrl-C is for us, and a worker ends when its input does.
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        ) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             while (item := waiting.get()) is not None and not stop.is_set():

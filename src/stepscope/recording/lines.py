@@ -181,7 +181,12 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(
+    path: Path,
+    *,
+    if_full: str = "the rows that were there are whole; free some space and the same command goes on",
+    hint: str = "stepscope bench --out FOLDER",
+) -> Iterator[None]:
     """Turns an operating system's refusal to write at `path` into an error that says what to do."""
     try:
         yield
@@ -189,6 +194,6 @@ def writing(path: Path) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise StepscopeError(
             f"cannot write to `{path}`: {error.strerror}",
-            detail="the rows that were there are whole; free some space and the same command goes on" if full else "",
-            hint="stepscope bench --out FOLDER",
+            detail=if_full if full else "",
+            hint=hint,
         ) from None

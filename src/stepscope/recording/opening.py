@@ -14,6 +14,7 @@ _READABLE = (
     "(.sqlite, or .nsys-rep where nsys is installed), or `ncu --csv --page raw` output"
 )
 _SNIFFED = 1 << 16
+_BLANK = b"\xef\xbb\xbf \t\r\n"
 
 
 def open_recording(path: Path) -> Recording:
@@ -26,7 +27,7 @@ def open_recording(path: Path) -> Recording:
     if path.suffix in (".nsys-rep", ".qdrep"):
         with tempfile.TemporaryDirectory() as folder:
             return nsys.read(nsys_export.export(path, Path(folder))).with_manifest(file=path.name)
-    text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
+    text = start.lstrip(_BLANK)
     if text[:1] in (b"{", b"["):
         return kineto.read(path)
     if text.startswith(b"==") or b'"Kernel Name"' in text:
@@ -38,6 +39,12 @@ def open_recording(path: Path) -> Recording:
             f"`{path}` is a pickle", detail="a pickle can run code and is not opened; memory snapshots are not read yet"
         )
     raise StepscopeError(f"`{path}` is nothing that can be read", detail=f"expected {_READABLE}")
+
+
+def require_trace(path: Path) -> None:
+    """Refuses whatever is no trace of PyTorch's profiler, as far as its first bytes show."""
+    if _first_bytes(path).lstrip(_BLANK)[:1] not in (b"{", b"["):
+        raise StepscopeError(f"`{path}` is no trace of PyTorch's profiler", hint="leave out --bounded")
 
 
 def _first_bytes(path: Path) -> bytes:

@@ -5,8 +5,11 @@ file a table. It is written beside its place and moved there when it is whole, s
 complete. Foreign files become the same `Recording` in memory; what is asked of one can be asked of the other.
 """
 
+import errno
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -85,8 +88,12 @@ TABLE_NAMES = tuple(one.name for one in fields(Recording) if one.name != "manife
 def save(recording: Recording, folder: Path, *, raw: Path | None = None, force: bool = False) -> None:
     """Writes the whole recording or nothing. `raw` is moved in as the recorder's own file."""
     if folder.exists() and not force:
-        raise StepscopeError(f"`{folder}` exists", hint=f"--force, or another folder than {folder}")
-    with writing(folder):
+        raise StepscopeError(f"`{folder}` exists", hint="--force, or another folder")
+    if folder.exists() and not is_recording(folder):
+        raise StepscopeError(
+            f"`{folder}` is no recording", detail="only a recording is replaced", hint="another folder"
+        )
+    with writing(folder, if_full="nothing was kept", hint="a folder on another disk"), _telling_polars_errors():
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
@@ -102,6 +109,16 @@ def save(recording: Recording, folder: Path, *, raw: Path | None = None, force: 
             _put_in_place(building, folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
+
+
+@contextmanager
+def _telling_polars_errors() -> Iterator[None]:
+    """A full disk comes out of polars as an error of its own."""
+    try:
+        yield
+    except pl.exceptions.PolarsError as error:
+        full = "No space left" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error).splitlines()[0][:200]) from None
 
 
 def _put_in_place(building: Path, folder: Path) -> None:

@@ -42,7 +42,7 @@ def write_perfetto(
     origin = min(frame["start_ns"].min() for frame in (kernels, ops, ranges) if frame.height)  # type: ignore[type-var]
     assert isinstance(origin, int)
     part = target.with_name(target.name + ".part")
-    with writing(target), ExitStack() as stack:
+    with writing(target, if_full="nothing was kept", hint="--perfetto FILE on another disk"), ExitStack() as stack:
         stack.callback(part.unlink, missing_ok=True)
         with _open(part, packed=target.suffix == ".gz") as file:
             _write_events(file, _events(kernels, ops, ranges, origin))
@@ -55,7 +55,7 @@ def _open(path: Path, *, packed: bool) -> "IO[bytes] | gzip.GzipFile":
 
 def _write_events(file: "IO[bytes] | gzip.GzipFile", events: Iterator[dict[str, object]]) -> None:
     encoder = msgspec.json.Encoder()
-    file.write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
+    file.write(b'{"displayTimeUnit":"ns","stepscope":"a picture","traceEvents":[\n')
     for number, event in enumerate(events):
         file.write((b",\n" if number else b"") + encoder.encode(event))
     file.write(b"\n]}\n")

@@ -104,10 +104,9 @@ def find_layout_copies(evidence: Evidence) -> Hit | None:
         return None
     gain = evidence.gain_of(evidence.durations, removed)
     backward = evidence.per_step(copies.filter(pl.col("phase") == "backward")) / time
-    text = (
-        f"{copies.height / evidence.num_steps:,.0f} copies a step that change only the layout, {ms(time)}, "
-        f"{backward:.0%} of it in backward"
-    )
+    text = f"{copies.height / evidence.num_steps:,.0f} copies a step that change only the layout, {ms(time)}"
+    if copies["phase"].is_not_null().all():
+        text += f", {backward:.0%} of it in backward"
     return settle(evidence, gain, text)
 
 
