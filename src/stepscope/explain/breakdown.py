@@ -256,7 +256,7 @@ def ranks_table(profiles: Sequence[Profile]) -> Table:
             Column(key="idle", label="idle", kind="share"),
         ),
         rows=tuple(rows),
-        notes=("a step; the rank that computes longest makes the others wait in their communication", *_doubt(profiles)),
+        notes=("a step; the rank that computes longest makes the others wait for it", *_doubt(profiles)),
     )
 
 
