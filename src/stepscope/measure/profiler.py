@@ -33,7 +33,7 @@ from stepscope.step.annotation import annotated, check_functions
 # Steps with and without annotation take turns, to see what it costs. The first after each change is left out: Python
 # runs it slowly, because what it had learnt about the changed functions is void (5 % of a step of 6 ms on a 2-core VM).
 LEAST_TURNS, MOST_TURNS = 3, 25
-TURNS_S = 4.0
+TURNS_S = 2.0
 STEPS_A_TURN = 4
 
 Stage = Literal[
