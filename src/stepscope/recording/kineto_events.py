@@ -337,7 +337,7 @@ def _exact_nanoseconds(text: bytes) -> int:
         sign, whole, fraction = found.groups()
         value = int(whole) * 1000 + int(((fraction or b"") + b"000")[:3])
         value = -value if sign else value
-        return value if abs(value) < 2**62 else IMPOSSIBLE
+        return value if abs(value) <= _LARGEST else IMPOSSIBLE
     try:
         rounded = float(text.strip(b'"')) * 1000
     except ValueError:
