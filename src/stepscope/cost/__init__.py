@@ -3,8 +3,10 @@ place such formulas live."""
 
 from stepscope.cost.calls import OperatorCost
 from stepscope.cost.model import (
+    ADAM_BYTES,
     COUNTED_CONVENTION,
     FLOP_CONVENTION,
+    SGD_BYTES,
     ParameterCount,
     forward_flops,
     parameters,
@@ -19,8 +21,10 @@ from stepscope.cost.operators import (
 )
 
 __all__ = [
+    "ADAM_BYTES",
     "COUNTED_CONVENTION",
     "FLOP_CONVENTION",
+    "SGD_BYTES",
     "SOFTMAX_CONVENTION",
     "OperatorCost",
     "ParameterCount",

@@ -21,6 +21,10 @@ COUNTED_CONVENTION = (
     "attention written out by hand in full; backward as twice the forward"
 )
 
+# What an update moves a parameter, in fp32, each read and write once: AdamW reads weight, gradient and two averages and
+# writes all but the gradient; SGD reads weight and gradient and writes the weight.
+ADAM_BYTES, SGD_BYTES = 28, 12
+
 
 class ParameterCount(msgspec.Struct, frozen=True, kw_only=True):
     """Where the parameters are. Tied embeddings count once, under `embedding`."""

@@ -87,32 +87,33 @@ def _attribute_points(recording: Recording, points: pl.DataFrame, op_row: pl.Ser
     """Adds op_row, module, layer, part, phase, step and recomputed to moments on threads."""
     ranges = recording.ranges
     nodes = _autograd_nodes(recording)
-    node_row = innermost(nodes, points)
-    in_backward = node_row.is_not_null()
     modules = module_paths(ranges)
-    module_row = innermost(modules, points)
-    here = modules["path"].gather(module_row) if modules.height else _nulls(points.height)
-    # A module that was called inside the node under evaluation is being run again: activation checkpointing.
-    if modules.height and nodes.height:
-        called = modules["start_ns"].gather(module_row) > nodes["start_ns"].gather(node_row)
-    else:
-        called = pl.Series([None] * points.height, dtype=pl.Boolean)
-    recomputed = (in_backward & called.fill_null(value=False)).alias("recomputed")
-    made_by = nodes["module"].gather(node_row) if nodes.height else _nulls(points.height)
-    module = pl.select(
-        pl.when(recomputed).then(here).when(in_backward).then(made_by).otherwise(here).alias("module")
-    ).to_series()
+    found = find_modules(points, nodes, modules)
     parts = ranges.filter(pl.col("name").str.starts_with(_PARTS))
-    part = _part(parts, nodes, points, node_row, recomputed)
+    part = _part(parts, nodes, points, found["node_row"], found["recomputed"])
     framed = points.with_columns(
+        found.select("module", "recomputed", "in_backward"),
         op_row=op_row,
-        module=module,
         part=part,
-        recomputed=recomputed,
-        in_backward=in_backward,
     )
     framed = find_steps(recording, find_phases(recording, framed))
     return number_layers(name_what_is_no_module(recording, framed), modules)
+
+
+def find_modules(points: pl.DataFrame, nodes: pl.DataFrame, modules: pl.DataFrame) -> pl.DataFrame:
+    """For each moment: module, node_row (of the autograd node under evaluation), in_backward and recomputed."""
+    node_row, module_row = innermost(nodes, points), innermost(modules, points)
+    here = modules["path"].gather(module_row) if modules.height else _nulls(points.height)
+    made_by = nodes["module"].gather(node_row) if nodes.height else _nulls(points.height)
+    in_backward = node_row.is_not_null()
+    # A module that was called inside the node under evaluation is being run again: activation checkpointing.
+    if modules.height and nodes.height:
+        called = modules["start_ns"].gather(module_row) > nodes["start_ns"].gather(node_row)
+        recomputed = in_backward & called.fill_null(value=False)
+    else:
+        recomputed = pl.repeat(False, points.height, dtype=pl.Boolean, eager=True)  # noqa: FBT003
+    frame = pl.DataFrame({"node_row": node_row, "in_backward": in_backward, "recomputed": recomputed})
+    return frame.with_columns(module=pl.when(recomputed | ~in_backward).then(here).otherwise(made_by))
 
 
 def name_what_is_no_module(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:

@@ -206,6 +206,6 @@ def make_page(profile: BoundedProfile) -> Page:
 def _kernels_table(profile: BoundedProfile, top: int | None) -> Table:
     kernels = kernel_times(profile)
     empty = breakdown.kernels_table(profile, top=0)
-    rows = tuple(breakdown._kernel_row(profile, one) for one in kernels[:top])
+    rows = tuple(breakdown.kernel_row(profile, one) for one in kernels[:top])
     notes = (breakdown.scope(profile), *breakdown.left_out(kernels[:top], kernels))
     return Table(title=empty.title, columns=empty.columns, rows=rows, notes=notes)

@@ -209,8 +209,8 @@ def _count(values: pl.Series) -> dict[int, int]:
 def _manifest(path: Path, stream: TraceStream, facts: Facts, *, on_host: bool) -> Manifest:
     properties = stream.blocks.properties
     most = [device for device, _ in sorted(facts.devices.items(), key=lambda item: (-item[1], item[0]))[:1]]
-    device = kineto._find_device(properties, pl.DataFrame({"device": most}, schema={"device": pl.Int64}))
-    distributed = kineto._as(properties.get("distributedInfo"), kineto._Distributed) or kineto._Distributed()
+    device = kineto.find_device(properties, pl.DataFrame({"device": most}, schema={"device": pl.Int64}))
+    distributed = kineto.as_kind(properties.get("distributedInfo"), kineto.Distributed) or kineto.Distributed()
     return Manifest(
         source="pytorch profiler",
         file=path.name,
@@ -218,7 +218,7 @@ def _manifest(path: Path, stream: TraceStream, facts: Facts, *, on_host: bool) -
         device_sms=device.num_sms,
         rank=distributed.rank,
         world_size=distributed.world_size,
-        versions=kineto._versions(properties),
+        versions=kineto.versions_of(properties),
         modules_recorded=facts.names_modules_itself or facts.has_frames,
         notes=_notes(stream, facts, on_host=on_host),
     )

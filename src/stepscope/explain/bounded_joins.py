@@ -44,7 +44,7 @@ def take_operators_for_kernels(facts: Facts, spills: Spills) -> None:
     trees: dict[Thread, _CallTree] = {}
     keys = ("process", "thread", "start_ns", "end_ns")
     for window in spills.ops.windows(borders):
-        machinery = facts.names.spell(window["name"]).str.contains(kineto._MACHINERY)
+        machinery = facts.names.spell(window["name"]).str.contains(kineto.MACHINERY)
         ordered = window.filter(~machinery).sort(keys, descending=[False, False, False, True])
         for (process, thread), group in ordered.partition_by("process", "thread", as_dict=True).items():
             tree = trees.setdefault((process, thread), _CallTree())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import polars as pl
 
 from stepscope.explain.accounting import Account, DeviceAccount, account
-from stepscope.explain.attribution import EVALUATE, LOSS_MODULE
+from stepscope.explain.attribution import EVALUATE, LOSS_MODULE, find_modules
 from stepscope.explain.bounded_intake import Facts, Spills, Thread
 from stepscope.explain.classes import classify
 from stepscope.explain.modules import module_paths
@@ -196,18 +196,9 @@ def _evidence(facts: Facts, survey: Survey) -> pl.DataFrame:
 def _attribute(
     recording: Recording, points: pl.DataFrame, nodes: pl.DataFrame, modules: pl.DataFrame, evidence: pl.DataFrame
 ) -> pl.DataFrame:
-    op_row, node_row, module_row = (innermost(table, points) for table in (recording.ops, nodes, modules))
-    in_backward = node_row.is_not_null()
-    here = modules["path"].gather(module_row) if modules.height else _nulls(points.height)
-    made_by = nodes["module"].gather(node_row) if nodes.height else _nulls(points.height)
-    # A module that was called inside the node under evaluation is being run again: activation checkpointing.
-    if modules.height and nodes.height:
-        called = modules["start_ns"].gather(module_row) > nodes["start_ns"].gather(node_row)
-        again = in_backward & called.fill_null(value=False)
-    else:
-        again = pl.Series([False] * points.height, dtype=pl.Boolean)
-    module = pl.when(again | ~in_backward).then(here).otherwise(made_by)
-    framed = points.with_columns(op_row=op_row, module=module, in_backward=in_backward)
+    op_row = innermost(recording.ops, points)
+    found = find_modules(points, nodes, modules)
+    framed = points.with_columns(found.select("module", "in_backward"), op_row=op_row)
     phased = find_phases(recording, pl.concat([framed, evidence], how="diagonal")).head(points.height)
     op = recording.ops["name"].gather(op_row) if recording.ops.height else _nulls(points.height)
     return phased.with_columns(op=op)

@@ -131,12 +131,12 @@ def kernels_table(profile: Profile, *, top: int | None = None) -> Table:
             Column(key="max_us", label="max µs", kind="us", detail=True),
             Column(key="name", label="name", detail=True),
         ),
-        rows=tuple(_kernel_row(profile, one) for one in kernels[:top]),
+        rows=tuple(kernel_row(profile, one) for one in kernels[:top]),
         notes=(scope(profile), *left_out(kernels[:top], kernels)),
     )
 
 
-def _kernel_row(profile: Profile, one: KernelTime) -> tuple[Cell, ...]:
+def kernel_row(profile: Profile, one: KernelTime) -> tuple[Cell, ...]:
     return (
         one.short,
         one.kernel_class,

@@ -29,7 +29,7 @@ _TEXT_COLUMNS = ("name", "shapes", "dtypes", "strides", "arguments")
 _GPU_KINDS = ("kernel", "memcpy", "memset")
 _MODULE_FRAME = "nn.Module: "
 # What autograd wraps around operators: its time is dispatch, not work.
-_MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
+MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
 HOST_NOTE = "no device activity: operators on the host stand for kernels, idle is the time between them"
 T = TypeVar("T")
 
@@ -132,14 +132,14 @@ def _assemble(parts: _Parts, path: Path, blocks: Blocks) -> Recording:
     launches = _valid(parts.table(["launch"]), notes)
     launches = _table("launches", launches.drop("kind") if launches.height else launches)
     kernels = _kernels(_valid(parts.table(_GPU_KINDS), notes), launches)
-    device = _find_device(blocks.properties, kernels)
+    device = find_device(blocks.properties, kernels)
     if not kernels.height and not device_is_cut_off(device.name, notes):
         kernels = _host_kernels(ops)
         if kernels.height:
             notes.append(HOST_NOTE)
     ranges = _ranges(_valid(parts.table(["user", "python"]), notes))
     names = ranges["name"]
-    distributed = _as(blocks.properties.get("distributedInfo"), _Distributed) or _Distributed()
+    distributed = as_kind(blocks.properties.get("distributedInfo"), Distributed) or Distributed()
     manifest = Manifest(
         source="pytorch profiler",
         file=path.name,
@@ -147,7 +147,7 @@ def _assemble(parts: _Parts, path: Path, blocks: Blocks) -> Recording:
         device_sms=device.num_sms,
         rank=distributed.rank,
         world_size=distributed.world_size,
-        versions=_versions(blocks.properties),
+        versions=versions_of(blocks.properties),
         shapes_recorded=bool(ops["shapes"].is_not_null().any()),
         modules_recorded=bool((ranges["source"] == "module").any() or names.str.starts_with("module:").any()),
         notes=tuple(notes),
@@ -208,7 +208,7 @@ def _host_kernels(ops: pl.DataFrame) -> pl.DataFrame:
     """On a CPU the operator that does the work is what a kernel is on a GPU: the outermost one that spends at least
     half of its time by itself rather than in operators it calls. (The innermost would not do: a matrix product calls
     operators that only look at its arguments.)"""
-    machinery = pl.col("name").str.contains(_MACHINERY)
+    machinery = pl.col("name").str.contains(MACHINERY)
     keys = ("process", "thread", "start_ns", "end_ns")
     ordered = ops.filter(~machinery).sort(keys, descending=[False, False, False, True])
     columns = [ordered[name].to_list() for name in keys]
@@ -269,24 +269,24 @@ class _DeviceProperties(msgspec.Struct):
     num_sms: int | None = msgspec.field(default=None, name="numSms")
 
 
-class _Distributed(msgspec.Struct):
+class Distributed(msgspec.Struct):
     rank: int | None = None
     world_size: int | None = None
 
 
-def _find_device(properties: dict[str, object], kernels: pl.DataFrame) -> _DeviceProperties:
+def find_device(properties: dict[str, object], kernels: pl.DataFrame) -> _DeviceProperties:
     """The device that was used most. Nothing else of the file's own properties is kept."""
-    listed = _as(properties.get("deviceProperties"), list[_DeviceProperties]) or [_DeviceProperties()]
+    listed = as_kind(properties.get("deviceProperties"), list[_DeviceProperties]) or [_DeviceProperties()]
     used = kernels["device"].drop_nulls().mode()
     return next((one for one in listed if used.len() and one.id == used[0]), listed[0])
 
 
-def _versions(properties: dict[str, object]) -> dict[str, str]:
+def versions_of(properties: dict[str, object]) -> dict[str, str]:
     names = ("schemaVersion", "cuda_runtime_version", "cuda_driver_version", "hip_runtime_version", "cupti_version")
     return {name: str(properties[name])[:40] for name in names if isinstance(properties.get(name), int | float)}
 
 
-def _as(value: object, kind: type[T]) -> T | None:
+def as_kind(value: object, kind: type[T]) -> T | None:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:

@@ -8,17 +8,16 @@ Memory is one run being gathered, and while reading one chunk for each run that 
 time into slices while reading would need less code, and the length of a trace in advance, which its file does not say.
 """
 
-import errno
 import io
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 
-from stepscope.errors import StepscopeError
+from stepscope.recording.lines import writing
 
 RUN_ROWS = 1 << 17
 CHUNK_ROWS = 1 << 13
@@ -152,14 +151,6 @@ def choose_borders(spills: Sequence[Spill], rows: int) -> list[int]:
     return borders
 
 
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise StepscopeError(
-            f"cannot write to `{folder}`: {error.strerror or error}",
-            detail="a trace read in bounded memory needs room on disk, about a tenth of its plain size" if full else "",
-            hint="STEPSCOPE_CACHE=FOLDER stepscope explain FILE --bounded",
-        ) from None
+def _writing(folder: Path) -> AbstractContextManager[None]:
+    room = "a trace read in bounded memory needs room on disk, about a tenth of its plain size"
+    return writing(folder, if_full=room, hint="STEPSCOPE_CACHE=FOLDER stepscope explain FILE --bounded")

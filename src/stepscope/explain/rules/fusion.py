@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 
+from stepscope.cost import ADAM_BYTES, SGD_BYTES
 from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, Evidence, ms
 from stepscope.explain.rules.replay import Bools
 from stepscope.explain.rules.types import Hit, Rule, settle
@@ -13,7 +14,6 @@ LEAST_OF_CHAIN, LEAST_OF_ROW = 0.2, 0.35
 # Of the host's time in an optimizer that launches kernels tensor by tensor, what a fused one still needs to walk over
 # the tensors: 1.8 ms until its launch, of 14 to 19 ms (219 tensors, 8 kernels each, H200).
 FUSED_UPDATE_HOST_SHARE = 0.12
-ADAM_BYTES, SGD_BYTES = 28, 12  # a parameter in fp32, each read and write once
 ADAM_UNFUSED_BYTES = 80
 LEAST_LAYOUT_SHARE = 0.02
 _COPIES = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
