@@ -81,6 +81,56 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     panel_label: str = ""
 
 
+class Area(msgspec.Struct, frozen=True, kw_only=True):
+    """One band of a timeline: its height in every slice."""
+
+    name: str
+    values: tuple[int, ...]
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a timeline with a name, such as a phase; `end` is exclusive, both are slices."""
+
+    label: str
+    start: int
+    end: int
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of an area that can be told apart from the rest of it: in slices `start` to `end` (exclusive) it takes
+    `size` of the area's height. `detail` is shown on request, a line each."""
+
+    area: int
+    start: int
+    end: int
+    size: int
+    label: str
+    detail: tuple[str, ...] = ()
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """Areas on top of each other over time, with their largest pieces told apart, the largest first.
+
+    Time is cut into slices, each showing its highest instant, so that a peak is in the picture however short it was.
+    `times` are where the slices begin, in the unit of `x`. `line` lies over the areas, such as what is reserved.
+    """
+
+    title: str
+    subtitle: str
+    x: Axis
+    y: Axis
+    times: tuple[float, ...]
+    areas: tuple[Area, ...]
+    stretches: tuple[Stretch, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    line: Area | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for area in (*self.areas, *([self.line] if self.line else [])):
+            assert len(area.values) == len(self.times), f"{len(area.values)} values for {len(self.times)} slices"
+
+
 class Page(msgspec.Struct, frozen=True, kw_only=True):
     """One screen: a few lines on what this is, tables, and what to do about it."""
 

@@ -28,7 +28,7 @@ SCHEMA = "stepscope.recording/1"
 MANIFEST_NAME = "manifest.json"
 RAW_NAME = "raw"  # the recorder's own file, kept as it came, with its own ending
 
-Source = Literal["pytorch profiler", "nsight systems", "nsight compute", "stepscope"]
+Source = Literal["pytorch profiler", "nsight systems", "nsight compute", "memory snapshot", "stepscope"]
 
 
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +77,11 @@ class Recording:
     links: pl.DataFrame = field(default_factory=partial(tables.empty, "links"))
     steps: pl.DataFrame = field(default_factory=partial(tables.empty, "steps"))
     counters: pl.DataFrame = field(default_factory=partial(tables.empty, "counters"))
+    allocations: pl.DataFrame = field(default_factory=partial(tables.empty, "allocations"))
+    segments: pl.DataFrame = field(default_factory=partial(tables.empty, "segments"))
+    spans: pl.DataFrame = field(default_factory=partial(tables.empty, "spans"))
+    stacks: pl.DataFrame = field(default_factory=partial(tables.empty, "stacks"))
+    saved: pl.DataFrame = field(default_factory=partial(tables.empty, "saved"))
 
     def with_manifest(self, **changes: object) -> "Recording":
         return replace(self, manifest=msgspec.structs.replace(self.manifest, **changes))

@@ -59,6 +59,60 @@ STEPS: Schema = {"phase": pl.String, "step": pl.Int32, "duration_ns": pl.Int64, 
 # Hardware counters, one row a kernel and metric; `kernel` is the row in `kernels`.
 COUNTERS: Schema = {"kernel": pl.Int64, "metric": pl.String, "unit": pl.String, "value": pl.Float64, "text": pl.String}
 
+# --- Memory. Time has two coordinates there: the event, which is the position in the order in which memory was taken and
+# given back, and says exactly what was there together; and nanoseconds.
+_LIVED: Schema = {
+    "start_event": pl.Int64,  # null: there before recording began
+    "end_event": pl.Int64,  # null: still there at its end
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+    "device": pl.Int32,  # null on a CPU
+    "stream": pl.Int64,
+    "address": pl.Int64,
+    "bytes": pl.Int64,  # what it takes of the device's memory
+}
+# One row a piece of memory, from when it was taken to when it was given back.
+ALLOCATIONS: Schema = {
+    **_LIVED,
+    "requested_bytes": pl.Int64,  # before the allocator rounded it up
+    "step": pl.Int32,  # where it was taken: the step, its phase, the module's path and the operator
+    "phase": pl.String,
+    "module": pl.String,
+    "op": pl.String,
+    "category": pl.String,  # one of explain.memory.CATEGORIES
+    "name": pl.String,  # a parameter's, a buffer's; what autograd calls it
+    "shape": pl.String,  # JSON
+    "dtype": pl.String,
+    "stack": pl.Int32,  # row in `stacks`
+}
+# What the allocator holds of the device, in use or not.
+SEGMENTS: Schema = dict(_LIVED)
+# One row a phase of a step, and one with a null phase for the whole step.
+SPANS: Schema = {
+    "step": pl.Int32,
+    "phase": pl.String,
+    "start_event": pl.Int64,
+    "end_event": pl.Int64,  # exclusive
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+}
+# Frames one a line, the innermost first: `file.py:12 function`.
+STACKS: Schema = {"stack": pl.Int32, "frames": pl.String}
+# What autograd keeps for backward: one row a tensor that a node saved.
+SAVED: Schema = {
+    "node": pl.Int64,  # in the order of the forward pass
+    "op": pl.String,  # the node's name: MulBackward0
+    "argument": pl.String,  # what the node calls it: self, result
+    "module": pl.String,
+    "shape": pl.String,  # JSON
+    "dtype": pl.String,
+    "bytes": pl.Int64,  # of this tensor
+    "storage": pl.Int64,  # tensors with the same number share memory
+    "storage_bytes": pl.Int64,
+    "kind": pl.String,  # activation, parameter, buffer or input
+    "name": pl.String,  # of the parameter or buffer
+}
+
 SCHEMAS: dict[str, Schema] = {
     "kernels": KERNELS,
     "launches": LAUNCHES,
@@ -67,6 +121,11 @@ SCHEMAS: dict[str, Schema] = {
     "links": LINKS,
     "steps": STEPS,
     "counters": COUNTERS,
+    "allocations": ALLOCATIONS,
+    "segments": SEGMENTS,
+    "spans": SPANS,
+    "stacks": STACKS,
+    "saved": SAVED,
 }
 
 
