@@ -59,8 +59,8 @@ STEPS: Schema = {"phase": pl.String, "step": pl.Int32, "duration_ns": pl.Int64, 
 # Hardware counters, one row a kernel and metric; `kernel` is the row in `kernels`.
 COUNTERS: Schema = {"kernel": pl.Int64, "metric": pl.String, "unit": pl.String, "value": pl.Float64, "text": pl.String}
 
-# --- Memory. Time has two coordinates there: the event, which is the position in the order in which memory was taken and
-# given back, and says exactly what was there together; and nanoseconds.
+# --- Memory. Time has two coordinates there: the event, which is the position in the order in which memory was taken
+# and given back, and says exactly what was there together; and nanoseconds.
 _LIVED: Schema = {
     "start_event": pl.Int64,  # null: there before recording began
     "end_event": pl.Int64,  # null: still there at its end
