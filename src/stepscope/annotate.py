@@ -30,8 +30,9 @@ R = TypeVar("R")
 
 Backend = Literal["profiler", "nvtx"]
 Close = Callable[..., object]
+Opener = Callable[[str], Close]
 
-_open: Callable[[str], Close] | None = None
+_open: Opener | None = None
 _USER_SCOPE = {"scope": "user_scope"}
 
 
@@ -108,12 +109,18 @@ def wrap(function: Callable[P, R], name: str) -> Callable[P, R]:
 
 
 @contextmanager
-def activate(backend: Backend) -> Iterator[None]:
+def activate(backend: Backend | Opener) -> Iterator[None]:
     """Ranges exist inside of this. For the profiler it stands inside of the profiler's own context: a range that was
-    opened before the profiler started cannot be closed in it."""
+    opened before the profiler started cannot be closed in it. Any other recorder gives the function that opens one."""
     global _open
     assert _open is None, "two recorders at once"
-    _open = _profiler_opener() if backend == "profiler" else _nvtx_opener()
+    match backend:
+        case "profiler":
+            _open = _profiler_opener()
+        case "nvtx":
+            _open = _nvtx_opener()
+        case _:
+            _open = backend
     try:
         yield
     finally:
@@ -139,7 +146,7 @@ def _is_compiling() -> bool:
     return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
-def _profiler_opener() -> Callable[[str], Close]:
+def _profiler_opener() -> Opener:
     from torch._C._profiler import _RecordFunctionFast
 
     def open_range(name: str) -> Close:
@@ -150,7 +157,7 @@ def _profiler_opener() -> Callable[[str], Close]:
     return open_range
 
 
-def _nvtx_opener() -> Callable[[str], Close]:
+def _nvtx_opener() -> Opener:
     from torch.cuda import nvtx
 
     def open_range(name: str) -> Close:

@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
@@ -23,13 +23,11 @@ from stepscope.errors import StepscopeError, nearest
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Mode = Literal["inference", "forward", "forward-backward", "train"]
 Attention = Literal["naive", "sdpa"]
-Checkpoint = Literal["none", "block"]
 Optimizer = Literal["adamw", "adamw-torch", "adamw-fused", "sgd"]
 _CHOICES: dict[str, object] = {
     "precision": Precision,
     "mode": Mode,
     "attention": Attention,
-    "checkpoint": Checkpoint,
     "optimizer": Optimizer,
 }
 _TOO_LARGE = 2**48  # bytes, tokens or seeds; what is larger overflows somewhere below
@@ -74,6 +72,50 @@ def _require_positive(name: str, value: int) -> None:
 def _nearest_divisor(number: int, wanted: int) -> int:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return min((*small, *(number // d for d in small)), key=lambda d: (abs(d - wanted), d))
+
+
+class Checkpointing(NamedTuple):
+    """Groups of `every` blocks are recomputed in backward; `nested` has the blocks of a group checkpointed again while
+    the group is recomputed, so that backward holds one block's activations at a time."""
+
+    every: int
+    nested: bool
+
+
+def parse_checkpoint(text: str) -> Checkpointing | None:
+    """`none`, the blocks of a group (`block` is one), or `nested:` and the blocks of a group."""
+    if text == "none":
+        return None
+    match = re.fullmatch(r"(nested:)?(-?\d+)", "1" if text == "block" else text)
+    if match is None:
+        close = nearest(text, ("none", "block", "nested:2"))
+        raise SpecError(
+            f"unknown checkpoint: `{text}`",
+            detail="expected none, a number of blocks, or nested: and a number of blocks",
+            hint=f"--checkpoint {close or 1}",
+        )
+    nested, every = match[1] is not None, int(match[2])
+    if not 1 <= every < _TOO_LARGE:
+        raise SpecError(
+            f"checkpoint `{text}` is not a number of blocks",
+            detail="expected 1 or more; none is the word for no checkpointing",
+            hint="--checkpoint 1, or --checkpoint none",
+        )
+    if nested and every == 1:
+        raise SpecError(
+            f"checkpoint `{text}` nests groups of one block",
+            detail="each block would be recomputed twice and nothing saved by it",
+            hint="--checkpoint 1, or --checkpoint nested:2",
+        )
+    return Checkpointing(every, nested)
+
+
+def _canonical_checkpoint(text: str) -> str:
+    """One text for one setting. Groups of one stay `block`, as results files have it whose keys are made of it."""
+    parsed = parse_checkpoint(text)
+    if parsed is None:
+        return "none"
+    return "block" if parsed.every == 1 else f"{'nested:' * parsed.nested}{parsed.every}"
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, tag="builtin", forbid_unknown_fields=True):
@@ -186,7 +228,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # None leaves a user's own model as it is; the built-in model always says which one it runs.
     attention: Attention | None = None
     compile: bool = False
-    checkpoint: Checkpoint = "none"
+    checkpoint: str = "none"  # as `parse_checkpoint` reads it
     optimizer: Optimizer = "adamw"
     device: str = "auto"
     seed: int = 0
@@ -194,8 +236,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if self.attention is None and isinstance(self.model, ModelShape):
             msgspec.structs.force_setattr(self, "attention", "naive")
-        for name in ("precision", "mode", "checkpoint", "optimizer"):
+        for name in ("precision", "mode", "optimizer"):
             _require_choice(name, getattr(self, name))
+        # A whole number is as good as its digits: TOML and Python write it so.
+        msgspec.structs.force_setattr(self, "checkpoint", _canonical_checkpoint(str(self.checkpoint)))
         if self.attention is not None:
             _require_choice("attention", self.attention)
         _require_positive("batch", self.batch)
@@ -220,6 +264,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 detail="activation checkpointing saves memory for the backward pass, and this mode has none",
                 hint="--checkpoint none, or --mode forward-backward",
             )
+
+    @property
+    def checkpointing(self) -> Checkpointing | None:
+        return parse_checkpoint(self.checkpoint)
 
     @property
     def tokens(self) -> int:
@@ -341,7 +389,9 @@ RUN_SETTINGS: dict[str, Setting] = {
     "mode": Setting(parse=_choice("mode"), metavar=_options("mode"), help="What a step is."),
     "attention": Setting(parse=_choice("attention"), metavar=_options("attention"), help="Attention implementation."),
     "compile": Setting(parse=_yes_or_no, metavar="yes|no", help="torch.compile the model; alone it means yes."),
-    "checkpoint": Setting(parse=_choice("checkpoint"), metavar=_options("checkpoint"), help="Recompute activations."),
+    "checkpoint": Setting(
+        parse=_canonical_checkpoint, metavar="none|K|nested:K", help="Recompute activations of every K blocks."
+    ),
     "optimizer": Setting(parse=_choice("optimizer"), metavar=_options("optimizer"), help="Who updates the weights."),
     "device": Setting(parse=str, metavar="auto|cpu|cuda|cuda:N", help="Where to run."),
     "seed": Setting(parse=_integer, metavar="N", help="Seed of weights and tokens."),
@@ -362,6 +412,8 @@ def build_case(settings: Settings) -> Case:
     _check_names(settings)
     model = _build_model(settings)
     workload = {name: settings[name] for name in RUN_SETTINGS if name in settings}
+    if "checkpoint" in workload:
+        workload["checkpoint"] = str(workload["checkpoint"])
     return Case(
         workload=_convert(workload | {"model": model}, Workload),
         timing=_convert({name: settings[name] for name in TIMING_SETTINGS if name in settings}, Timing),

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
+from stepscope.recording.bench import BenchRow
 from stepscope.recording.lines import ResultsFile, read_rows
 from tests.unit.rows import row
 
@@ -25,7 +26,7 @@ def lines() -> list[bytes]:
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.jsonl"
-    with ResultsFile.open(path) as results:
+    with ResultsFile.open(path, BenchRow) as results:
         for one in ROWS:
             results.append(one)
     assert read_rows(path) == (tuple(ROWS), 0)
@@ -35,7 +36,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
 def test_a_last_line_cut_short_is_set_aside_and_the_rest_kept(tmp_path: Path, kept_bytes: int) -> None:
     whole = lines()
     path = write(tmp_path / "results.jsonl", [*whole[:2], whole[2][:kept_bytes]])
-    with ResultsFile.open(path) as results:
+    with ResultsFile.open(path, BenchRow) as results:
         assert results.rows == tuple(ROWS[:2])
         assert results.damaged_bytes == len(whole[2][:kept_bytes])
         results.append(ROWS[2])
@@ -46,7 +47,7 @@ def test_a_last_line_cut_short_is_set_aside_and_the_rest_kept(tmp_path: Path, ke
 
 def test_a_last_line_that_lost_its_newline_only_is_a_row(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", [b"".join(lines()).rstrip()])
-    with ResultsFile.open(path) as results:
+    with ResultsFile.open(path, BenchRow) as results:
         assert results.damaged_bytes == 0
         results.append(row(context=1024))
     assert len(read_rows(path)[0]) == 4
@@ -54,7 +55,7 @@ def test_a_last_line_that_lost_its_newline_only_is_a_row(tmp_path: Path) -> None
 
 def test_blocks_of_zeros_after_a_power_cut_are_set_aside(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", [*lines(), b"\0" * 4096])
-    with ResultsFile.open(path) as results:
+    with ResultsFile.open(path, BenchRow) as results:
         assert len(results.rows) == 3
     assert read_rows(path) == (tuple(ROWS), 0)
 
@@ -63,7 +64,7 @@ def test_damage_in_the_middle_is_not_ours_to_mend(tmp_path: Path) -> None:
     whole = lines()
     path = write(tmp_path / "results.jsonl", [whole[0], whole[1][:50] + b"\n", whole[2]])
     before = path.read_bytes()
-    with pytest.raises(StepscopeError, match="line 2"), ResultsFile.open(path):
+    with pytest.raises(StepscopeError, match="line 2"), ResultsFile.open(path, BenchRow):
         pass
     assert path.read_bytes() == before
 
@@ -71,14 +72,14 @@ def test_damage_in_the_middle_is_not_ours_to_mend(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", [b'{"schema":"stepscope.bench/9"}\n', b'{"a":1}\n', b"[1,2]\n"])
 def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path, line: bytes) -> None:
     path = write(tmp_path / "results.jsonl", [line])
-    with pytest.raises(StepscopeError, match="not a results file of this version"), ResultsFile.open(path):
+    with pytest.raises(StepscopeError, match="not a results file of this version"), ResultsFile.open(path, BenchRow):
         pass
     assert path.read_bytes() == line
 
 
 def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    with ResultsFile.open(path) as results:
+    with ResultsFile.open(path, BenchRow) as results:
         results.append(row("oom", context=128))
         results.append(row(context=128))
     ((one,), _) = read_rows(path)
@@ -89,9 +90,9 @@ def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     with (
-        ResultsFile.open(path),
+        ResultsFile.open(path, BenchRow),
         pytest.raises(StepscopeError, match="another sweep is writing"),
-        ResultsFile.open(path),
+        ResultsFile.open(path, BenchRow),
     ):
         pass
 
@@ -111,21 +112,21 @@ def test_a_file_without_rows_is_not_shown_as_an_empty_sweep(tmp_path: Path, cont
 
 def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "results.jsonl")
-    with pytest.raises(StepscopeError, match="not a file"), ResultsFile.open(tmp_path / "results.jsonl"):
+    with pytest.raises(StepscopeError, match="not a file"), ResultsFile.open(tmp_path / "results.jsonl", BenchRow):
         pass
     assert (tmp_path / "results.jsonl").is_fifo()
 
 
 def test_an_empty_file_that_was_there_stays(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", [])
-    with ResultsFile.open(path):
+    with ResultsFile.open(path, BenchRow):
         pass
     assert path.exists()
 
 
 def test_nothing_is_left_behind_when_no_row_was_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "deep" / "results.jsonl"
-    with pytest.raises(RuntimeError), ResultsFile.open(path):
+    with pytest.raises(RuntimeError), ResultsFile.open(path, BenchRow):
         raise RuntimeError("refused")
     assert list(tmp_path.iterdir()) == []
 
@@ -139,7 +140,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
             return real_write(descriptor, content[:100])  # a part fits...
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with ResultsFile.open(path) as results:
+    with ResultsFile.open(path, BenchRow) as results:
         results.append(ROWS[0])
         before = path.read_bytes()
         monkeypatch.setattr(os, "write", lambda d, c: fill_up(d, c if len(c) != len(lines()[1]) else c[:150]))
@@ -152,7 +153,7 @@ def test_an_unwritable_folder_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(StepscopeError, match="cannot write") as raised,
-        ResultsFile.open(tmp_path / "file" / "results.jsonl"),
+        ResultsFile.open(tmp_path / "file" / "results.jsonl", BenchRow),
     ):
         pass
     assert "--out" in raised.value.hint

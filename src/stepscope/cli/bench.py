@@ -41,7 +41,7 @@ def bench(
     Every setting from --size on may take several values, comma-separated; the cases are their product. Each case runs
     in its own process and is kept as soon as it is done: run the same command again to go on.
     """
-    from stepscope.explain.bench import bench_figure, bench_table, sizes_table
+    from stepscope.explain.bench import bench_figure, bench_table, outcome_of, sizes_table
     from stepscope.report.figures import check_target, save
     from stepscope.report.tables import render
 
@@ -61,12 +61,12 @@ def bench(
             say(f"left out: a last line cut short ({cut_bytes} bytes)")
     else:
         from stepscope.cli.progress import choose_listener
-        from stepscope.jobs.sweep import RESULTS_NAME, Sweep
+        from stepscope.jobs.sweep import RESULTS_NAME, Sweep, Timed
 
         command = shlex.join(["stepscope", *sys.argv[1:]])
-        sweep = Sweep(folder=out, command=command, retry=retry, fresh=fresh, timeout_s=timeout)
+        sweep = Sweep(kind=Timed(), folder=out, command=command, retry=retry, fresh=fresh, timeout_s=timeout)
         try:
-            with choose_listener() as listener:
+            with choose_listener(outcome_of) as listener:
                 rows = sweep.run(grid, listener)
         except KeyboardInterrupt:
             say("interrupted: what is done is kept, and the same command goes on")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope.cli.memory_output import Stacked, draw, parse_detail, print_profile
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
@@ -26,6 +27,11 @@ class Part(StrEnum):
     ROOFLINE = "roofline"
     FINDINGS = "findings"
     RANKS = "ranks"
+    CATEGORIES = "categories"
+    LARGEST = "largest"
+    FREED = "freed"
+    LEAKS = "leaks"
+    SAVED = "saved"
 
 
 def explain(
@@ -33,8 +39,8 @@ def explain(
         list[Path],
         typer.Argument(
             metavar="FILE…",
-            help="A recording's folder, a PyTorch profiler trace, an Nsight Systems export, Nsight Compute's CSV; "
-            "several for the ranks of one run.",
+            help="A recording's folder, a PyTorch profiler trace, an Nsight Systems export, Nsight Compute's CSV, a "
+            "CUDA memory snapshot; several for the ranks of one run.",
         ),
     ],
     table: Annotated[Part | None, typer.Option("--table", help="One part of the page alone.")] = None,
@@ -46,18 +52,30 @@ def explain(
     format_: Annotated[
         Format, typer.Option("--format", help="How it is printed; json without --table is the whole document.")
     ] = Format.TEXT,
-    detail: Annotated[bool, typer.Option("--detail", help="All columns.")] = False,
+    detail: Annotated[
+        str | None,
+        typer.Option(
+            "--detail", metavar="[SHARE]", help="All columns; 10%: the largest pieces in a picture of memory."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw memory over time: .html (interactive), .png, .svg or .pdf."),
+    ] = None,
+    by: Annotated[Stacked, typer.Option("--by", help="What the picture is stacked by.")] = Stacked.CATEGORY,
+    step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step that is drawn.")] = "last",
     save: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep it as a recording of ours.")] = None,
     perfetto: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto with what was found out on it.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what --save and --perfetto name.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace what --save, --perfetto and --plot name.")] = False,
     bounded: Annotated[
         bool, typer.Option("--bounded", help="For a PyTorch trace larger than memory: slower, and without findings.")
     ] = False,
     cache: Annotated[bool, typer.Option(help="Keep what large files were read into, for the next look.")] = True,
 ) -> None:
-    """Where does the time go, and why? Reads a recording and answers; nothing is run and torch is not needed."""
+    """Where does the time go, or the memory, and why? Reads a recording and answers; nothing is run and torch is not
+    needed."""
     from stepscope.jobs import explain as job
     from stepscope.report.page import render_page
     from stepscope.report.tables import render
@@ -65,22 +83,38 @@ def explain(
     width = terminal_width()
     if questions and table is not None:
         raise StepscopeError("`--questions` and `--table` are two things to print", hint="leave one out")
+    parse_detail(detail)
+    all_columns = detail == "yes"
     if bounded:
-        asked = (("--questions", questions), ("--save", save), ("--perfetto", perfetto))
-        _explain_bounded(files, table, top, format_, detail=detail, refused=[flag for flag, value in asked if value])
+        asked = (("--questions", questions), ("--save", save), ("--perfetto", perfetto), ("--plot", plot))
+        refused = [flag for flag, value in asked if value]
+        _explain_bounded(files, table, top, format_, detail=all_columns, refused=refused)
         return
     job.check_outputs(files, save=save, perfetto=perfetto)
-    profiles = job.read_profiles(files, cached=cache)
+    opened = job.open_files(files, cached=cache)
+    if opened[0].is_of_memory:
+        if perfetto is not None:
+            raise StepscopeError("`--perfetto` is of time, and this is of memory", hint="--plot memory.html")
+        profile = job.open_memory(opened[0], save=save, force=force)
+        print_profile(profile, format_, part=table, top=top, questions=questions, detail=detail)
+        if plot is not None:
+            draw(profile, plot, by=by.value, step=step, detail=detail, force=force)
+        elif not questions and table is None:
+            say(f"next: stepscope explain {shlex.join(map(str, files))} --plot memory.html")
+        return
+    if plot is not None:
+        raise StepscopeError("`--plot` draws memory, and this is a recording of time", hint="--perfetto trace.json")
+    profiles = job.make_profiles(opened)
     if save is not None or perfetto is not None:
         job.export(profiles[0], save=save, perfetto=perfetto, force=force)
     if questions:
         if format_ is Format.TEXT:
             show(job.answer_in_words(profiles, width))
-        for part in job.answer_in_tables(profiles, words=format_ is not Format.TEXT, evidence=detail):
+        for part in job.answer_in_tables(profiles, words=format_ is not Format.TEXT, evidence=all_columns):
             show(render(part, format_, width=width))
     elif table is not None:
         for part in job.make_part(profiles, table.value, top=top):
-            show(render(part, format_, detail=detail, width=width))
+            show(render(part, format_, detail=all_columns, width=width))
     elif format_ is Format.JSON:
         show(job.encode_summary(profiles))
     elif format_ is Format.TEXT:

@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from stepscope.cli.memory_output import SHARE
 from stepscope.errors import StepscopeError
 from stepscope.spec import SETTINGS, Case, Grid, Setting, build_case, grid_from_flags, grid_from_toml
 
 # Flags that mean `yes` when they stand alone.
 _BARE_FLAGS = ("--compile", "--tie-embeddings")
+_WITH_SHARES = ("memory", "explain")
 
 
 def takes_grid(verb: Callable[..., None]) -> Callable[..., None]:
@@ -45,10 +47,13 @@ def refuse_settings(grid: Grid, why: str) -> None:
 
 
 def fill_bare_flags(arguments: Sequence[str]) -> list[str]:
-    """`--compile` alone becomes `--compile=yes`: the flag is an axis, and an axis needs a value."""
+    """`--compile` alone becomes `--compile=yes`: the flag is an axis, and an axis needs a value. So does `--detail` of
+    the verbs where it may be a share, unless one follows."""
+    takes_share = bool(arguments) and arguments[0] in _WITH_SHARES
     filled = []
     for argument, following in itertools.pairwise([*arguments, "--"]):
         bare = argument in _BARE_FLAGS and following.startswith("-")
+        bare = bare or (takes_share and argument == "--detail" and not SHARE.fullmatch(following))
         filled.append(f"{argument}=yes" if bare else argument)
     return filled
 

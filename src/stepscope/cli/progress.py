@@ -1,22 +1,23 @@
 """What a person sees while a sweep runs: a bar with the time left on a terminal, a line a case anywhere else."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from stepscope.explain.bench import brief, describe_case, step_ms
+from stepscope.explain.cases import brief, describe_case
 from stepscope.jobs.sweep import LOGS_NAME, Listener, Planned
-from stepscope.recording.bench import BenchRow
+from stepscope.recording.bench import CaseRow
 
 
 @contextmanager
-def choose_listener() -> Iterator[Listener]:
+def choose_listener(outcome_of: Callable[[CaseRow], str]) -> Iterator[Listener]:
+    """`outcome_of` is a finished case in a few words."""
     console = Console(stderr=True, highlight=False)
     if sys.stderr is None or not sys.stderr.isatty():
-        yield _Lines(console)
+        yield _Lines(console, outcome_of)
         return
     columns = (
         TextColumn("{task.fields[count]}"),
@@ -27,18 +28,19 @@ def choose_listener() -> Iterator[Listener]:
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=console, transient=True, speed_estimate_period=3600) as progress:
-        yield _Bar(console, progress)
+        yield _Bar(console, progress, outcome_of)
 
 
 class _Lines:
     """One line a case, as it is done."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, outcome_of: Callable[[CaseRow], str]) -> None:
         self._console = console
+        self._outcome_of = outcome_of
         self._total = 0
         self._finished = 0
 
-    def begin(self, planned: Sequence[Planned], done: Sequence[BenchRow], repaired_bytes: int) -> None:
+    def begin(self, planned: Sequence[Planned], done: Sequence[CaseRow], repaired_bytes: int) -> None:
         self._total = len(planned)
         if repaired_bytes:
             self._say(f"repaired: a last line cut short ({repaired_bytes} bytes) was moved to results.jsonl.damaged")
@@ -51,10 +53,9 @@ class _Lines:
     def stage(self, name: str) -> None:
         pass
 
-    def finish(self, row: BenchRow) -> None:
+    def finish(self, row: CaseRow) -> None:
         self._finished += 1
-        step = step_ms(row)
-        outcome = f"{step.median:.4g} ms" if step else f"{row.status}: {brief(row.reason)}"
+        outcome = self._outcome_of(row) if row.status == "ok" else f"{row.status}: {brief(row.reason)}"
         log = "" if row.status in ("ok", "oom") else f" ({LOGS_NAME}/{row.key}.log)"
         self._say(f"[{self._finished}/{self._total}] {describe_case(row.case)}: {outcome}{log}")
 
@@ -66,14 +67,14 @@ class _Lines:
 class _Bar(_Lines):
     """A bar below the lines of what failed. Its length is the work that the cases are expected to be."""
 
-    def __init__(self, console: Console, progress: Progress) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console, progress: Progress, outcome_of: Callable[[CaseRow], str]) -> None:
+        super().__init__(console, outcome_of)
         self._progress = progress
         self._task = progress.add_task("looking at the device", total=None, count="")
         self._running: Planned | None = None
         self._failed = 0
 
-    def begin(self, planned: Sequence[Planned], done: Sequence[BenchRow], repaired_bytes: int) -> None:
+    def begin(self, planned: Sequence[Planned], done: Sequence[CaseRow], repaired_bytes: int) -> None:
         super().begin(planned, done, repaired_bytes)
         self._progress.update(self._task, total=sum(one.expected_s for one in planned))
 
@@ -84,7 +85,7 @@ class _Bar(_Lines):
     def stage(self, name: str) -> None:
         self._update(name)
 
-    def finish(self, row: BenchRow) -> None:
+    def finish(self, row: CaseRow) -> None:
         assert self._running is not None
         if row.status == "ok":
             self._finished += 1

@@ -4,19 +4,27 @@ A column stands for what differs between the rows; what they share is said once,
 since one interrupted step should not decide a comparison; means and deviations stand beside them.
 """
 
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
 from stepscope import cost
+from stepscope.explain.cases import (
+    ALWAYS_SHOWN,
+    CASE_SETTINGS,
+    CaseSetting,
+    all_else,
+    brief,
+    find_setting,
+    say_setting,
+    say_shared,
+    varies,
+)
 from stepscope.explain.statistics import Summary, summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
-from stepscope.recording.bench import BenchRow, Environment
-from stepscope.spec import SIZES, Case, Timing, Workload
+from stepscope.recording.bench import BenchRow, CaseRow, Environment
+from stepscope.spec import SIZES
 
 PHASES = ("forward", "backward", "optimizer")
 _STATISTICS = ("mean", "sd", "median", "p20", "p80", "min", "max")
@@ -35,58 +43,20 @@ DOUBTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    """A setting that may be an axis of the grid. `baseline` is the value that others are compared with."""
-
-    key: str
-    label: str
-    read: Callable[[BenchRow], Cell]
-    kind: Literal["text", "count", "bytes"] = "text"
-    baseline: Cell = None
-
-
-_SETTINGS = (
-    _Setting(key="model", label="size", read=lambda row: row.case.workload.model.name),
-    _Setting(key="batch", label="batch", read=lambda row: row.case.workload.batch, kind="count"),
-    _Setting(key="context", label="context", read=lambda row: row.case.workload.context, kind="count"),
-    _Setting(key="mode", label="mode", read=lambda row: row.case.workload.mode),
-    _Setting(key="precision", label="precision", read=lambda row: row.case.workload.precision, baseline="fp32"),
-    _Setting(key="attention", label="attention", read=lambda row: row.case.workload.attention, baseline="naive"),
-    _Setting(key="compile", label="compile", read=lambda r: _yes_no(r.case.workload.compile), baseline="no"),
-    _Setting(key="checkpoint", label="checkpoint", read=lambda row: row.case.workload.checkpoint, baseline="none"),
-    _Setting(key="optimizer", label="optimized by", read=lambda row: row.case.workload.optimizer, baseline="adamw"),
-    _Setting(key="device", label="device", read=lambda row: row.environment.device),
-    _Setting(key="device_name", label="device name", read=lambda row: row.environment.driver_name),
-    _Setting(key="torch", label="torch", read=lambda row: row.environment.torch),
-    _Setting(
-        key="vocab",
-        label="vocab",
-        read=lambda row: getattr(row.case.workload.model, "vocab", None),
-        kind="count",
-    ),
-    _Setting(key="seed", label="seed", read=lambda row: row.case.workload.seed, kind="count"),
-    _Setting(key="memory_limit_bytes", label="limit", read=lambda row: row.case.timing.memory_limit, kind="bytes"),
-    _Setting(key="steps", label="steps", read=lambda row: row.case.timing.steps, kind="count"),
-    _Setting(key="warmup", label="warm-up", read=lambda row: row.case.timing.warmup, kind="count"),
-)
-_ALWAYS_SHOWN = ("model", "context", "precision")
-
-
 def bench_table(rows: Sequence[BenchRow]) -> Table:
-    shown = [setting for setting in _SETTINGS if setting.key in _ALWAYS_SHOWN or _varies(setting, rows)]
+    shown = [setting for setting in CASE_SETTINGS if setting.key in ALWAYS_SHOWN or varies(setting, rows)]
     columns: list[tuple[Column, list[Cell]]] = [
         (
             Column(key=setting.key, label=setting.label, kind=setting.kind, detail=setting not in shown),
             [setting.read(row) for row in rows],
         )
-        for setting in _SETTINGS
+        for setting in CASE_SETTINGS
     ]
     columns += _phase_columns(rows) + _step_columns(rows) + _rate_columns(rows)
     for setting in shown:
-        if setting.baseline is not None and _varies(setting, rows):
+        if setting.baseline is not None and varies(setting, rows):
             columns.append(_speedup_column(setting, rows))
-    if _varies(_setting("warmup"), rows):
+    if varies(find_setting("warmup"), rows):
         columns.append(_warmup_column(rows))
     columns += _remark_columns(rows)
     return Table(
@@ -99,12 +69,13 @@ def bench_table(rows: Sequence[BenchRow]) -> Table:
 
 def bench_figure(rows: Sequence[BenchRow]) -> Figure:
     """Step time against context where contexts differ, and against the number of parameters where they do not."""
-    by_context = _varies(_setting("context"), rows)
+    by_context = varies(find_setting("context"), rows)
     measured = [row for row in rows if row.measurement is not None]
     inside = ("context", "precision") if by_context else ("model", "precision", "vocab")
-    series = [s for s in _SETTINGS if s.key not in inside and (_varies(s, rows) or (by_context and s.key == "model"))]
+    told_apart = [s for s in CASE_SETTINGS if varies(s, rows) or (by_context and s.key == "model")]
+    series = [setting for setting in told_apart if setting.key not in inside]
     missing = Counter(row.status for row in rows if row.measurement is None)
-    subtitle = _shared(rows) + "".join(f"; {count} {status}" for status, count in missing.items())
+    subtitle = say_shared(rows) + "".join(f"; {count} {status}" for status, count in missing.items())
     return Figure(
         title="Step time, median with the middle 60 % of steps",
         subtitle=subtitle,
@@ -132,35 +103,10 @@ def sizes_table() -> Table:
     )
 
 
-def describe_case(case: Case) -> str:
-    """A case in a few words: its model and what of it is not the default."""
-    workload, timing = case.workload, case.timing
-    words = [
-        workload.model.name,
-        f"batch {workload.batch}",
-        f"context {workload.context}",
-        workload.precision,
-    ]
-    words.append(workload.mode)
-    if workload.attention is not None:
-        words.append(workload.attention)
-    if workload.compile:
-        words.append("compiled")
-    if workload.checkpoint != "none":
-        words.append(f"checkpoint {workload.checkpoint}")
-    if workload.mode == "train" and workload.optimizer != Workload(model=workload.model).optimizer:
-        words.append(workload.optimizer)
-    vocab = getattr(workload.model, "vocab", SIZES["nano"].vocab)
-    words += [f"vocab {vocab}"] * (vocab != SIZES["nano"].vocab) + [f"seed {workload.seed}"] * (workload.seed != 0)
-    words += [f"{timing.steps} steps"] * (timing.steps != Timing().steps)
-    words += [f"warm-up {timing.warmup}"] * (timing.warmup != Timing().warmup)
-    words += [f"limit {timing.memory_limit / 1e9:g} GB"] if timing.memory_limit else []
-    return " ".join(words)
-
-
-def brief(reason: str) -> str:
-    """The beginning of a reason: libraries go on about their settings. The row has all of it."""
-    return textwrap.shorten(reason, 110, placeholder=" …")
+def outcome_of(row: CaseRow) -> str:
+    """A timed case in a few words."""
+    step = step_ms(row) if isinstance(row, BenchRow) else None
+    return f"{step.median:.4g} ms" if step else row.status
 
 
 def step_ms(row: BenchRow) -> Summary | None:
@@ -249,14 +195,14 @@ def _of(row: BenchRow, name: str) -> Cell:
     return value
 
 
-def _speedup_column(setting: _Setting, rows: Sequence[BenchRow]) -> tuple[Column, list[Cell]]:
+def _speedup_column(setting: CaseSetting, rows: Sequence[BenchRow]) -> tuple[Column, list[Cell]]:
     """Step time of the baseline over this row's, all else equal. Without the usual baseline the first value is it."""
     values = [setting.read(row) for row in rows]
     baseline = setting.baseline if setting.baseline in values else values[0]
-    others = {_others(row, setting): step_ms(row) for row in rows if setting.read(row) == baseline}
+    others = {all_else(row, setting): step_ms(row) for row in rows if setting.read(row) == baseline}
     cells: list[Cell] = []
     for row in rows:
-        base, step = others.get(_others(row, setting)), step_ms(row)
+        base, step = others.get(all_else(row, setting)), step_ms(row)
         cells.append(base.median / step.median if base and step else None)
     named = baseline if setting.kind == "text" and setting.key != "compile" else f"{setting.label} {baseline}"
     return Column(key=f"speedup_{setting.key}", label=f"vs {named}", kind="ratio"), cells
@@ -264,12 +210,12 @@ def _speedup_column(setting: _Setting, rows: Sequence[BenchRow]) -> tuple[Column
 
 def _warmup_column(rows: Sequence[BenchRow]) -> tuple[Column, list[Cell]]:
     """The mean against that of the longest warm-up: what skipping it does to the figure people quote."""
-    setting = _setting("warmup")
+    setting = find_setting("warmup")
     longest = max(row.case.timing.warmup for row in rows)
-    others = {_others(row, setting): step_ms(row) for row in rows if row.case.timing.warmup == longest}
+    others = {all_else(row, setting): step_ms(row) for row in rows if row.case.timing.warmup == longest}
     cells: list[Cell] = []
     for row in rows:
-        base, step = others.get(_others(row, setting)), step_ms(row)
+        base, step = others.get(all_else(row, setting)), step_ms(row)
         cells.append(step.mean / base.mean if base and step else None)
     return Column(key="mean_vs_warm", label=f"mean vs {longest} warm-ups", kind="ratio"), cells
 
@@ -291,42 +237,7 @@ def _remark_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]
 
 
 def _title(rows: Sequence[BenchRow]) -> str:
-    return f"{_shared(rows)}; medians in ms" if rows else "no cases"
-
-
-def _shared(rows: Sequence[BenchRow]) -> str:
-    """What all rows have in common, in a line."""
-    if not rows:
-        return ""
-    parts = [_say(s, rows[0]) for s in _SETTINGS if s.key not in _ALWAYS_SHOWN and not _varies(s, rows)]
-    return ", ".join(part for part in parts if part)
-
-
-def _say(setting: _Setting, row: BenchRow) -> str:
-    value = setting.read(row)
-    match setting.key:
-        case "device_name":
-            return str(value)
-        case "device" | "seed" | "vocab":
-            return ""
-        case "compile":
-            return "compiled" if value == "yes" else ""
-        case "checkpoint":
-            return "" if value == "none" else f"checkpoint {value}"
-        case "attention":
-            return f"{value} attention" if value else ""
-        case "mode":
-            return str(value)
-        case "optimizer":
-            return str(value) if row.case.workload.mode == "train" else ""
-        case "memory_limit_bytes":
-            return f"held to {value / 1e9:g} GB" if isinstance(value, int) else ""
-        case "steps":
-            return f"{value} step{'s' * (value != 1)}"
-        case "warmup":
-            return f"{value} warm-up{'s' * (value != 1)}"
-        case _:
-            return f"{setting.label} {value}"
+    return f"{say_shared(rows)}; medians in ms" if rows else "no cases"
 
 
 def _notes(rows: Sequence[BenchRow]) -> list[str]:
@@ -365,38 +276,15 @@ def _cases(count: int) -> str:
     return f"{count} case" if count == 1 else f"{count} cases"
 
 
-def _point(row: BenchRow, series: Sequence[_Setting], *, by_context: bool) -> Point:
+def _point(row: BenchRow, series: Sequence[CaseSetting], *, by_context: bool) -> Point:
     step = step_ms(row)
     assert step is not None
     assert row.measurement is not None
     return Point(
         panel=row.case.workload.precision,
-        series=" · ".join(_word(setting, row) for setting in series) or "step",
+        series=" · ".join(say_setting(setting, row) for setting in series) or "step",
         x=row.case.workload.context if by_context else row.measurement.parameters,
         y=step.median,
         low=step.p20,
         high=step.p80,
     )
-
-
-def _word(setting: _Setting, row: BenchRow) -> str:
-    value = setting.read(row)
-    return f"{setting.label} {value}" if setting.kind == "count" or setting.key == "compile" else str(value)
-
-
-def _setting(key: str) -> _Setting:
-    return next(setting for setting in _SETTINGS if setting.key == key)
-
-
-def _varies(setting: _Setting, rows: Sequence[BenchRow]) -> bool:
-    return len({setting.read(row) for row in rows}) > 1
-
-
-def _others(row: BenchRow, setting: _Setting) -> tuple[Cell, ...]:
-    """All else that tells rows apart, the environment and a model's source included."""
-    settings = tuple(other.read(row) for other in _SETTINGS if other is not setting)
-    return (*settings, *row.environment.identity, row.source)
-
-
-def _yes_no(value: bool) -> str:
-    return "yes" if value else "no"

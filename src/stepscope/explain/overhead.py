@@ -1,6 +1,6 @@
 """What a recording cost the step that it shows."""
 
-from stepscope.explain.bench import describe_case
+from stepscope.explain.cases import describe_case
 from stepscope.findings import Column, Table
 from stepscope.recording.store import Manifest
 

@@ -7,6 +7,7 @@ of which importing everything would be a tenth.
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -21,6 +22,9 @@ from stepscope.recording.cache import read_cached
 from stepscope.recording.opening import open_recording
 from stepscope.recording.store import Recording
 
+if TYPE_CHECKING:
+    from stepscope.explain.memory import MemoryProfile
+
 _ON_A_PAGE = 5  # kernels and findings on the page; --table shows all
 
 
@@ -31,14 +35,45 @@ class _Ranks(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[Summary, ...]
 
 
-def read_profiles(paths: Sequence[Path], *, cached: bool) -> list[Profile]:
-    profiles = []
+class Opened(NamedTuple):
+    """A recording and the folder that it is kept in, if it is in one."""
+
+    recording: Recording
+    folder: Path | None
+
+    @property
+    def is_of_memory(self) -> bool:
+        return self.recording.manifest.memory is not None
+
+
+def open_files(paths: Sequence[Path], *, cached: bool) -> list[Opened]:
+    opened = []
     for path in paths:
         recording, folder = read_cached(path, open_recording) if cached else (open_recording(path), None)
-        if path.is_dir():
+        if path.is_dir() and recording.manifest.memory is None:
             recording = recording.with_manifest(file=path.name)
-        profiles.append(make_profile(recording, folder))
-    return profiles
+        opened.append(Opened(recording, folder))
+    if len(opened) > 1 and any(one.is_of_memory for one in opened):
+        raise StepscopeError("a recording of memory is explained alone", hint="name the files one at a time")
+    return opened
+
+
+def open_memory(opened: Opened, *, save: Path | None, force: bool) -> "MemoryProfile":
+    """What is known about a recording of memory, which is kept as one of ours where that is asked for."""
+    from stepscope.explain.memory import make_memory_profile
+
+    profile = make_memory_profile(opened.recording)
+    if save is not None:
+        store.save(opened.recording, save, force=force)
+    return profile
+
+
+def make_profiles(opened: Sequence[Opened]) -> list[Profile]:
+    return [make_profile(recording, folder) for recording, folder in opened]
+
+
+def read_profiles(paths: Sequence[Path], *, cached: bool) -> list[Profile]:
+    return make_profiles(open_files(paths, cached=cached))
 
 
 def explain_fresh(recording: Recording, name: str) -> Page:
@@ -110,8 +145,12 @@ def _part(profile: Profile, name: str, top: int) -> Table:
             return breakdown.layers_table(profile, top=top)
         case "ops":
             return breakdown.ops_table(profile, top=top)
-        case _:
+        case _ if name in breakdown.PARTS:
             return breakdown.PARTS[name](profile)
+        case _:
+            raise StepscopeError(
+                f"`--table {name}` is of memory, and this is a recording of time", hint="stepscope memory"
+            )
 
 
 def make_page(profiles: Sequence[Profile]) -> Page:

@@ -7,8 +7,10 @@ import msgspec
 
 from stepscope.recording.bench import Doubt, Environment, Measurement
 from stepscope.recording.inspection import Inspection
+from stepscope.recording.memory_labels import MemoryRun
+from stepscope.recording.precision import Comparison
 from stepscope.recording.recorded import RecordedRun
-from stepscope.spec import Case
+from stepscope.spec import Case, Precision
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
@@ -31,11 +33,25 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
     stacks: bool = False
 
 
+class ComparePrecisions(msgspec.Struct, frozen=True, kw_only=True, tag="compare-precisions"):
+    """Run one step in each of the precisions, and in float64."""
+
+    case: Case
+    precisions: tuple[Precision, ...]
+
+
+class RecordMemory(msgspec.Struct, frozen=True, kw_only=True, tag="record-memory"):
+    """Record the memory of the case's steps, from the cold, and leave the snapshot in `folder`."""
+
+    case: Case
+    folder: str
+
+
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Say what torch sees of this machine."""
 
 
-Request = Probe | Run | Record | Inspect
+Request = Probe | Run | Record | ComparePrecisions | RecordMemory | Inspect
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
@@ -64,6 +80,14 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
     run: RecordedRun
 
 
+class PrecisionsCompared(msgspec.Struct, frozen=True, kw_only=True, tag="precisions-compared"):
+    comparison: Comparison
+
+
+class MemoryRecorded(msgspec.Struct, frozen=True, kw_only=True, tag="memory-recorded"):
+    run: MemoryRun
+
+
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):
     reason: str
 
@@ -77,5 +101,5 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     bad_input: bool = False
 
 
-Result = Probed | Inspected | Measured | Recorded | OutOfMemory | Failed
+Result = Probed | Inspected | Measured | Recorded | PrecisionsCompared | MemoryRecorded | OutOfMemory | Failed
 Answer = Stage | Result

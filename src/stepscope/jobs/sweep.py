@@ -7,20 +7,24 @@ upgrade or an edited model measures anew.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from stepscope import cost
 from stepscope.errors import StepscopeError
-from stepscope.jobs.messages import Failed, Inspected, Measured, OutOfMemory, Probe, Probed, Recorded, Result, Run
-from stepscope.jobs.process import Died, Workers, require_torch
-from stepscope.recording.bench import BenchRow, Environment, Status, case_key
+from stepscope.jobs.messages import Failed, Measured, MemoryRecorded, OutOfMemory, Probe, Probed, Result, Run
+from stepscope.jobs.process import Died, Ended, Workers, require_torch
+from stepscope.recording.bench import BenchRow, CaseRow, Environment, Status, case_key
 from stepscope.recording.lines import ResultsFile, writing
 from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
+
+R = TypeVar("R", bound=CaseRow)
+R_co = TypeVar("R_co", bound=CaseRow, covariant=True)
 
 RESULTS_NAME = "results.jsonl"
 LOGS_NAME = "logs"
@@ -31,13 +35,13 @@ EXPECTED_MFU = 0.3
 class Listener(Protocol):
     """Who watches a sweep: a progress bar, or lines in a log."""
 
-    def begin(self, planned: Sequence["Planned"], done: Sequence[BenchRow], repaired_bytes: int) -> None: ...
+    def begin(self, planned: Sequence["Planned"], done: Sequence[CaseRow], repaired_bytes: int) -> None: ...
 
     def start(self, planned: "Planned") -> None: ...
 
     def stage(self, name: str) -> None: ...
 
-    def finish(self, row: BenchRow) -> None: ...
+    def finish(self, row: CaseRow) -> None: ...
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,16 +67,56 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
         return EXPECTED_START_S + steps_s / EXPECTED_MFU
 
 
-class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+class Kind(Protocol[R_co]):
+    """What a sweep does with a case, and keeps of it."""
+
+    @property
+    def row_type(self) -> type[R_co]: ...
+
+    def default_grid(self, *, on_cpu: bool) -> Grid:
+        """What runs when nothing is asked for."""
+        ...
+
+    def measure(
+        self, planned: Planned, workers: Workers, on_stage: Callable[[str], None], timeout_s: float | None
+    ) -> tuple[Ended, dict[str, object]]:
+        """How the case ended, and the fields of its row that this kind has beyond those of every row."""
+        ...
+
+
+class Timed:
+    """`stepscope bench`: how long a step takes."""
+
+    row_type = BenchRow
+
+    def default_grid(self, *, on_cpu: bool) -> Grid:
+        """Seconds on a laptop's CPU, a minute or two on a GPU."""
+        if on_cpu:
+            return grid_from_flags({"size": "nano", "context": "128,256", "precision": "fp32,bf16"})
+        return grid_from_flags({"size": "small,medium", "context": "256,1024", "precision": "fp32,bf16"})
+
+    def measure(
+        self, planned: Planned, workers: Workers, on_stage: Callable[[str], None], timeout_s: float | None
+    ) -> tuple[Ended, dict[str, object]]:
+        ended = workers.run(Run(case=planned.case), on_stage=on_stage, timeout_s=timeout_s)
+        answer = ended.answer
+        if not isinstance(answer, Measured):
+            return ended, {}
+        return ended, {"measurement": answer.measurement, "doubts": answer.doubts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Generic[R]):
     """How to run a grid. `retry` runs failed cases again, `fresh` all of them; older rows stay in the file."""
 
+    kind: Kind[R]
     folder: Path
     command: str
     retry: bool = False
     fresh: bool = False
     timeout_s: float | None = None
 
-    def run(self, grid: Grid, listener: Listener) -> tuple[BenchRow, ...]:
+    def run(self, grid: Grid, listener: Listener) -> tuple[R, ...]:
         """The rows of all cases in the grid's order, whether they were measured now or before. An empty grid is the
         default one.
 
@@ -80,9 +124,10 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
         and rows when some do: it must not end a long grid at one point that the factory cannot do.
         """
         require_torch()
-        refused: list[tuple[BenchRow, StepscopeError]] = []
-        with ResultsFile.open(self.folder / RESULTS_NAME) as results, Workers() as workers:
-            grid = grid if grid != Grid() else _default_grid(workers, self.timeout_s)
+        refused: list[tuple[R, StepscopeError]] = []
+        path = self.folder / RESULTS_NAME
+        with ResultsFile.open(path, self.kind.row_type) as results, Workers() as workers:
+            grid = grid if grid != Grid() else self._default_grid(workers)
             planned = _plan(grid.cases(), workers, self.timeout_s)
             kept = {row.key: row for row in results.rows}
             rows = {one.key: kept[one.key] for one in planned if one.key in kept and self._is_done(kept[one.key])}
@@ -104,35 +149,37 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
                 rows[row.key] = row
         return tuple(rows[one.key] for one in planned)
 
-    def _is_done(self, row: BenchRow) -> bool:
+    def _is_done(self, row: R) -> bool:
         return not self.fresh and (row.status == "ok" or not self.retry)
 
-    def _run_one(self, one: Planned, workers: Workers, listener: Listener) -> tuple[BenchRow, StepscopeError | None]:
+    def _default_grid(self, workers: Workers) -> Grid:
+        on_cpu = self.kind.default_grid(on_cpu=True)
+        environment = look_at(on_cpu.cases()[:1], workers, self.timeout_s).environment
+        return on_cpu if environment.device == "cpu" else self.kind.default_grid(on_cpu=False)
+
+    def _run_one(self, one: Planned, workers: Workers, listener: Listener) -> tuple[R, StepscopeError | None]:
         """One case as a row, and as an error too where the user's input is at fault."""
         started, clock = datetime.now(UTC), time.monotonic()
-        ended = workers.run(Run(case=one.case), on_stage=listener.stage, timeout_s=self.timeout_s)
+        ended, measured = self.kind.measure(one, workers, listener.stage, self.timeout_s)
         answer = ended.answer
         refusal = None
         if isinstance(answer, Failed) and answer.bad_input:
             refusal = StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
-        measured = answer if isinstance(answer, Measured) else None
         status, reason = judge(answer)
         if status != "ok" and refusal is None:
             self._keep_log(one.key, ended.log)
-        row = BenchRow(
-            key=one.key,
-            case=one.case,
-            environment=one.environment,
-            source=one.source,
-            status=status,
-            reason=reason,
-            started=started.isoformat(timespec="seconds"),
-            wall_s=round(time.monotonic() - clock, 3),
-            command=self.command,
-            measurement=measured.measurement if measured else None,
-            doubts=measured.doubts if measured else (),
-        )
-        return row, refusal
+        fields = {
+            "key": one.key,
+            "case": one.case,
+            "environment": one.environment,
+            "source": one.source,
+            "status": status,
+            "reason": reason,
+            "started": started.isoformat(timespec="seconds"),
+            "wall_s": round(time.monotonic() - clock, 3),
+            "command": self.command,
+        }
+        return self.kind.row_type(**fields, **measured), refusal  # type: ignore[arg-type]
 
     def _keep_log(self, key: str, log: bytes) -> None:
         """What a failed case printed, traceback included, for whoever wants more than its reason."""
@@ -158,15 +205,6 @@ def _plan(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> l
     return list({one.key: one for one in (planned[case] for case in cases)}.values())
 
 
-def _default_grid(workers: Workers, timeout_s: float | None) -> Grid:
-    """What runs when nothing is asked for: seconds on a laptop's CPU, a minute or two on a GPU."""
-    on_cpu = grid_from_flags({"size": "nano", "context": "128,256", "precision": "fp32,bf16"})
-    environment = look_at(on_cpu.cases()[:1], workers, timeout_s).environment
-    if environment.device == "cpu":
-        return on_cpu
-    return grid_from_flags({"size": "small,medium", "context": "256,1024", "precision": "fp32,bf16"})
-
-
 def look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> Probed:
     """The environment of cases that name one device, found in a process of its own; bad input comes out here."""
     answer = workers.run(Probe(cases=tuple(cases)), timeout_s=timeout_s).answer
@@ -180,7 +218,7 @@ def look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) ->
 
 def judge(answer: Result | Died) -> tuple[Status, str]:
     match answer:
-        case Measured():
+        case Measured() | MemoryRecorded():
             return "ok", ""
         case OutOfMemory(reason=reason):
             return "oom", reason
@@ -188,5 +226,5 @@ def judge(answer: Result | Died) -> tuple[Status, str]:
             return "error", f"{message} {detail}".strip()
         case Died(status=status, reason=reason):
             return status, reason
-        case Probed() | Inspected() | Recorded():
+        case _:
             raise AssertionError("a case was answered as if it were a question")

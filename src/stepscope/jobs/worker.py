@@ -17,15 +17,19 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.jobs.messages import (
     Answer,
+    ComparePrecisions,
     Failed,
     Inspect,
     Inspected,
     Measured,
+    MemoryRecorded,
     OutOfMemory,
+    PrecisionsCompared,
     Probe,
     Probed,
     Record,
     Recorded,
+    RecordMemory,
     Request,
     Run,
     Stage,
@@ -76,6 +80,10 @@ def _serve(request: Request, on_stage: Callable[[str], None]) -> Answer:
             return _run(case, on_stage)
         case Record():
             return _record(request, on_stage)
+        case ComparePrecisions():
+            return _compare_precisions(request, on_stage)
+        case RecordMemory():
+            return _record_memory(request, on_stage)
         case Inspect():
             from stepscope.measure.inspection import inspect_torch
 
@@ -133,6 +141,26 @@ def _record(request: Record, on_stage: Callable[[str], None]) -> Recorded:
     return Recorded(run=run)
 
 
+def _compare_precisions(request: ComparePrecisions, on_stage: Callable[[str], None]) -> PrecisionsCompared:
+    import torch
+
+    from stepscope.measure.precision import compare_precisions
+
+    device = torch.device(request.case.workload.device)
+    return PrecisionsCompared(
+        comparison=compare_precisions(request.case, request.precisions, device, on_stage=on_stage)
+    )
+
+
+def _record_memory(request: RecordMemory, on_stage: Callable[[str], None]) -> MemoryRecorded:
+    import torch
+
+    from stepscope.measure.memory_recorder import record_memory
+
+    device = torch.device(request.case.workload.device)
+    return MemoryRecorded(run=record_memory(request.case, device, folder=Path(request.folder), on_stage=on_stage))
+
+
 def _explain_failure(error: BaseException, request: Request, stage: str) -> OutOfMemory | Failed:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return Failed(
@@ -146,8 +174,8 @@ def _explain_failure(error: BaseException, request: Request, stage: str) -> OutO
     match request:
         case Probe() | Record() if stage.startswith("importing"):
             doing = f"{stage} raised "
-        case Run(case=case) | Record(case=case) if stage == "building" and not isinstance(
-            case.workload.model, ModelShape
+        case Run(case=case) | Record(case=case) | ComparePrecisions(case=case) if (
+            stage == "building" and not isinstance(case.workload.model, ModelShape)
         ):
             doing = f"building `{case.workload.model.name}` raised "
         case _:

@@ -68,10 +68,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     has_tokens: bool = True  # False where batch times context says nothing about the step
 
 
-class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One case of a sweep, done."""
+class CaseRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One case of a sweep, done, whatever was measured of it. A kind of row gives `schema` its default, which is how a
+    file of another kind is told apart."""
 
-    schema: str = SCHEMA
+    schema: str
     key: str
     case: Case
     environment: Environment
@@ -82,8 +83,14 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     started: str
     wall_s: float
     command: str
-    measurement: Measurement | None = None
     doubts: tuple[Doubt, ...] = ()
+
+
+class BenchRow(CaseRow, frozen=True, kw_only=True):
+    """One case, timed."""
+
+    schema: str = SCHEMA
+    measurement: Measurement | None = None
 
 
 def case_key(case: Case, environment: Environment, source: str | None) -> str:

@@ -11,12 +11,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Generic, TypeVar
 
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.bench import SCHEMA, BenchRow
+from stepscope.recording.bench import BenchRow, CaseRow
+
+R = TypeVar("R", bound=CaseRow)
 
 
 class _Versioned(msgspec.Struct):
@@ -24,31 +26,36 @@ class _Versioned(msgspec.Struct):
 
 
 def read_rows(path: Path) -> tuple[tuple[BenchRow, ...], int]:
+    """The rows of a file of timed cases."""
+    return read_rows_of(path, BenchRow)
+
+
+def read_rows_of(path: Path, kind: type[R]) -> tuple[tuple[R, ...], int]:
     """The rows of a results file, the newest of each case in the order in which cases first came, and how many bytes
     of a last line cut short were left out."""
     content = _read(path)
-    rows, good_bytes = _parse(path, content)
+    rows, good_bytes = _parse(path, content, kind)
     if not rows:
         raise StepscopeError(
-            f"no rows in `{path}`", detail="expected what stepscope bench writes", hint="stepscope bench"
+            f"no rows in `{path}`", detail=f"expected rows of schema `{_schema_of(kind)}`", hint="stepscope bench"
         )
     return _newest(rows), len(content) - good_bytes
 
 
-class ResultsFile:
+class ResultsFile(Generic[R]):
     """A results file open for appending. `rows` are those it had; `damaged_bytes` how much of a cut line was set
     aside."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int, kind: type[R]) -> None:
         self.path = path
         self._descriptor = descriptor
-        rows, good_bytes = _parse(path, _read(path))
+        rows, good_bytes = _parse(path, _read(path), kind)
         self.rows = _newest(rows)
         self.damaged_bytes = self._repair(good_bytes)
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path) -> Iterator[Self]:
+    def open(cls, path: Path, kind: type[R]) -> Iterator["ResultsFile[R]"]:
         """Opens for this process alone; a second sweep on the same file is an error, not a mixture."""
         with writing(path):
             existed = path.exists()
@@ -57,13 +64,13 @@ class ResultsFile:
             raise StepscopeError(f"not a file: `{path}`", hint="stepscope bench --out FOLDER")
         descriptor = _open_locked(path)
         try:
-            yield cls(path, descriptor)
+            yield cls(path, descriptor, kind)
         finally:
             if os.fstat(descriptor).st_size == 0 and not existed:
                 _leave_nothing(path, new_folders)
             os.close(descriptor)
 
-    def append(self, row: BenchRow) -> None:
+    def append(self, row: R) -> None:
         """The row is on the disk when this returns; when the disk is full, the file is as it was before."""
         size = os.fstat(self._descriptor).st_size
         with writing(self.path):
@@ -87,15 +94,15 @@ class ResultsFile:
         return len(rest)
 
 
-def _parse(path: Path, content: bytes) -> tuple[list[BenchRow], int]:
+def _parse(path: Path, content: bytes, kind: type[R]) -> tuple[list[R], int]:
     """The rows, and how many bytes of the file they take: what lies beyond is a last line cut short."""
-    rows: list[BenchRow] = []
+    rows: list[R] = []
     good_bytes = 0
     lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                rows.append(_decode(path, number, line))
+                rows.append(_decode(path, number, line, kind))
             except msgspec.DecodeError as error:
                 if number == len(lines) and not isinstance(error, msgspec.ValidationError):
                     return rows, good_bytes
@@ -108,21 +115,26 @@ def _parse(path: Path, content: bytes) -> tuple[list[BenchRow], int]:
     return rows, good_bytes
 
 
-def _decode(path: Path, number: int, line: bytes) -> BenchRow:
+def _schema_of(kind: type[CaseRow]) -> str:
+    (default,) = (field.default for field in msgspec.structs.fields(kind) if field.name == "schema")
+    return str(default)
+
+
+def _decode(path: Path, number: int, line: bytes, kind: type[R]) -> R:
     try:
         schema = msgspec.json.decode(line, type=_Versioned).schema
     except msgspec.ValidationError:
         schema = ""
-    if schema != SCHEMA:
+    if schema != _schema_of(kind):
         raise StepscopeError(
             f"not a results file of this version: `{path}`, line {number}",
-            detail=f"expected rows of schema `{SCHEMA}`, found `{schema or 'none'}`",
+            detail=f"expected rows of schema `{_schema_of(kind)}`, found `{schema or 'none'}`",
             hint="write elsewhere: stepscope bench --out FOLDER",
         )
-    return msgspec.json.decode(line, type=BenchRow)
+    return msgspec.json.decode(line, type=kind)
 
 
-def _newest(rows: list[BenchRow]) -> tuple[BenchRow, ...]:
+def _newest(rows: list[R]) -> tuple[R, ...]:
     return tuple({row.key: row for row in rows}.values())
 
 

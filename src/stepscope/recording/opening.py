@@ -6,12 +6,13 @@ import zlib
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
-from stepscope.recording import kineto, ncu, nsys, nsys_export, store
+from stepscope.recording import kineto, memory, ncu, nsys, nsys_export, snapshot_pickle, store
 from stepscope.recording.store import Recording
 
 _READABLE = (
     "a folder of `stepscope profile`, a trace of PyTorch's profiler (.json, .json.gz), an Nsight Systems export "
-    "(.sqlite, or .nsys-rep where nsys is installed), or `ncu --csv --page raw` output"
+    "(.sqlite, or .nsys-rep where nsys is installed), `ncu --csv --page raw` output, or a CUDA memory snapshot "
+    "(.pickle, .pickle.gz)"
 )
 _SNIFFED = 1 << 16
 _BLANK = b"\xef\xbb\xbf \t\r\n"
@@ -34,10 +35,8 @@ def open_recording(path: Path) -> Recording:
         return ncu.read(path)
     if not text:
         raise StepscopeError(f"`{path}` is empty", detail=f"expected {_READABLE}")
-    if text[:1] == b"\x80":
-        raise StepscopeError(
-            f"`{path}` is a pickle", detail="a pickle can run code and is not opened; memory snapshots are not read yet"
-        )
+    if snapshot_pickle.begins_like_pickle(start) or ".pickle" in path.suffixes:
+        return memory.read(path)
     raise StepscopeError(f"`{path}` is nothing that can be read", detail=f"expected {_READABLE}")
 
 

@@ -39,6 +39,20 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
     annotated_ns: int | None = None
 
 
+class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recording of memory says about itself. `estimated_bytes` is how much of it is in pieces whose size had to
+    be guessed, because the file does not go back to when they were taken."""
+
+    events: int
+    estimated_bytes: int = 0
+    # For recordings of our own.
+    device: str = ""
+    allocator_peak_bytes: int | None = None
+    allocator_peak_reserved_bytes: int | None = None
+    watched_steps: tuple[int, ...] = ()
+    unmatched_steps: tuple[int, ...] = ()
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a recording is of. Nothing here names a person, a machine or a folder."""
 
@@ -63,6 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     overhead: Overhead | None = None
     parameters: int | None = None
     compiled: bool = False
+    memory: MemoryFacts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

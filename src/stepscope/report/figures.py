@@ -1,8 +1,9 @@
-"""A `Figure` as a file: PNG, SVG, PDF or one self-contained HTML page, all from one altair definition.
+"""A `Figure` or a `Timeline` as a file: PNG, SVG, PDF or one self-contained HTML page.
 
 Everything is drawn on this machine: vl-convert carries Vega and its fonts, and the HTML page holds its
 scripts inline, so a figure can be made on a cluster node and opened on a train. How it looks is decided in
-`chart`.
+`chart` and `timeline_chart`, once for all formats; only the page of a timeline is drawn by a script of its own
+(`timeline_page`), as Vega cannot move a million events.
 """
 
 import json
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import StepscopeError
-from stepscope.findings import Figure
+from stepscope.findings import Figure, Timeline
 from stepscope.report.chart import define
+from stepscope.report.timeline_chart import define_timeline
+from stepscope.report.timeline_layout import DEFAULT_DETAIL, check_detail
+from stepscope.report.timeline_page import write_page
 
 SUFFIXES = (".png", ".svg", ".pdf", ".html")
 
@@ -37,10 +41,11 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Draw the figure into `path`; the suffix says how. The file is there whole or not at all."""
+def save(figure: Figure | Timeline, path: Path, *, detail: float = DEFAULT_DETAIL) -> None:
+    """Draw the figure into `path`; the suffix says how. The file is there whole or not at all. `detail` is the share of
+    a timeline's pieces that are drawn one by one, the largest first."""
     check_target(path, force=True)
-    _write_atomically(path, draw(figure, path.suffix.lower()))
+    _write_atomically(path, draw(figure, path.suffix.lower(), detail=detail))
 
 
 def check_target(path: Path, *, force: bool) -> None:
@@ -57,12 +62,16 @@ def check_target(path: Path, *, force: bool) -> None:
         raise StepscopeError(f"there is a figure already: `{path}`", hint="--force overwrites it")
 
 
-def draw(figure: Figure, suffix: str) -> bytes:
+def draw(figure: Figure | Timeline, suffix: str, *, detail: float = DEFAULT_DETAIL) -> bytes:
     """The figure as the content of a file with this suffix, one of `SUFFIXES`."""
+    check_detail(detail)
+    if isinstance(figure, Timeline) and suffix == ".html":
+        return write_page(figure, detail).encode()
     import altair  # most of a second: not at the top, where `--help` would pay for it
     import vl_convert
 
-    spec = define(figure).to_dict()
+    chart = define_timeline(figure, detail) if isinstance(figure, Timeline) else define(figure)
+    spec = chart.to_dict()
     version = ".".join(altair.SCHEMA_VERSION.split(".")[:2])
     match suffix:
         case ".png":

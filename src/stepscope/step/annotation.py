@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from stepscope.annotate import Backend, activate, annotate, open_range, wrap
+from stepscope.annotate import Backend, Opener, activate, annotate, open_range, wrap
 from stepscope.errors import StepscopeError
 from stepscope.spec import Factory
 from stepscope.step.builder import Step
@@ -54,7 +54,9 @@ class Annotation:
 
 
 @contextmanager
-def annotated(step: Step, *, functions: Sequence[str] = (), backend: Backend = "profiler") -> Iterator[Annotation]:
+def annotated(
+    step: Step, *, functions: Sequence[str] = (), backend: Backend | Opener = "profiler"
+) -> Iterator[Annotation]:
     """Annotates `step` until this is left; then it is as it was."""
     annotation = Annotation(uncalled=set(functions))
     with ExitStack() as undo:

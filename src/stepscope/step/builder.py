@@ -4,7 +4,7 @@ A step is a sequence of named phases. Running them in order is one step, whoever
 with a clock between phases, or a profiler with ranges around them. So no measurement has a training loop of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -61,6 +61,21 @@ class Step:
     def loss_scale(self) -> float:
         """What fp16 multiplies the loss with; it is halved whenever a gradient was infinite and its update skipped."""
         return float(self._scaler.get_scale())
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Of the last step, with the graph behind it until `backward` is through with it."""
+        return self._loss
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that the optimizer keeps, each with the parameter's name and its own."""
+        if self._optimizer is None:
+            return
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
+        for parameter, state in self._optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield f"{names[parameter]}.{key}", value
 
     def loss_is_finite(self) -> bool:
         """Of the last step; without a loss there is nothing to say against it."""
@@ -120,8 +135,9 @@ def build(workload: Workload, device: torch.device) -> Step:
     with device:
         parts = _build_parts(workload, device)
     parts.module.to(device)
-    if workload.checkpoint == "block":
-        checkpoint_blocks(parts.module)
+    if workload.checkpointing is not None:
+        every, nested = workload.checkpointing
+        checkpoint_blocks(parts.module, every=every, nested=nested)
     return Step(workload, parts, device)
 
 

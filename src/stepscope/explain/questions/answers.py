@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 import polars as pl
 
-from stepscope.explain.bench import describe_case
+from stepscope.explain.cases import describe_case
 from stepscope.explain.profile import Profile
 from stepscope.findings import Column, Table
 

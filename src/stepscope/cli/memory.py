@@ -1,0 +1,120 @@
+"""`stepscope memory`: where does the memory of a step go, and when is it most?"""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli.memory_output import MemoryPart, Stacked, draw, parse_detail, print_profile
+from stepscope.cli.options import refuse_settings, takes_grid
+from stepscope.cli.output import say, show, terminal_width
+from stepscope.errors import StepscopeError
+from stepscope.report.formats import Format
+from stepscope.spec import Grid
+
+
+@takes_grid
+def memory(
+    *,
+    grid: Grid,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.jsonl and recordings are kept.")] = Path(
+        "runs/memory"
+    ),
+    from_: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Show a results file and run nothing.")
+    ] = None,
+    table: Annotated[MemoryPart | None, typer.Option("--table", help="One part alone, of one case.")] = None,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a table that can be long.")] = 20,
+    questions: Annotated[bool, typer.Option("--questions", help="The questions people ask about memory.")] = False,
+    format_: Annotated[
+        Format, typer.Option("--format", help="How it is printed; json of one case is the whole document.")
+    ] = Format.TEXT,
+    detail: Annotated[
+        str | None,
+        typer.Option(
+            "--detail", metavar="[SHARE]", help="All columns; 10%: the largest tenth of pieces in the picture."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw memory over time: .html (interactive), .png, .svg or .pdf."),
+    ] = None,
+    by: Annotated[Stacked, typer.Option("--by", help="What the picture is stacked by.")] = Stacked.CATEGORY,
+    step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step that is drawn.")] = "last",
+    checkpoint_study: Annotated[
+        bool, typer.Option("--checkpoint-study", help="Peak and time over ways to recompute activations.")
+    ] = False,
+    snapshots: Annotated[
+        bool, typer.Option("--snapshots", help="Of several cases keep the snapshots too; of one it is kept anyway.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run failed cases again.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Record everything again.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="End a case that takes longer.")
+    ] = None,
+) -> None:
+    """Where does the memory go, and when is it most: parameters, gradients, optimizer state, activations, temporaries?
+
+    Records every allocation of --steps steps, from the first after the model was built. One case is shown in full;
+    several, comma-separated settings, as a table of peaks. Run the same command again to go on.
+    """
+    from stepscope.explain.memory.grid import outcome_of
+    from stepscope.jobs import memory_view
+    from stepscope.jobs.memory import recording_folder
+    from stepscope.report.figures import check_target, save
+    from stepscope.report.tables import render
+
+    width = terminal_width()
+    parse_detail(detail)
+    if plot is not None:
+        check_target(plot, force=force)
+    if from_ is not None:
+        refuse_settings(grid, "--from shows a file as it is")
+        from stepscope.recording.lines import read_rows_of
+        from stepscope.recording.memory_row import MemoryRow
+
+        out = from_.parent
+        rows, cut_bytes = read_rows_of(from_, MemoryRow)
+        if cut_bytes:
+            say(f"left out: a last line cut short ({cut_bytes} bytes)")
+    else:
+        from stepscope.cli.progress import choose_listener
+        from stepscope.jobs.memory import MemorySweep
+
+        command = shlex.join(["stepscope", *sys.argv[1:]])
+        sweep = MemorySweep(
+            folder=out, command=command, snapshots=snapshots, retry=retry, fresh=fresh, timeout_s=timeout
+        )
+        try:
+            with choose_listener(outcome_of) as listener:
+                rows = sweep.run(grid, listener, study=checkpoint_study)
+        except KeyboardInterrupt:
+            say("interrupted: what is done is kept, and the same command goes on")
+            raise
+    if len(rows) == 1 and rows[0].status == "ok" and not checkpoint_study:
+        profile = memory_view.load_profile(out, rows[0])
+        print_profile(profile, format_, part=table, top=top, questions=questions, detail=detail)
+        if plot is not None:
+            draw(profile, plot, by=by.value, step=step, detail=detail, force=force)
+        say(f"recording: {recording_folder(out, rows[0].key)}")
+        next_ = f"stepscope explain {shlex.quote(str(recording_folder(out, rows[0].key)))} --questions"
+    else:
+        if questions:
+            raise StepscopeError(f"`--questions` are of one case, not of {len(rows)}", hint="leave it out")
+        chosen = memory_view.show_saved(out, rows) if table == MemoryPart.SAVED else None
+        if table is not None and chosen is None:
+            raise StepscopeError(f"`--table {table}` is of one case, not of {len(rows)}", hint="leave it out")
+        for one in chosen or memory_view.show_rows(rows, study=checkpoint_study):
+            show(render(one, format_, detail=detail == "yes", width=width))
+        if plot is not None:
+            save(memory_view.draw_rows(rows), plot)
+            say(f"picture: {plot}")
+        next_ = (
+            "stepscope rule SS004"
+            if checkpoint_study
+            else f"stepscope memory --from {out / 'results.jsonl'} --plot peaks.png"
+        )
+    say(f"next: {next_}")

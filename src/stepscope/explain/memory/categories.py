@@ -1,0 +1,113 @@
+"""What memory is for, told from the stacks of a snapshot that somebody else recorded.
+
+A stack says in which stage of training memory was taken: in a module's forward pass, in autograd, in an optimizer, in a
+collective, or while the model was built. On CUDA autograd works on a thread of its own, where Python has no frames: an
+event without any happened there, if there are stacks at all. What memory is for then follows from how long it stays:
+what a forward pass leaves for the backward pass is an activation, what a backward pass leaves for the optimizer is a
+gradient, what an optimizer never gives back is its state.
+
+Our own recordings know better and do not come by here.
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "autocast copies",
+    "temporaries",
+    "workspaces",
+    "communication",
+    "other",
+)
+
+_COMMUNICATION = re.compile(r"^torch/distributed/(?!optim|fsdp/_optim|checkpoint)|c10d|\bnccl", re.MULTILINE | re.I)
+_OPTIMIZER = re.compile(r"^torch/optim/|/optim\w*\.py:\d+ |^(?:\S*/)?\w*optimi[sz]er\w*\.py:\d+ ", re.MULTILINE)
+_BACKWARD = re.compile(
+    r"^torch/autograd/graph\.py:\d+ _engine_run_backward|^torch/_tensor\.py:\d+ backward| backward$", re.MULTILINE
+)
+_WORKSPACE = re.compile(r"[Ww]orkspace|cublas\w*Create|cudnnCreate", re.MULTILINE)
+_BUILDING = re.compile(
+    r" __init__$| _apply$| from_pretrained$| reset_parameters$| _load_from_state_dict$| load_state_dict$", re.MULTILINE
+)
+_FORWARD = re.compile(r" forward$|^torch/nn/(?:modules|functional)", re.MULTILINE)
+STAGES = ("forward", "backward", "optimizer", "communication", "workspace", "building", "unknown")
+
+
+def stage_of_stack(frames: str) -> str:
+    """The stage of training in which a stack like this takes memory."""
+    for stage, pattern in (
+        ("communication", _COMMUNICATION),
+        ("workspace", _WORKSPACE),
+        ("optimizer", _OPTIMIZER),
+        ("backward", _BACKWARD),
+        ("building", _BUILDING),
+        ("forward", _FORWARD),
+    ):
+        if pattern.search(frames):
+            return stage
+    return "unknown"
+
+
+def guess_categories(allocations: pl.DataFrame, stacks: pl.DataFrame) -> pl.DataFrame:
+    """`phase` and `category`, as far as stacks tell. Without any stack everything is `other`."""
+    if not stacks.height:
+        return allocations.with_columns(category=pl.lit("other"), phase=pl.lit(None, dtype=pl.String))
+    stages = pl.DataFrame(
+        {"stack": stacks["stack"], "stage": [stage_of_stack(text) for text in stacks["frames"]]},
+        schema={"stack": pl.Int32, "stage": pl.String},
+    )
+    frame = allocations.join(stages, on="stack", how="left", maintain_order="left")
+    # No frames at all: autograd's own thread, unless it was there before.
+    recorded = pl.col("start_event").is_not_null()
+    frame = frame.with_columns(
+        stage=pl.when(pl.col("stage").is_null() & recorded).then(pl.lit("backward")).otherwise(pl.col("stage"))
+    )
+    frame = frame.with_columns(leaves=_leaves(frame))
+    is_stage = {name: pl.col("stage") == name for name in STAGES}
+    never_freed = pl.col("end_event").is_null()
+    category = (
+        pl.when(is_stage["communication"])
+        .then(pl.lit("communication"))
+        .when(is_stage["workspace"])
+        .then(pl.lit("workspaces"))
+        .when(is_stage["building"])
+        .then(pl.lit("parameters"))
+        .when(is_stage["optimizer"])
+        .then(pl.when(never_freed).then(pl.lit("optimizer state")).otherwise(pl.lit("temporaries")))
+        .when(is_stage["backward"])
+        .then(pl.when("leaves").then(pl.lit("gradients")).otherwise(pl.lit("temporaries")))
+        .when(is_stage["forward"])
+        .then(pl.when("leaves").then(pl.lit("activations")).otherwise(pl.lit("temporaries")))
+        .otherwise(pl.lit("other"))
+    )
+    phase = pl.when(pl.col("stage").is_in(["forward", "backward", "optimizer"])).then(pl.col("stage"))
+    return frame.with_columns(category=category, phase=phase).drop("stage", "leaves")
+
+
+def _leaves(frame: pl.DataFrame) -> pl.Series:
+    """Whether a piece of memory is still there when the stage after its own begins: the one that it was taken for."""
+    following = {"forward": ("backward",), "backward": ("optimizer", "forward")}
+    ended = frame["end_event"].fill_null(np.iinfo(np.int64).max).to_numpy()
+    started = frame["start_event"].fill_null(-1).to_numpy()
+    leaves = np.zeros(frame.height, dtype=bool)
+    stages = frame["stage"].fill_null("unknown")
+    for stage, nexts in following.items():
+        mine = (stages == stage).to_numpy()
+        begins = _starts(frame, stages.is_in(list(nexts)))
+        if begins.size and mine.any():
+            at = np.searchsorted(begins, started[mine], side="right")
+            known = at < begins.size
+            begun = np.where(known, begins[np.minimum(at, begins.size - 1)], np.iinfo(np.int64).max)
+            leaves[mine] = ended[mine] > begun
+    return pl.Series("leaves", leaves)
+
+
+def _starts(frame: pl.DataFrame, chosen: pl.Series) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.sort(frame.filter(chosen)["start_event"].drop_nulls().to_numpy())

@@ -1,0 +1,178 @@
+"""The memory of one device over time, and what it is made of at any moment.
+
+Every piece of memory has one category for its whole life, so at any moment the categories add up to what is allocated,
+exactly: they are sums over the same rows.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.memory.categories import CATEGORIES, guess_categories
+from stepscope.explain.modules import number_layers
+from stepscope.recording.store import Recording
+
+Bytes = np.ndarray[Any, np.dtype[np.int64]]
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """`allocations` are those of one device, with `category` and `layer` filled in. `totals[e]` is what is allocated
+    after event `e`; `before` what was there at the start."""
+
+    recording: Recording
+    device: int | None
+    allocations: pl.DataFrame
+    num_events: int
+
+    @cached_property
+    def before_bytes(self) -> int:
+        return int(self.allocations.filter(pl.col("start_event").is_null())["bytes"].sum())
+
+    @cached_property
+    def totals(self) -> Bytes:
+        return sum_over_events(self.allocations, self.num_events)
+
+    @cached_property
+    def reserved(self) -> Bytes | None:
+        """What the allocator holds after each event, and None where there is none."""
+        segments = self.recording.segments
+        if self.device is not None and segments.height:
+            segments = segments.filter(pl.col("device").fill_null(self.device) == self.device)
+        return sum_over_events(segments, self.num_events) if segments.height else None
+
+    @cached_property
+    def peak_event(self) -> int:
+        """The first event after which most is allocated; -1 is before any."""
+        if not self.num_events or self.before_bytes >= int(self.totals.max()):
+            return -1
+        return int(self.totals.argmax())
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.allocated_at(self.peak_event)
+
+    def allocated_at(self, event: int) -> int:
+        return int(self.totals[event]) if event >= 0 else self.before_bytes
+
+    def alive_at(self, event: int) -> pl.DataFrame:
+        """What is there after an event, the largest first."""
+        started = pl.col("start_event").is_null() | (pl.col("start_event") <= event)
+        ended = pl.col("end_event").is_not_null() & (pl.col("end_event") <= event)
+        return self.allocations.filter(started & ~ended).sort("bytes", descending=True, maintain_order=True)
+
+    def share_at(self, event: int, by: str) -> list[tuple[str, int]]:
+        """Bytes by a column, the largest first; they add up to what is allocated."""
+        alive = self.alive_at(event).group_by(pl.col(by).cast(pl.String).fill_null(UNKNOWN)).agg(pl.col("bytes").sum())
+        return [(name, size) for name, size in alive.sort("bytes", by, descending=[True, False]).iter_rows()]
+
+    def categories_at(self, event: int) -> list[tuple[str, int]]:
+        """Every category in the order of the list, those with nothing too."""
+        found = dict(self.share_at(event, "category"))
+        return [(name, found.get(name, 0)) for name in CATEGORIES]
+
+    def place_of(self, event: int) -> tuple[int | None, str | None]:
+        """The step and the innermost phase of an event."""
+        spans = self.recording.spans.filter((pl.col("start_event") <= event) & (pl.col("end_event") > event))
+        phases = spans.filter(pl.col("phase").is_not_null()).sort(pl.col("end_event") - pl.col("start_event"))
+        step = spans["step"].drop_nulls()
+        if phases.height:
+            return (int(step[0]) if step.len() else None), str(phases["phase"][0])
+        if self.recording.spans.height or event < 0:
+            return (int(step[0]) if step.len() else None), None
+        taken = self.allocations.filter(pl.col("start_event") == event)["phase"].drop_nulls()
+        return None, (str(taken[0]) if taken.len() else None)
+
+    def peak_between(self, start: int, end: int) -> tuple[int, int]:
+        """The event and the bytes of the highest moment among events `start` to `end` (exclusive)."""
+        if end <= start:
+            return start - 1, self.allocated_at(start - 1)
+        event = start + int(self.totals[start:end].argmax())
+        before = self.allocated_at(start - 1)
+        return (start - 1, before) if before >= self.totals[event] else (event, int(self.totals[event]))
+
+    def stack_text(self, stack: int | None) -> str:
+        return self._stacks.get(stack, "") if stack is not None else ""
+
+    @cached_property
+    def _stacks(self) -> dict[int, str]:
+        return dict(self.recording.stacks.select("stack", "frames").iter_rows())
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        spans = self.recording.spans.filter(pl.col("phase").is_null())
+        return tuple(int(step) for step in spans["step"].drop_nulls().unique().sort())
+
+    def span(self, step: int, phase: str | None = None) -> tuple[int, int] | None:
+        """First and last (exclusive) event of a step or of one of its phases."""
+        wanted = pl.col("phase").is_null() if phase is None else pl.col("phase") == phase
+        found = self.recording.spans.filter((pl.col("step") == step) & wanted)
+        return (int(found["start_event"][0]), int(found["end_event"][-1])) if found.height else None
+
+    @cached_property
+    def phases(self) -> tuple[str, ...]:
+        """In the order in which they come; the loss lies inside of forward."""
+        spans = self.recording.spans.filter(pl.col("phase").is_not_null())
+        return tuple(str(name) for name in spans["phase"].unique(maintain_order=True))
+
+
+def sum_over_events(rows: pl.DataFrame, num_events: int) -> Bytes:
+    """Bytes that are there after each event."""
+    changes = np.zeros(num_events + 1, dtype=np.int64)
+    size = rows["bytes"].to_numpy()
+    np.add.at(changes, rows["start_event"].fill_null(0).to_numpy(), size)
+    ended = rows["end_event"].is_not_null().to_numpy()
+    np.add.at(changes, rows["end_event"].fill_null(0).to_numpy()[ended], -size[ended])
+    totals: Bytes = np.cumsum(changes)[:num_events]
+    return totals
+
+
+def make_memory_profile(recording: Recording) -> MemoryProfile:
+    """Of the device that holds most, where a recording has several."""
+    facts, allocations = recording.manifest.memory, recording.allocations
+    if facts is None or not allocations.height:
+        raise StepscopeError(
+            f"the recording holds no memory: `{recording.manifest.file}`",
+            detail="nothing in it was ever allocated" if facts else "it was made without recording memory",
+            hint="stepscope memory",
+        )
+    device = _choose_device(recording)
+    if device is not None:
+        allocations = allocations.filter(pl.col("device") == device)
+    if allocations["category"].null_count() == allocations.height:
+        allocations = guess_categories(allocations, recording.stacks)
+    allocations = number_layers(_name_owners(allocations), pl.DataFrame())
+    num_events = facts.events if len(_devices(recording)) < 2 else 0
+    for name in ("start_event", "end_event"):
+        last = allocations[name].max()
+        num_events = max(num_events, last + 1 if isinstance(last, int) else 0)
+    return MemoryProfile(recording=recording, device=device, allocations=allocations, num_events=num_events)
+
+
+def _name_owners(allocations: pl.DataFrame) -> pl.DataFrame:
+    """A parameter, its gradient and its state belong to the module that has the parameter, whoever took the memory."""
+    name = pl.col("name")
+    owner = (
+        pl.when(pl.col("category").is_in(["parameters", "gradients", "autocast copies"]))
+        .then(name.str.extract(r"^(.*)\.[^.]*$"))
+        .when(pl.col("category") == "optimizer state")
+        .then(name.str.extract(r"^(.*)\.[^.]*\.[^.]*$"))
+    )
+    return allocations.with_columns(module=pl.coalesce(owner, "module"))
+
+
+def _devices(recording: Recording) -> list[int]:
+    return [int(one) for one in recording.allocations["device"].drop_nulls().unique().sort()]
+
+
+def _choose_device(recording: Recording) -> int | None:
+    devices = _devices(recording)
+    if len(devices) < 2:
+        return devices[0] if devices else None
+    sizes = recording.allocations.group_by("device").agg(pl.col("bytes").sum()).sort("bytes", descending=True)
+    return int(sizes["device"][0])

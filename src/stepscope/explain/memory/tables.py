@@ -1,0 +1,264 @@
+"""A profile of memory as tables: the page on the terminal, and each of its parts alone."""
+
+import polars as pl
+
+from stepscope.cost.activations import activations_of
+from stepscope.errors import StepscopeError
+from stepscope.explain.cases import describe_case
+from stepscope.explain.memory.leaks import leaks_table
+from stepscope.explain.memory.profile import UNKNOWN, MemoryProfile
+from stepscope.explain.memory.summary import largest_at, summarise_memory
+from stepscope.explain.memory.timeline import label_of
+from stepscope.explain.saved import saved_beside_closed_form, saved_by_module
+from stepscope.findings import Cell, Column, Page, Table
+from stepscope.recording.memory_row import Allocation, MemorySummary
+from stepscope.spec import ModelShape
+
+_ON_A_PAGE = 8
+_SIZE = Column(key="bytes", label="size", kind="bytes")
+_SHARE = Column(key="share", label="share", kind="share")
+
+
+def memory_page(profile: MemoryProfile) -> Page:
+    tables = [categories_table(profile), phases_table(profile), largest_table(profile, top=_ON_A_PAGE)]
+    leaks = leaks_table(profile)
+    if leaks.rows:
+        tables.append(leaks)
+    return Page(headline=headline(profile), tables=tuple(tables), findings=None)
+
+
+def headline(profile: MemoryProfile) -> str:
+    """What was recorded, when most was allocated and by whom, and what stays."""
+    summary, manifest = summarise_memory(profile), profile.recording.manifest
+    case = manifest.case
+    what = describe_case(case) if case else manifest.file or "recording"
+    where = f" on {manifest.device}" if manifest.device else ""
+    lines = [f"{what}: {manifest.source}{where}, {summary.num_allocations:,} allocations", _say_peak(summary)]
+    if summary.steps:
+        last = summary.steps[-1]
+        cached = _say_cached(last.end_bytes, last.end_reserved_bytes)
+        lines.append(f"after a step {say_bytes(last.end_bytes)} stay{cached}")
+    if summary.allocator_peak_bytes is not None and summary.allocator_peak_bytes != summary.peak_bytes:
+        lines.append(f"doubt: the allocator itself counted {summary.allocator_peak_bytes:,} bytes at the peak")
+    if summary.estimated_bytes:
+        lines.append(
+            f"note: {say_bytes(summary.estimated_bytes)} were taken before the recording, in sizes that are estimated"
+        )
+    lines.extend(f"note: {note}" for note in summary.notes)
+    return "\n".join(lines)
+
+
+def _say_peak(summary: MemorySummary) -> str:
+    step = f"step {summary.peak_step + 1}" if summary.peak_step is not None else ""
+    place = ", ".join(part for part in (step, summary.peak_phase, summary.peak_module) if part)
+    there = f"; {say_bytes(summary.before_bytes)} of it was there before" if summary.before_bytes else ""
+    held = _say_cached(summary.peak_bytes, summary.reserved_bytes)
+    return f"peak {say_bytes(summary.peak_bytes)}{f' in {place}' if place else ''}{held}{there}"
+
+
+def _say_cached(allocated: int, reserved: int | None) -> str:
+    if reserved is None:
+        return ""
+    return f" ({say_bytes(reserved)} reserved, so {say_bytes(reserved - allocated)} cached by the allocator)"
+
+
+def say_bytes(size: int) -> str:
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= limit:
+            return f"{size / limit:,.4g} {unit}"
+    return f"{size} bytes"
+
+
+def categories_table(profile: MemoryProfile) -> Table:
+    """At the peak; they add up to it."""
+    event, peak = profile.peak_event, profile.peak_bytes
+    rows: list[tuple[Cell, ...]] = [
+        (name, size, size / peak if peak else None) for name, size in profile.categories_at(event) if size
+    ]
+    rows.append(("together", peak, 1.0 if peak else None))
+    notes = []
+    reserved = profile.reserved
+    if reserved is not None and event >= 0:
+        notes.append(_say_fragments(profile, event, int(reserved[event])))
+    return Table(
+        title="At the peak, by category",
+        columns=(Column(key="category", label="category"), _SIZE, _SHARE),
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def _say_fragments(profile: MemoryProfile, event: int, reserved: int) -> str:
+    alive = profile.alive_at(event)
+    rounded = int((alive["bytes"] - alive["requested_bytes"]).drop_nulls().sum())
+    idle = reserved - profile.allocated_at(event)
+    share = idle / reserved if reserved else 0.0
+    return (
+        f"reserved {say_bytes(reserved)}: {say_bytes(idle)} ({share:.1%}) in no use, "
+        f"{say_bytes(rounded)} lost to rounding"
+    )
+
+
+def modules_table(profile: MemoryProfile, *, top: int) -> Table:
+    return _by(profile, "module", "At the peak, by module", top)
+
+
+def layers_table(profile: MemoryProfile, *, top: int) -> Table:
+    return _by(profile, "layer", "At the peak, by layer", top)
+
+
+def _by(profile: MemoryProfile, column: str, title: str, top: int) -> Table:
+    peak = profile.peak_bytes
+    found = profile.share_at(profile.peak_event, column)
+    rest = sum(size for _, size in found[top:])
+    rows: list[tuple[Cell, ...]] = [(name, size, size / peak if peak else None) for name, size in found[:top]]
+    if rest:
+        rows.append((f"{len(found) - top} more", rest, rest / peak))
+    unknown = dict(found).get(UNKNOWN)
+    notes = (f"{UNKNOWN}: no module was at work, as in the loss or the optimizer",) if unknown else ()
+    return Table(title=title, columns=(Column(key=column, label=column), _SIZE, _SHARE), rows=tuple(rows), notes=notes)
+
+
+def phases_table(profile: MemoryProfile) -> Table:
+    summary = summarise_memory(profile)
+    marked = bool(summary.steps)
+    columns = [Column(key="step", label="step", kind="count")] if marked else []
+    columns += [
+        Column(key="phase", label="phase"),
+        Column(key="start_bytes", label="before", kind="bytes", detail=not marked),
+        Column(key="peak_bytes", label="peak", kind="bytes"),
+        Column(key="end_bytes", label="after", kind="bytes", detail=not marked),
+    ]
+    rows: list[tuple[Cell, ...]] = []
+    for one in summary.phases:
+        number: tuple[Cell, ...] = (one.step + 1 if one.step is not None else None,) if marked else ()
+        rows.append((*number, one.phase, one.start_bytes, one.peak_bytes, one.end_bytes))
+    notes = () if marked or not rows else ("phases as stacks tell them: no steps are marked in this file",)
+    return Table(title="By phase", columns=tuple(columns), rows=tuple(rows), notes=notes)
+
+
+def steps_table(profile: MemoryProfile) -> Table:
+    rows = tuple(
+        (one.step + 1, one.peak_bytes, one.end_bytes, one.end_reserved_bytes) for one in summarise_memory(profile).steps
+    )
+    return Table(
+        title="By step, from the first after the model was built",
+        columns=(
+            Column(key="step", label="step", kind="count"),
+            Column(key="peak_bytes", label="peak", kind="bytes"),
+            Column(key="end_bytes", label="stays", kind="bytes"),
+            Column(key="end_reserved_bytes", label="reserved", kind="bytes"),
+        ),
+        rows=rows,
+    )
+
+
+def largest_table(profile: MemoryProfile, *, top: int) -> Table:
+    """The largest pieces of memory at the peak."""
+    rows = tuple(_describe(one) for one in largest_at(profile, profile.peak_event, top))
+    return Table(
+        title="At the peak, the largest allocations",
+        columns=(
+            _SIZE,
+            Column(key="category", label="category"),
+            Column(key="what", label="what"),
+            Column(key="shape", label="shape"),
+            Column(key="taken", label="taken in"),
+            Column(key="module", label="module", detail=True),
+            Column(key="op", label="operator", detail=True),
+            Column(key="name", label="name", detail=True),
+            Column(key="stack", label="stack", detail=True),
+        ),
+        rows=rows,
+    )
+
+
+def _describe(one: Allocation) -> tuple[Cell, ...]:
+    shape = f"{one.dtype} {one.shape}" if one.shape else None
+    taken = ", ".join(part for part in (f"step {one.step + 1}" if one.step is not None else "", one.phase) if part)
+    what = label_of({"category": one.category, "name": one.name, "module": one.module, "phase": None, "op": one.op})
+    where = one.stack.partition("\n")[0] if not one.module and one.stack else ""
+    return (
+        one.bytes,
+        one.category,
+        f"{what} at {where}" if where else what,
+        shape,
+        taken or "before",
+        one.module,
+        one.op,
+        one.name,
+        one.stack.replace("\n", " < ") or None,
+    )
+
+
+def freed_table(profile: MemoryProfile, *, top: int) -> Table:
+    """What the backward pass of the last step gives back, layer by layer in the order in which it happens."""
+    span = profile.span(profile.steps[-1], "backward") if profile.steps else None
+    columns = (
+        Column(key="layer", label="layer"),
+        Column(key="freed_bytes", label="activations given back", kind="bytes"),
+        Column(key="taken_bytes", label="gradients taken", kind="bytes"),
+        Column(key="allocated_bytes", label="allocated after", kind="bytes"),
+    )
+    if span is None:
+        return Table(title="What backward gives back", columns=columns, rows=())
+    held = profile.allocations.filter(pl.col("category") == "activations")
+    freed = held.filter(pl.col("end_event").is_between(span[0], span[1] - 1))
+    grads = profile.allocations.filter(
+        (pl.col("category") == "gradients") & pl.col("start_event").is_between(span[0], span[1] - 1)
+    )
+    by_layer = freed.group_by("layer").agg(pl.col("bytes").sum(), last=pl.col("end_event").max()).sort("last")
+    taken = dict(grads.group_by("layer").agg(pl.col("bytes").sum()).iter_rows())
+    rows = tuple(
+        (
+            "outside of layers" if row["layer"] is None else str(row["layer"]),
+            row["bytes"],
+            taken.get(row["layer"]),
+            profile.allocated_at(row["last"]),
+        )
+        for row in by_layer.head(top).iter_rows(named=True)
+    )
+    return Table(title="What backward gives back, in its order", columns=columns, rows=rows)
+
+
+def make_part(profile: MemoryProfile, name: str, *, top: int) -> Table:
+    """One part of the page, or one that is too long for it. `top` is how many rows of those that can be many."""
+    match name:
+        case "categories":
+            return categories_table(profile)
+        case "phases":
+            return phases_table(profile)
+        case "steps":
+            return steps_table(profile)
+        case "modules":
+            return modules_table(profile, top=top)
+        case "layers":
+            return layers_table(profile, top=top)
+        case "largest":
+            return largest_table(profile, top=top)
+        case "freed":
+            return freed_table(profile, top=top)
+        case "leaks":
+            return leaks_table(profile)
+        case "saved":
+            return saved_table(profile)
+        case _:
+            raise StepscopeError(f"a recording of memory has no `{name}`", detail=f"it has {', '.join(PARTS)}")
+
+
+PARTS = ("categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved")
+
+
+def saved_table(profile: MemoryProfile) -> Table:
+    """What autograd keeps; beside the closed forms where the model is our own."""
+    saved, case = profile.recording.saved, profile.recording.manifest.case
+    if not saved.height:
+        raise StepscopeError(
+            "this recording does not say what autograd keeps",
+            detail="it has no forward pass with a graph, or is somebody else's snapshot",
+            hint="stepscope memory --mode train --table saved",
+        )
+    eager = case is not None and isinstance(case.workload.model, ModelShape) and not case.workload.compile
+    if case is None or not eager or case.workload.checkpoint != "none":
+        return saved_by_module(saved)
+    return saved_beside_closed_form(saved, activations_of(case.workload))

@@ -1,0 +1,183 @@
+"""The memory timeline as a picture's data: slices of time, areas by category or module, and the largest allocations.
+
+A million events do not fit onto a screen, and most pieces of memory are too small to be seen. Time is cut into slices,
+each of which shows its highest instant: no peak is lost to that. Pieces are the largest allocations that any slice
+shows; what is left of an area is drawn as one.
+"""
+
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+
+from stepscope.explain.cases import describe_case
+from stepscope.explain.memory.categories import CATEGORIES
+from stepscope.explain.memory.profile import UNKNOWN, Bytes, MemoryProfile
+from stepscope.findings import Area, Axis, Piece, Stretch, Timeline
+
+By = Literal["category", "module"]
+MOST_SLICES = 4096
+MOST_PIECES = 2000
+_STACK_LINES = 8
+
+
+def memory_timeline(
+    profile: MemoryProfile, *, by: By = "category", title: str = "", step: int | None = None
+) -> Timeline:
+    """Of all that was recorded, or of one step."""
+    span = profile.span(step) if step is not None else None
+    start, end = span or (0, profile.num_events)
+    instants = _instants(profile.totals, start, end)
+    allocations = _in_view(profile.allocations, start, end).with_columns(area=_area(by))
+    names = _area_names(allocations, by)
+    times = _times_ms(profile, instants)
+    return Timeline(
+        title=title or "Memory over time",
+        subtitle=_subtitle(profile, step),
+        x=Axis(label="time", unit="ms"),
+        y=Axis(label="allocated", unit="bytes"),
+        times=tuple(times),
+        areas=tuple(Area(name=name, values=_heights(allocations, name, instants)) for name in names),
+        stretches=_stretches(profile, instants, start, end),
+        pieces=_pieces(profile, allocations, names, instants),
+        line=None
+        if profile.reserved is None
+        else Area(name="reserved by the allocator", values=tuple(int(v) for v in profile.reserved[instants])),
+        notes=_notes(profile, instants, start, end),
+    )
+
+
+def _instants(totals: Bytes, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For each slice the event after which most is allocated within it."""
+    count = min(MOST_SLICES, end - start)
+    if count <= 0:
+        return np.zeros(0, dtype=np.int64)
+    edges = start + np.arange(count + 1, dtype=np.int64) * (end - start) // count
+    return np.array([low + int(totals[low:high].argmax()) for low, high in pairwise(edges)])
+
+
+def _in_view(allocations: pl.DataFrame, start: int, end: int) -> pl.DataFrame:
+    began = pl.col("start_event").is_null() | (pl.col("start_event") < end)
+    ended = pl.col("end_event").is_not_null() & (pl.col("end_event") <= start)
+    return allocations.filter(began & ~ended)
+
+
+def _area(by: By) -> pl.Expr:
+    if by == "category":
+        return pl.col("category")
+    layer = pl.col("layer").cast(pl.String)
+    outside = pl.col("module").str.split(".").list.first()
+    return pl.when(layer.is_not_null()).then(pl.lit("layer ") + layer).otherwise(outside).fill_null(UNKNOWN)
+
+
+def _area_names(allocations: pl.DataFrame, by: By) -> list[str]:
+    """What is there throughout lies at the bottom; layers follow in their order."""
+    if by == "category":
+        found = set(allocations["area"].unique())
+        return [name for name in CATEGORIES if name in found]
+    return sorted(allocations["area"].unique(), key=_module_order)
+
+
+def _module_order(name: str) -> tuple[int, int, str]:
+    if name == UNKNOWN:
+        return (0, 0, name)
+    number = name.removeprefix("layer ")
+    return (1, int(number), "") if number.isdecimal() else (2, 0, name)
+
+
+def _heights(allocations: pl.DataFrame, name: str, instants: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    rows = allocations.filter(pl.col("area") == name)
+    first, last = _slices(rows, instants)
+    changes = np.zeros(len(instants) + 1, dtype=np.int64)
+    np.add.at(changes, first, rows["bytes"].to_numpy())
+    np.add.at(changes, last, -rows["bytes"].to_numpy())
+    return tuple(int(value) for value in np.cumsum(changes)[: len(instants)])
+
+
+def _slices(rows: pl.DataFrame, instants: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The slices at whose instants a piece of memory is there: from the first to the last, exclusive."""
+    first = np.searchsorted(instants, rows["start_event"].fill_null(-1).to_numpy(), side="left")
+    forever = np.iinfo(np.int64).max
+    last = np.searchsorted(instants, rows["end_event"].fill_null(forever).to_numpy(), side="left")
+    return first, np.maximum(first, last)
+
+
+def _pieces(
+    profile: MemoryProfile, allocations: pl.DataFrame, names: list[str], instants: np.ndarray[Any, Any]
+) -> tuple[Piece, ...]:
+    first, last = _slices(allocations, instants)
+    shown = allocations.with_columns(first=pl.Series(first), last=pl.Series(last)).filter(
+        pl.col("last") > pl.col("first")
+    )
+    shown = shown.sort("bytes", "first", descending=[True, False]).head(MOST_PIECES)
+    places = {name: number for number, name in enumerate(names)}
+    return tuple(
+        Piece(
+            area=places[row["area"]],
+            start=row["first"],
+            end=row["last"],
+            size=row["bytes"],
+            label=label_of(row),
+            detail=_detail(profile, row),
+        )
+        for row in shown.iter_rows(named=True)
+    )
+
+
+def label_of(row: dict[str, Any]) -> str:
+    """What a piece of memory is, in a few words: the operator and module that took it, or its name."""
+    if row["category"] in ("parameters", "gradients", "optimizer state", "other") and row["name"]:
+        return str(row["name"])
+    where = row["module"] or row["phase"] or ""
+    what = row["op"] or row["name"] or row["category"]
+    return f"{what} in {where}" if where else str(what)
+
+
+def _detail(profile: MemoryProfile, row: dict[str, Any]) -> tuple[str, ...]:
+    shape = f"{row['dtype']} {row['shape']}" if row["shape"] else ""
+    step = f"step {row['step'] + 1}" if row["step"] is not None else ""
+    taken = ", ".join(part for part in (step, row["phase"]) if part) or "before the recording"
+    kept = f"{row['category']}: {row['name']}" if row["name"] else str(row["category"])
+    frames = profile.stack_text(row["stack"]).splitlines()[:_STACK_LINES]
+    return tuple(line for line in (kept, shape, f"taken in {taken}", *frames) if line)
+
+
+def _times_ms(profile: MemoryProfile, instants: np.ndarray[Any, Any]) -> list[float]:
+    """Time at each instant, or its number where a snapshot has no clock."""
+    known = profile.allocations.select("start_event", "start_ns").drop_nulls()
+    ended = profile.allocations.select(start_event="end_event", start_ns="end_ns").drop_nulls()
+    known = pl.concat([known, ended]).unique("start_event").sort("start_event")
+    if not known.height:
+        return [float(event) for event in instants]
+    times = np.interp(instants, known["start_event"].to_numpy(), known["start_ns"].to_numpy() / 1e6)
+    times = np.maximum.accumulate(times)
+    return [float(value) for value in times - times[0]] if len(times) else []
+
+
+def _stretches(profile: MemoryProfile, instants: np.ndarray[Any, Any], start: int, end: int) -> tuple[Stretch, ...]:
+    stretches = []
+    spans = profile.recording.spans.filter(pl.col("phase").is_not_null() & (pl.col("phase") != "loss"))
+    for row in spans.iter_rows(named=True):
+        low, high = max(start, row["start_event"]), min(end, row["end_event"])
+        first, last = np.searchsorted(instants, [low, high], side="left")
+        if last > first:
+            stretches.append(Stretch(label=row["phase"], start=int(first), end=int(last)))
+    return tuple(stretches)
+
+
+def _subtitle(profile: MemoryProfile, step: int | None) -> str:
+    manifest = profile.recording.manifest
+    case = manifest.case
+    what = describe_case(case) if case else manifest.file
+    which = f", step {step + 1}" if step is not None else ""
+    return f"{what}{which}; {manifest.device}" if manifest.device else f"{what}{which}"
+
+
+def _notes(profile: MemoryProfile, instants: np.ndarray[Any, Any], start: int, end: int) -> tuple[str, ...]:
+    notes = []
+    if len(instants) < end - start:
+        notes.append(f"{end - start:,} events in {len(instants):,} slices, each at its highest instant")
+    if profile.recording.manifest.memory and profile.recording.manifest.memory.estimated_bytes:
+        notes.append("sizes of memory taken before the recording are estimated")
+    return tuple(notes)

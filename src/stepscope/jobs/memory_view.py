@@ -1,0 +1,104 @@
+"""What `stepscope memory` and `stepscope explain` show of memory: a page, one part of it, answers, a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.memory import MemoryProfile, make_memory_profile
+from stepscope.explain.memory.grid import grid_figure, grid_table, precision_table, study_table
+from stepscope.explain.memory.summary import summarise_memory
+from stepscope.explain.memory.tables import make_part, memory_page
+from stepscope.explain.memory.timeline import By, memory_timeline
+from stepscope.findings import Figure, Page, Table, Timeline
+from stepscope.jobs.memory import recording_folder
+from stepscope.recording import store
+from stepscope.recording.memory_row import MemoryRow
+
+
+def show_page(profile: MemoryProfile) -> Page:
+    return memory_page(profile)
+
+
+def show_part(profile: MemoryProfile, part: str, *, top: int) -> Table:
+    return make_part(profile, part, top=top)
+
+
+def answer_profile(
+    profile: MemoryProfile, width: int | None, *, words: bool, evidence: bool
+) -> tuple[str, list[Table]]:
+    """The answers in words, or as a table where another format is asked for, and what they rest on."""
+    from stepscope.explain.memory.answers import answer_memory
+    from stepscope.explain.questions.answers import answers_table, answers_text, evidence_tables
+
+    answers = answer_memory(profile)
+    tables = [] if words else [answers_table(answers)]
+    if evidence:
+        tables += evidence_tables(answers)
+    return answers_text(answers, width) if words else "", tables
+
+
+def encode_profile(profile: MemoryProfile) -> str:
+    content = msgspec.json.encode(summarise_memory(profile))
+    return msgspec.json.format(content, indent=1).decode() + "\n"
+
+
+def draw_profile(profile: MemoryProfile, *, by: By, step: str) -> Timeline:
+    """`step` is `last`, `all`, or a step's number as people count, from one."""
+    chosen = _choose_step(profile, step)
+    return memory_timeline(profile, by=by, step=chosen)
+
+
+def _choose_step(profile: MemoryProfile, step: str) -> int | None:
+    if step == "all" or not profile.steps:
+        return None
+    if step == "last":
+        return profile.steps[-1]
+    if step.isdecimal() and int(step) - 1 in profile.steps:
+        return int(step) - 1
+    raise StepscopeError(
+        f"there is no step `{step}` in this recording",
+        detail=f"it has steps {profile.steps[0] + 1} to {profile.steps[-1] + 1}",
+        hint="--step last, or --step all",
+    )
+
+
+# --- Rows of a grid ---------------------------------------------------------------------------------------------------
+
+
+def load_profile(folder: Path, row: MemoryRow) -> MemoryProfile:
+    """The recording behind a row."""
+    path = recording_folder(folder, row.key)
+    if not store.is_recording(path):
+        raise StepscopeError(
+            f"the recording of this case is gone: `{path}`",
+            detail="its row is there, and says what the table shows",
+            hint="the same command with --fresh",
+        )
+    return make_memory_profile(store.load(path))
+
+
+def show_rows(rows: Sequence[MemoryRow], *, study: bool) -> list[Table]:
+    if study:
+        return [study_table(rows)]
+    compared = precision_table(rows)
+    return [grid_table(rows), *([compared] if compared else [])]
+
+
+def show_saved(folder: Path, rows: Sequence[MemoryRow]) -> list[Table]:
+    """What autograd keeps, eager beside compiled, of two cases that differ in nothing else."""
+    from stepscope.explain.saved import compare_saved
+
+    pair = {row.case.workload.compile: row for row in rows if row.status == "ok"}
+    if len(rows) != 2 or len(pair) != 2:
+        raise StepscopeError(
+            "`--table` is of one case, or `--table saved` of one both eager and compiled",
+            hint="--table saved --compile no,yes",
+        )
+    eager, compiled = (load_profile(folder, pair[value]).recording.saved for value in (False, True))
+    return list(compare_saved(eager, compiled))
+
+
+def draw_rows(rows: Sequence[MemoryRow]) -> Figure:
+    return grid_figure(rows)

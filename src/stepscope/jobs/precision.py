@@ -1,0 +1,115 @@
+"""`stepscope precision`: one workload in several precisions and in float64, in a process of its own.
+
+All precisions run in one worker, unlike the cases of a sweep: they are compared element by element, and gradients of a
+whole model are not for a pipe. What comes back is small.
+"""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.precision import find_speeds
+from stepscope.jobs.messages import ComparePrecisions, Failed, PrecisionsCompared
+from stepscope.jobs.process import Ended, Workers, require_torch
+from stepscope.jobs.profile import plan_case
+from stepscope.jobs.sweep import Planned, judge, look_at
+from stepscope.recording.bench import BenchRow
+from stepscope.recording.precision import Comparison, PrecisionReport, check_target, write_report
+from stepscope.spec import Case, Grid, Precision, Scalar
+
+# In the order of the tables.
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
+# A step is run once forward and once or a few times backward, uncompiled: these would change nothing, or hide the
+# modules whose outputs are looked at.
+_WITHOUT_EFFECT = ("mode", "compile", "checkpoint", "optimizer", "warmup", "steps", "memory_limit")
+# fp16 has no fast kernels on most CPUs: the usual 128 tokens take a minute there.
+_CONTEXT_ON_CPU = 32
+
+OnStage = Callable[[str], None]
+
+
+class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
+    """How to run. Nothing is kept unless `out` names a file; `bench_rows` are timings to put beside the errors."""
+
+    command: str
+    out: Path | None = None
+    force: bool = False
+    bench_rows: tuple[BenchRow, ...] = ()
+
+    def run(self, grid: Grid, on_stage: OnStage) -> PrecisionReport:
+        require_torch()
+        check_settings(grid)
+        if self.out is not None:
+            check_target(self.out, force=self.force)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        asked, rest = _take_precisions(grid)
+        with Workers() as workers:
+            planned = _plan(rest, workers)
+            speeds = find_speeds(self.bench_rows, planned.case) if self.bench_rows else ()
+            precisions = _choose_precisions(asked, planned.case)
+            request = ComparePrecisions(case=planned.case, precisions=precisions)
+            comparison = _unpack(workers.run(request, on_stage=on_stage), planned.case)
+        report = PrecisionReport(
+            case=planned.case,
+            environment=planned.environment,
+            command=self.command,
+            started=started,
+            comparison=comparison,
+            speeds=speeds,
+        )
+        if self.out is not None:
+            write_report(report, self.out)
+        return report
+
+
+def check_settings(grid: Grid) -> None:
+    """A setting that would be ignored is an error: its user would read another figure than they asked for."""
+    for name, _ in grid.axes:
+        if name in _WITHOUT_EFFECT:
+            raise StepscopeError(
+                f"`--{name.replace('_', '-')}` does nothing here",
+                detail="one step is run forward and backward, uncompiled, in each precision",
+                hint="leave it out",
+            )
+
+
+def _take_precisions(grid: Grid) -> tuple[set[Scalar | None], Grid]:
+    """The precisions that were asked for, and the grid without them: the one setting that may have several values."""
+    asked = {value for name, values in grid.axes if name == "precision" for value in values}
+    return asked, Grid(axes=tuple(axis for axis in grid.axes if axis[0] != "precision"), arguments=grid.arguments)
+
+
+def _plan(grid: Grid, workers: Workers) -> Planned:
+    """A factory may take no context; for other models a CPU gets a short one unless it was set."""
+    names = [name for name, _ in grid.axes]
+    if "context" not in names and "model" not in names:
+        short = grid.override(Grid(axes=(("context", (_CONTEXT_ON_CPU,)),)))
+        if look_at(short.cases()[:1], workers, None).environment.device == "cpu":
+            return plan_case(short, workers)
+    return plan_case(grid, workers)
+
+
+def _choose_precisions(asked: set[Scalar | None], case: Case) -> tuple[Precision, ...]:
+    """Every one that the device has, unless some were asked for. Asking a CPU for tf32 is refused where workloads are
+    checked, as everywhere."""
+    on_cpu = case.workload.device == "cpu"
+    chosen = tuple(one for one in PRECISIONS if (one in asked if asked else not (on_cpu and one == "tf32")))
+    for precision in chosen:
+        msgspec.structs.replace(case.workload, precision=precision)
+    return chosen
+
+
+def _unpack(ended: Ended, case: Case) -> Comparison:
+    answer = ended.answer
+    if isinstance(answer, PrecisionsCompared):
+        return answer.comparison
+    if isinstance(answer, Failed) and answer.bad_input:
+        raise StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
+    status, reason = judge(answer)
+    smaller = f"--batch {max(1, case.workload.batch // 2)}, or a smaller --context"
+    raise StepscopeError(
+        f"nothing was compared: {status}", detail=reason, hint=smaller if status == "oom" else "stepscope doctor"
+    )

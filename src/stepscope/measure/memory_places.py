@@ -1,0 +1,104 @@
+"""Where a step is, for a recorder of its memory: the function that opens a range (`annotate.Opener`).
+
+Steps and phases are marks, numbered as they come. A mark goes onto the allocator's history as a note on every event
+after it, and into PyTorch's profiler as an event of no length, so that what either saw can be put between two marks.
+
+Modules are ranges in the profiler, and they are remembered by autograd's sequence numbers too: a node that runs in the
+backward pass carries the number it got in the forward pass, and so tells whose it is.
+"""
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+
+import torch
+from torch._C._profiler import _RecordFunctionFast
+
+from stepscope.annotate import Close
+from stepscope.recording.memory_labels import Mark
+
+MARK, MODULE = "mark:", "module:"
+_USER_SCOPE = {"scope": "user_scope"}
+
+
+class Places:
+    """`on_mark` hears the number of every mark. With `watches_modules` modules are ranges, without it nothing."""
+
+    def __init__(self, on_mark: Callable[[str], None] = lambda _: None) -> None:
+        self._on_mark = on_mark
+        self.marks: list[Mark] = []
+        self.watches_modules = True
+        self._modules: list[str] = []
+        self._firsts: list[int] = []
+        self._paths: list[str | None] = []
+        self._phases: list[str] = []
+
+    @property
+    def mark(self) -> int:
+        return len(self.marks) - 1
+
+    def open(self, name: str) -> Close:
+        kind, _, value = name.partition(":")
+        if kind in ("step", "phase"):
+            return self._open_mark(kind, value)
+        if kind == "module" and self.watches_modules:
+            return self._open_module(value)
+        return _close_nothing
+
+    def find(self, sequence_nr: int) -> str | None:
+        """The innermost module whose call made the autograd node of that number."""
+        index = bisect_right(self._firsts, sequence_nr) - 1
+        return self._paths[index] if index >= 0 else None
+
+    def steps(self) -> list[int | None]:
+        """The step that is open after each mark."""
+        opened: int | None = None
+        steps: list[int | None] = []
+        for mark in self.marks:
+            if mark.kind == "step":
+                opened = int(mark.value) if mark.opens else None
+            steps.append(opened)
+        return steps
+
+    def _open_mark(self, kind: str, value: str) -> Close:
+        if kind == "phase":
+            self._phases.append(value)
+        self._add(Mark(opens=True, kind=kind, value=value, time_ns=time.time_ns()))
+
+        def close() -> None:
+            if kind == "phase":
+                self._phases.pop()
+            self._add(Mark(opens=False, kind=kind, value=value, time_ns=time.time_ns()))
+
+        return close
+
+    def _add(self, mark: Mark) -> None:
+        self.marks.append(mark)
+        self._on_mark(str(self.mark))
+        with _RecordFunctionFast(f"{MARK}{self.mark}", (), _USER_SCOPE):
+            pass
+
+    def _open_module(self, path: str) -> Close:
+        # In the backward pass a checkpointed module is at it again: those numbers are another thread's.
+        is_forward = "backward" not in self._phases
+        range_ = _RecordFunctionFast(MODULE + path, (), _USER_SCOPE)
+        range_.__enter__()
+        self._modules.append(path)
+        if is_forward:
+            self._change()
+
+        def close() -> None:
+            range_.__exit__(None, None, None)
+            self._modules.pop()
+            if is_forward:
+                self._change()
+
+        return close
+
+    def _change(self) -> None:
+        self._firsts.append(torch._C._autograd._get_sequence_nr())
+        self._paths.append(self._modules[-1] if self._modules else None)
+
+
+def _close_nothing() -> None:
+    pass

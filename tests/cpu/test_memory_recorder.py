@@ -1,0 +1,188 @@
+"""The recorder of memory on a CPU, against counts that know nothing of it."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepscope import cost
+from stepscope.explain.memory import MemoryProfile, make_memory_profile
+from stepscope.explain.memory.profile import sum_over_events
+from stepscope.measure.memory_recorder import record_memory
+from stepscope.recording import memory
+from stepscope.recording.memory_labels import SNAPSHOT_NAME
+from stepscope.spec import Case, Settings, build_case
+
+TINY: Settings = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab": 50, "context": 16, "batch": 2}
+
+
+NUMBER_BYTES = 8
+
+
+def tiny(**settings: Any) -> Case:
+    return build_case({**TINY, "device": "cpu", "steps": 3, **settings})
+
+
+def record(case: Case, folder: Path) -> MemoryProfile:
+    gc.unfreeze()  # what the test before left behind
+    gc.collect()
+    record_memory(case, torch.device("cpu"), folder=folder, on_stage=lambda _: None)
+    return make_memory_profile(memory.read(folder / SNAPSHOT_NAME))
+
+
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The sum of all storages that are alive, after every operator: by looking at each of them again."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.sums: list[int] = []
+        for tensor in known:
+            self._see(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(one, Tensor):
+                self._see(one)
+        alive = (size for living, size in self._seen.values() if living() is not None and size > NUMBER_BYTES)
+        self.sums.append(sum(alive))
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        known = self._seen.get(storage._cdata)
+        if known is None or known[0]() is not storage:
+            self._seen[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_the_timeline_is_the_sum_of_live_storages_at_every_operator(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both watch the same steps. What an operator takes for itself and gives back is in the timeline alone, so the
+    counter's sums are found in it in order, and every one of them. Numbers in the code (`x * 0.5`) become tensors that
+    no operator returns, so neither side counts what is as small as a number."""
+    from stepscope.measure import memory_recorder
+
+    counters: list[LiveStorages] = []
+    run = memory_recorder._Recorder.watch
+
+    def counted(self: Any, number: int) -> int:
+        if not counters:
+            gc.unfreeze()
+            counters.append(LiveStorages([one for one in gc.get_objects() if issubclass(type(one), Tensor)]))
+        with counters[0]:
+            return run(self, number)
+
+    monkeypatch.setattr(memory_recorder._Recorder, "watch", counted)
+    profile = record(tiny(mode=mode), tmp_path)
+    large = profile.allocations.filter(pl.col("bytes") > NUMBER_BYTES)
+    before = large.filter(pl.col("start_event").is_null())["bytes"].sum()
+    totals = [before, *sum_over_events(large, profile.num_events).tolist()]
+    place = 0
+    for value in counters[0].sums:
+        assert value in totals[place:], f"{value} bytes were alive, and the timeline never says so again"
+        place = totals.index(value, place)
+    assert max(counters[0].sums) == max(totals)
+    assert profile.peak_bytes - max(totals) < 64 * NUMBER_BYTES
+
+
+def test_categories_add_up_after_every_event(tmp_path: Path) -> None:
+    profile = record(tiny(precision="bf16"), tmp_path)
+    for event in range(-1, profile.num_events):
+        assert sum(size for _, size in profile.categories_at(event)) == profile.allocated_at(event)
+    assert profile.totals.min() > 0
+
+
+def test_training_holds_what_it_must_at_the_end_of_each_phase(tmp_path: Path) -> None:
+    case = tiny()
+    profile = record(case, tmp_path)
+    parameters = profile.recording.allocations.filter(pl.col("category") == "parameters")["bytes"].sum()
+    after = {
+        phase: dict(profile.categories_at(_last(profile, phase))) for phase in ("forward", "backward", "optimizer")
+    }
+    assert parameters == 4 * cost.parameters(case.workload.model).total  # type: ignore[arg-type]
+    assert after["forward"]["activations"] == cost.saved_bytes(case.workload)
+    assert after["forward"]["gradients"] == 0
+    assert after["backward"]["gradients"] == parameters
+    assert after["backward"]["activations"] == 0
+    assert after["optimizer"]["gradients"] == 0
+    assert after["optimizer"]["optimizer state"] == 2 * parameters
+
+
+def _last(profile: MemoryProfile, phase: str) -> int:
+    span = profile.span(profile.steps[-1], phase)
+    assert span is not None
+    return span[1] - 1
+
+
+def test_a_backward_allocation_knows_its_module(tmp_path: Path) -> None:
+    profile = record(tiny(), tmp_path)
+    taken = profile.allocations.filter((pl.col("phase") == "backward") & (pl.col("step") == 2))
+    modules = set(taken["module"].drop_nulls())
+    assert {"blocks.0.ffn.up", "blocks.1.attention.q_proj", "lm_head", "blocks.0.attention"} <= modules
+    assert taken["layer"].null_count() < taken.height / 4
+
+
+def test_autocast_copies_are_told_from_activations(tmp_path: Path) -> None:
+    case = tiny(precision="bf16")
+    profile = record(case, tmp_path)
+    copies = profile.alive_at(_last(profile, "forward")).filter(pl.col("category") == "autocast copies")
+    assert "blocks.0.attention.q_proj.weight" in copies["name"].to_list()
+    weights = cost.parameters(case.workload.model)  # type: ignore[arg-type]
+    assert copies["bytes"].sum() == 2 * (weights.attention + weights.feed_forward + weights.head)
+
+
+def test_a_checkpointed_step_recomputes_its_activations_in_backward(tmp_path: Path) -> None:
+    plain = record(tiny(), _folder(tmp_path / "plain"))
+    profile = record(tiny(checkpoint="block"), _folder(tmp_path / "checkpointed"))
+    assert dict(profile.categories_at(_last(profile, "forward")))["activations"] == cost.saved_bytes(
+        tiny(checkpoint="block").workload
+    )
+    recomputed = profile.allocations.filter((pl.col("name") == "recomputed") & (pl.col("step") == 2))
+    kept = plain.allocations.filter((pl.col("category") == "activations") & (pl.col("step") == 2))
+    in_blocks = int(kept.filter(pl.col("layer").is_not_null())["bytes"].sum())
+    assert recomputed.filter(pl.col("phase") == "backward").height == recomputed.height
+    assert 0.8 * in_blocks < int(recomputed["bytes"].sum()) <= in_blocks
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_stacks_lead_to_the_line_that_took_memory(tmp_path: Path) -> None:
+    profile = record(tiny(), tmp_path)
+    taken = profile.allocations.filter(
+        (pl.col("step") == 2) & (pl.col("module") == "lm_head") & (pl.col("op") == "aten::mm")
+    )
+    forward = taken.filter(pl.col("phase") == "forward")
+    assert profile.stack_text(forward["stack"][0]).startswith("stepscope/nn/functional.py:")
+    assert "/home" not in profile.stack_text(forward["stack"][0])
+
+
+def test_the_first_step_makes_the_optimizer_state(tmp_path: Path) -> None:
+    profile = record(tiny(), tmp_path)
+    state = profile.allocations.filter(pl.col("category") == "optimizer state")
+    assert state["step"].unique().to_list() == [0]
+    assert state["phase"].unique().to_list() == ["optimizer"]
+    assert state["end_event"].null_count() == state.height
+    first, last = (profile.span(step) for step in (0, 2))
+    assert first is not None
+    assert last is not None
+    assert profile.peak_between(*last)[1] - profile.peak_between(*first)[1] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+def test_a_compiled_step_is_recorded_too(tmp_path: Path) -> None:
+    profile = record(tiny(compile=True), tmp_path)
+    after = dict(profile.categories_at(_last(profile, "backward")))
+    assert after["gradients"] == dict(profile.categories_at(-1))["parameters"]
+    assert profile.recording.saved.height
