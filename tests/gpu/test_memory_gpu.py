@@ -77,9 +77,3 @@ def test_backward_allocations_know_their_module(tmp_path: Path) -> None:
         mine = taken.filter(pl.col("step") == step)
         assert mine["op"].null_count() < mine.height / 20
         assert {"blocks.0.ffn.up", "lm_head"} <= set(mine["module"].drop_nulls())
-
-
-def test_a_library_keeps_its_workspace(tmp_path: Path) -> None:
-    profile = record(tmp_path)
-    kept = profile.alive_at(profile.num_events - 1).filter(pl.col("category") == "workspaces")
-    assert kept["bytes"].sum() >= 2**20

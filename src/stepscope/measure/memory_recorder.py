@@ -1,9 +1,9 @@
 """One case, with all the memory it takes and gives back: a snapshot, with our labels in it.
 
-On CUDA the allocator writes its own history, which costs a few per cent of a step. Which operator took what is known by
-watching with PyTorch's profiler, which costs far more; but steps repeat each other. So the first and the last recorded
-step are watched, and those between them, which only the allocator records, take over from the last what is the same.
-The first is recorded from the cold: it is where the optimizer makes its state.
+On CUDA the allocator writes its own history, which costs next to nothing. Which operator took what is known by watching
+with PyTorch's profiler, which costs far more, and stacks cost ten per cent; but steps repeat each other. So the first
+and the last recorded step are watched, and those between them, which only the allocator records, take over from the
+last what is the same. The first is recorded from the cold: it is where the optimizer makes its state.
 
 On a CPU there is no such allocator. The profiler watches all steps, and what it hears is the history. Python's stacks
 would spoil its ranges, so they are recorded in one more step, and taken over likewise.
@@ -235,9 +235,13 @@ class _OnCuda(_Recorder):
         self._start = torch.cuda.memory._snapshot(device)["segments"]
         torch.cuda.reset_peak_memory_stats(device)
         seen: list[tuple[int, Any]] = []
-        with self._history(), annotated(self.step, backend=self.places.open):
+        with self._history(stacks=True):
             watched_ns = [self._watch_alone(0, seen)]
-            time_steps(self.step, max(0, steps - 2))
+            self._set_history(stacks=False)
+            with annotated(self.step, backend=self.places.open, modules=False) as annotation:
+                annotation.next_step = 1
+                time_steps(self.step, max(0, steps - 2))
+            self._set_history(stacks=True)
             if steps > 1:
                 watched_ns.append(self._watch_alone(steps - 1, seen))
             torch.cuda.synchronize(device)
@@ -250,7 +254,7 @@ class _OnCuda(_Recorder):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        with self._history(), annotated(self.step, backend=self.places.open):
+        with self._history(stacks=False), annotated(self.step, backend=self.places.open, modules=False):
             yield
 
     def write(self, path: Path) -> None:
@@ -266,26 +270,31 @@ class _OnCuda(_Recorder):
     def _watch_alone(self, number: int, seen: list[tuple[int, Any]]) -> int:
         """Adds to `seen` what the profiler saw, and the first mark of it."""
         first_mark = self.places.mark + 1
-        with profiling() as profiler:
+        with profiling() as profiler, annotated(self.step, backend=self.places.open) as annotation:
+            annotation.next_step = number
             watched_ns = self.watch(number)
         seen.append((first_mark, profiler.profiler.kineto_results))  # type: ignore[union-attr]
         return watched_ns
 
     @contextmanager
-    def _history(self) -> Iterator[None]:
-        torch.cuda.memory._record_memory_history(
-            "all",
-            context="alloc",
-            stacks="python",
-            max_entries=sys.maxsize,
-            device=self.step.device,
-            clear_history=True,
-        )
+    def _history(self, *, stacks: bool) -> Iterator[None]:
+        self._set_history(stacks=stacks, clear=True)
         try:
             yield
         finally:
             torch.cuda.memory._record_memory_history(None, device=self.step.device)
             torch.cuda.memory._set_memory_metadata("")
+
+    def _set_history(self, *, stacks: bool, clear: bool = False) -> None:
+        """Stacks are most of what the allocator's history costs, and those of a watched step do for all like it."""
+        torch.cuda.memory._record_memory_history(
+            "all",
+            context="alloc" if stacks else None,
+            stacks="python",
+            max_entries=sys.maxsize,
+            device=self.step.device,
+            clear_history=clear,
+        )
 
     def _join(self, trace: list[dict[str, Any]], first_mark: int, happenings: Sequence[Happening]) -> None:
         """Writes onto the allocator's entries which operator they belong to. Both hear of all memory that is taken, in

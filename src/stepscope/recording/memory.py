@@ -36,7 +36,7 @@ _COMMUNICATION = ("c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem
 # Libraries behind these keep what they took for themselves for the next time.
 _KEEPERS = r"mm|matmul|linear|conv|attention"
 _TOLD = ("category", "name", "shape", "dtype")
-_LENT = ("module", "op", "category", "name", "shape", "dtype")
+_LENT = ("module", "op", "category", "name", "shape", "dtype", "stack")
 # Frames of the recorder itself and of PyTorch's way into a module: between those of what is recorded.
 _OUR_FRAMES = (
     "stepscope/measure/",

@@ -55,15 +55,17 @@ class Annotation:
 
 @contextmanager
 def annotated(
-    step: Step, *, functions: Sequence[str] = (), backend: Backend | Opener = "profiler"
+    step: Step, *, functions: Sequence[str] = (), backend: Backend | Opener = "profiler", modules: bool = True
 ) -> Iterator[Annotation]:
-    """Annotates `step` until this is left; then it is as it was."""
+    """Annotates `step` until this is left; then it is as it was. Without `modules` only steps and phases have ranges,
+    which costs next to nothing."""
     annotation = Annotation(uncalled=set(functions))
     with ExitStack() as undo:
         undo.enter_context(activate(backend))
         _annotate_phases(step, annotation, undo)
-        _annotate_root(step, undo)
-        if not step.workload.compile:
+        if modules:
+            _annotate_root(step, undo)
+        if modules and not step.workload.compile:
             _annotate_inside(step.module, undo)
         for target in functions:
             name = f"function:{target.partition(':')[2]}"
