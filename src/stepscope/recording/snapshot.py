@@ -57,6 +57,7 @@ _STATES: dict[object, State] = {
     "active_pending_free": "pending",
     "inactive": "free",
 }
+_NO_FRAMES: list[Any] = []
 _CODES = {action: code for code, action in enumerate(ACTIONS)}
 _WITHOUT_ADDRESS = (_CODES["oom"], _CODES["snapshot"], _CODES[OTHER])
 _NOWHERE = {"addr": 0}
@@ -263,8 +264,8 @@ class _Reader:
         times = self._optional(entries, "time_us")
         if times is not None:
             times_us = self._integers(entries, "time_us", place, least=-_MOST_TIME_US, most=_MOST_TIME_US)
-        frames = self._optional(entries, "frames")
-        stacks = None if frames is None else self._stacks.numbers(frames, place)
+        # Stacks can be switched on and off while a history is recorded: an event without any has no such field.
+        stacks = self._stacks.numbers([entry.get("frames", _NO_FRAMES) for entry in entries], place)
         columns = {
             "action": pl.Series(ACTIONS, dtype=ACTION).gather(codes),
             "address": pl.Series(addresses).set(pl.Series(~addressed), None),
