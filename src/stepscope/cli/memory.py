@@ -115,6 +115,6 @@ def memory(
         next_ = (
             "stepscope rule SS004"
             if checkpoint_study
-            else f"stepscope memory --from {out / 'results.jsonl'} --plot peaks.png"
+            else f"stepscope memory --from {from_ or out / 'results.jsonl'} --plot peaks.png"
         )
     say(f"next: {next_}")

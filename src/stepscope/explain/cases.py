@@ -79,11 +79,12 @@ def brief(reason: str) -> str:
     return textwrap.shorten(reason, 110, placeholder=" …")
 
 
-def say_shared(rows: Sequence[CaseRow]) -> str:
-    """What all rows have in common, in a line."""
+def say_shared(rows: Sequence[CaseRow], *, without: Sequence[str] = ()) -> str:
+    """What all rows have in common, in a line, but for the settings `without`."""
     if not rows:
         return ""
-    parts = [_say(s, rows[0]) for s in CASE_SETTINGS if s.key not in ALWAYS_SHOWN and not varies(s, rows)]
+    quiet = (*ALWAYS_SHOWN, *without)
+    parts = [_say(s, rows[0]) for s in CASE_SETTINGS if s.key not in quiet and not varies(s, rows)]
     return ", ".join(part for part in parts if part)
 
 

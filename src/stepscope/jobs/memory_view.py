@@ -51,10 +51,12 @@ def draw_profile(profile: MemoryProfile, *, by: By, step: str) -> Timeline:
 
 
 def _choose_step(profile: MemoryProfile, step: str) -> int | None:
-    if step == "all" or not profile.steps:
+    if step == "all" or (step == "last" and not profile.steps):
         return None
+    if not profile.steps:
+        raise StepscopeError(f"no steps are marked in this recording, so there is no step `{step}`", hint="--step all")
     if step == "last":
-        return profile.steps[-1]
+        return profile.last_plain_step
     if step.isdecimal() and int(step) - 1 in profile.steps:
         return int(step) - 1
     raise StepscopeError(

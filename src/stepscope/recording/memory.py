@@ -6,12 +6,14 @@ printed after a run is what is printed when its snapshot is read a year later.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import polars as pl
+from msgspec.structs import astuple
 
 from stepscope.errors import StepscopeError
 from stepscope.recording import tables
@@ -37,6 +39,7 @@ _COMMUNICATION = ("c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem
 _KEEPERS = r"mm|matmul|linear|conv|attention"
 _TOLD = ("category", "name", "shape", "dtype")
 _LENT = ("module", "op", "category", "name", "shape", "dtype", "stack")
+_DIGITS = 10  # of a step, of a mark or of an operator: fewer, or they are nobody's
 # Frames of the recorder itself and of PyTorch's way into a module: between those of what is recorded.
 _OUR_FRAMES = (
     "stepscope/measure/",
@@ -66,9 +69,21 @@ def _decode_labels(path: Path, snapshot: Snapshot) -> MemoryLabels | None:
         raise StepscopeError(f"the labels in `{path}` are damaged", detail=str(error)) from None
     if labels.schema != SCHEMA:
         raise StepscopeError(f"`{path}` is of another version: `{labels.schema[:60]}`", detail=f"expected `{SCHEMA}`")
+    if not _all_fit(labels):
+        raise StepscopeError(f"the labels in `{path}` are damaged", detail="a number is too large, or a step has none")
     if len(snapshot.traces) > 1:
         raise StepscopeError(f"the labels in `{path}` are of one device, and it has {len(snapshot.traces)}")
     return labels
+
+
+def _all_fit(labels: MemoryLabels) -> bool:
+    """Whether every number fits the tables, and every step has one."""
+    rows = [astuple(row) for row in (*labels.marks, *labels.facts, *labels.saved)]
+    values = chain(*rows, *(segment.values() for segment in labels.segments_at_start))
+    steps = (mark.value for mark in labels.marks if mark.kind == "step")
+    return all(-(2**63) <= value < 2**63 for value in values if isinstance(value, int)) and all(
+        step.isdecimal() and len(step) < _DIGITS for step in steps
+    )
 
 
 def _read_foreign(path: Path, snapshot: Snapshot) -> Recording:
@@ -118,7 +133,8 @@ def _read_ours(path: Path, snapshot: Snapshot, labels: MemoryLabels) -> Recordin
     origin_ns = labels.marks[0].time_ns if labels.marks else 0
     notes = list(replayed.notes) if replayed else []
     if unmatched:
-        notes.append(f"{len(unmatched)} steps differ from the one that was watched: who took their memory is not known")
+        many = f"{len(unmatched)} steps differ" if len(unmatched) > 1 else "1 step differs"
+        notes.append(f"{many} from the one that was watched: who took the memory is not known")
     return Recording(
         manifest=Manifest(
             source="memory snapshot",
@@ -190,7 +206,8 @@ def _places(
 
 
 def _parse_place(text: str, num_marks: int, num_operators: int) -> tuple[int, int]:
-    mark, _, operator = text.partition(":")
+    # Cut where it is too long for any list of ours: Python takes no number of thousands of digits.
+    mark, operator = (one[:_DIGITS] for one in (text.partition(":")[0], text.partition(":")[2]))
     numbers = (int(mark) if mark.isdecimal() else NOBODY, int(operator) if operator.isdecimal() else NOBODY)
     if not (NOBODY <= numbers[0] < num_marks and NOBODY <= numbers[1] < num_operators):
         raise StepscopeError(f"the labels do not fit the events: `{text[:40]}`", hint="stepscope memory")

@@ -14,6 +14,7 @@ from stepscope.recording.memory_row import MemoryRow, MemorySummary
 from stepscope.spec import ModelShape, Workload
 
 _ALWAYS = (*ALWAYS_SHOWN, "mode")
+_NO_PART = ("warmup",)  # steps are recorded from the first
 
 
 def outcome_of(row: CaseRow) -> str:
@@ -51,7 +52,7 @@ def grid_table(rows: Sequence[MemoryRow]) -> Table:
     columns = [(column, values) for column, values in columns if column.detail or any(v is not None for v in values)]
     reasons = {row.status: row.reason for row in reversed(rows) if row.status != "ok"}
     return Table(
-        title=f"{say_shared(rows)}; peak memory and what it is made of",
+        title=f"{say_shared(rows, without=_NO_PART)}; peak memory and what it is made of",
         columns=tuple(column for column, _ in columns),
         rows=tuple(zip(*(values for _, values in columns), strict=True)),
         notes=tuple(f"{status}: {brief(reason)}" for status, reason in reasons.items()),
@@ -164,14 +165,14 @@ def grid_figure(rows: Sequence[MemoryRow]) -> Figure:
                 panel=row.case.workload.mode,
                 series=" · ".join(str(setting.read(row)) for setting in series),
                 x=row.case.workload.context if by_context else row.run.parameters,
-                y=row.summary.peak_bytes / 1e9,
+                y=row.summary.peak_bytes / 2**30,
             )
         )
     return Figure(
         title="Peak memory",
-        subtitle=say_shared(rows),
+        subtitle=say_shared(rows, without=_NO_PART),
         x=Axis(label="context", unit="tokens", log=True) if by_context else Axis(label="parameters", log=True),
-        y=Axis(label="peak", unit="GB", log=True),
+        y=Axis(label="peak", unit="GiB", log=True),
         points=tuple(points),
         series_label=" · ".join(setting.label for setting in series),
         panel_label="mode",
@@ -198,7 +199,7 @@ def study_table(rows: Sequence[MemoryRow]) -> Table:
         for row in rows
     ]
     return Table(
-        title=f"{say_shared(rows)}; recomputing activations",
+        title=f"{say_shared(rows, without=_NO_PART)}; recomputing activations",
         columns=(
             Column(key="checkpoint", label="every"),
             Column(key="peak_bytes", label="peak", kind="bytes"),

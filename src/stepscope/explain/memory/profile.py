@@ -108,6 +108,15 @@ class MemoryProfile:
         spans = self.recording.spans.filter(pl.col("phase").is_null())
         return tuple(int(step) for step in spans["step"].drop_nulls().unique().sort())
 
+    @property
+    def last_plain_step(self) -> int:
+        """The last step that nobody watched and of which all is known all the same: watching takes its time. Where all
+        were watched, the last."""
+        facts = self.recording.manifest.memory
+        assert facts is not None, "a profile is made of a recording of memory"
+        plain = [step for step in self.steps if step not in (*facts.watched_steps, *facts.unmatched_steps)]
+        return plain[-1] if plain else self.steps[-1]
+
     def span(self, step: int, phase: str | None = None) -> tuple[int, int] | None:
         """First and last (exclusive) event of a step or of one of its phases."""
         wanted = pl.col("phase").is_null() if phase is None else pl.col("phase") == phase
@@ -147,10 +156,9 @@ def make_memory_profile(recording: Recording) -> MemoryProfile:
     if allocations["category"].null_count() == allocations.height:
         allocations = guess_categories(allocations, recording.stacks)
     allocations = number_layers(_name_owners(allocations), pl.DataFrame())
-    num_events = facts.events if len(_devices(recording)) < 2 else 0
-    for name in ("start_event", "end_event"):
-        last = allocations[name].max()
-        num_events = max(num_events, last + 1 if isinstance(last, int) else 0)
+    # Each of several devices has events of its own, and the file's figure is of all together.
+    events = facts.events if len(_devices(recording)) < 2 else 0
+    num_events = max(events, _count_events(allocations, recording.segments))
     return MemoryProfile(recording=recording, device=device, allocations=allocations, num_events=num_events)
 
 
@@ -174,5 +182,15 @@ def _choose_device(recording: Recording) -> int | None:
     devices = _devices(recording)
     if len(devices) < 2:
         return devices[0] if devices else None
-    sizes = recording.allocations.group_by("device").agg(pl.col("bytes").sum()).sort("bytes", descending=True)
-    return int(sizes["device"][0])
+    return max(devices, key=lambda device: _most_bytes(recording.allocations.filter(pl.col("device") == device)))
+
+
+def _most_bytes(allocations: pl.DataFrame) -> int:
+    before = int(allocations.filter(pl.col("start_event").is_null())["bytes"].sum())
+    return max([before, *sum_over_events(allocations, _count_events(allocations)).tolist()])
+
+
+def _count_events(*tables: pl.DataFrame) -> int:
+    """One more than the last event that any row tells of."""
+    lasts = [table[name].max() for table in tables for name in ("start_event", "end_event")]
+    return max((last + 1 for last in lasts if isinstance(last, int)), default=0)

@@ -20,6 +20,17 @@ By = Literal["category", "module"]
 MOST_SLICES = 4096
 MOST_PIECES = 2000
 _STACK_LINES = 8
+# What stays lies below what comes and goes. These are in every picture, if only as a zero: a category has the same
+# colour in all of them. The others come on top where there are any.
+_STACKED = (
+    "parameters",
+    "optimizer state",
+    "workspaces",
+    "gradients",
+    "autocast copies",
+    "activations",
+    "temporaries",
+)
 
 
 def memory_timeline(
@@ -28,8 +39,9 @@ def memory_timeline(
     """Of all that was recorded, or of one step."""
     span = profile.span(step) if step is not None else None
     start, end = span or (0, profile.num_events)
-    instants = _instants(profile.totals, start, end)
-    allocations = _in_view(profile.allocations, start, end).with_columns(area=_area(by))
+    instants = _instants(profile, start, end)
+    first = int(instants[0]) if len(instants) else start
+    allocations = _in_view(profile.allocations, first, end).with_columns(area=_area(by))
     names = _area_names(allocations, by)
     times = _times_ms(profile, instants)
     return Timeline(
@@ -41,20 +53,30 @@ def memory_timeline(
         areas=tuple(Area(name=name, values=_heights(allocations, name, instants)) for name in names),
         stretches=_stretches(profile, instants, start, end),
         pieces=_pieces(profile, allocations, names, instants),
-        line=None
-        if profile.reserved is None
-        else Area(name="reserved by the allocator", values=tuple(int(v) for v in profile.reserved[instants])),
+        line=_reserved_line(profile, instants),
         notes=_notes(profile, instants, start, end),
     )
 
 
-def _instants(totals: Bytes, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """For each slice the event after which most is allocated within it."""
+def _instants(profile: MemoryProfile, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For each slice the event after which most is allocated within it. What is there when the first one begins counts
+    too: it is the peak where a step only gives back. Before any event that is event -1."""
+    totals: Bytes = profile.totals
     count = min(MOST_SLICES, end - start)
     if count <= 0:
         return np.zeros(0, dtype=np.int64)
     edges = start + np.arange(count + 1, dtype=np.int64) * (end - start) // count
-    return np.array([low + int(totals[low:high].argmax()) for low, high in pairwise(edges)])
+    instants = np.array([low + int(totals[low:high].argmax()) for low, high in pairwise(edges)])
+    if profile.allocated_at(start - 1) > totals[instants[0]]:
+        instants[0] = start - 1
+    return instants
+
+
+def _reserved_line(profile: MemoryProfile, instants: np.ndarray[Any, Any]) -> Area | None:
+    if profile.reserved is None:
+        return None
+    known = profile.reserved[np.maximum(instants, 0)]  # before any event as after the first
+    return Area(name="reserved by the allocator", values=tuple(int(value) for value in known))
 
 
 def _in_view(allocations: pl.DataFrame, start: int, end: int) -> pl.DataFrame:
@@ -75,7 +97,7 @@ def _area_names(allocations: pl.DataFrame, by: By) -> list[str]:
     """What is there throughout lies at the bottom; layers follow in their order."""
     if by == "category":
         found = set(allocations["area"].unique())
-        return [name for name in CATEGORIES if name in found]
+        return [*_STACKED, *(name for name in CATEGORIES if name in found and name not in _STACKED)]
     return sorted(allocations["area"].unique(), key=_module_order)
 
 
