@@ -107,8 +107,8 @@ def memory(
         chosen = memory_view.show_saved(out, rows) if table == MemoryPart.SAVED else None
         if table is not None and chosen is None:
             raise StepscopeError(f"`--table {table}` is of one case, not of {len(rows)}", hint="leave it out")
-        for one in chosen or memory_view.show_rows(rows, study=checkpoint_study):
-            show(render(one, format_, detail=detail == "yes", width=width))
+        tables = chosen or memory_view.show_rows(rows, study=checkpoint_study)
+        show("\n".join(render(one, format_, detail=detail == "yes", width=width) for one in tables))
         if plot is not None:
             save(memory_view.draw_rows(rows), plot)
             say(f"picture: {plot}")

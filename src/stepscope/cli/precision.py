@@ -2,8 +2,6 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +11,7 @@ import typer
 
 from stepscope.cli.options import refuse_settings, takes_grid
 from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.stages import showing_stages
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
@@ -70,7 +69,7 @@ def precision(
 
         command = shlex.join(["stepscope", *sys.argv[1:]])
         job = PrecisionJob(command=command, out=out, force=force, bench_rows=rows)
-        with _showing_stages() as on_stage:
+        with showing_stages() as on_stage:
             report = job.run(grid, on_stage)
     width = terminal_width()
     if table is not None:
@@ -106,15 +105,3 @@ def _next_command(kept: Path | None, table: Part | None) -> str:
         return shlex.join(["stepscope", *sys.argv[1:], "--out", "precision.json"])
     other = Part.UNDERFLOW if table is Part.ERRORS else Part.ERRORS
     return f"stepscope precision --from {shlex.quote(str(kept))} --table {other.value} --detail"
-
-
-@contextmanager
-def _showing_stages() -> Iterator[Callable[[str], None]]:
-    """Which precision is running, on a terminal and only there."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True, highlight=False).status("looking at the device") as status:
-        yield status.update

@@ -2,8 +2,6 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +9,7 @@ import typer
 
 from stepscope.cli.options import takes_grid
 from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.stages import showing_stages
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import PageFormat
 from stepscope.spec import Grid
@@ -54,7 +53,7 @@ def profile(
     command = shlex.join(["stepscope", *sys.argv[1:]])
     functions = tuple(annotate or ())
     try:
-        with _showing_stages() as on_stage:
+        with showing_stages() as on_stage:
             if nsys:
                 under_nsys = NsysProfile(
                     folder=out,
@@ -91,15 +90,3 @@ def _check_flags(*, nsys: bool, stacks: bool, python_backtrace: bool, pytorch: s
             raise StepscopeError(f"`{flag}` does nothing without `--nsys`", hint=f"--nsys {flag}, or leave it out")
     if nsys and stacks:
         raise StepscopeError("`--stacks` does nothing with `--nsys`", hint="--python-backtrace")
-
-
-@contextmanager
-def _showing_stages() -> Iterator[Callable[[str], None]]:
-    """What is being done, on a terminal and only there."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True, highlight=False).status("looking at the device") as status:
-        yield status.update

@@ -14,16 +14,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from stepscope.findings import Axis, Figure, Point
+from stepscope.report.palette import FAINT, FONT, FRAME, GRID, INK, LINES
 
 if TYPE_CHECKING:
     import altair as alt
 
-# Okabe and Ito (2008), strongest contrast on white first; their yellow is left out, as it vanishes on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 # One shape fewer than colours: a series that repeats a colour has another shape.
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
-_INK, _FAINT, _GRID = "#222222", "#5f5f5f", "#e3e3e3"
-_FONT = "Helvetica Neue, Helvetica, Arial, Liberation Sans, sans-serif"
 _PANEL_WIDTH, _PANEL_HEIGHT = 340, 280
 _PANELS_PER_ROW = 3
 # What fits above one panel and its share of the legend, in the fonts below.
@@ -198,7 +195,7 @@ def _log_ticks(values: Sequence[float]) -> list[float]:
 def _colour(figure: Figure, names: Sequence[str]) -> "alt.Color":
     import altair as alt
 
-    colours = [_COLOURS[index % len(_COLOURS)] for index in range(len(names))]
+    colours = [LINES[index % len(LINES)] for index in range(len(names))]
     scale = alt.Scale(domain=list(names), range=colours)
     return alt.Color("series:N", scale=scale, legend=_legend(figure, names))
 
@@ -233,14 +230,14 @@ def _tooltip(figure: Figure) -> "list[alt.Tooltip]":
 def _style(chart: "alt.FacetChart | alt.LayerChart") -> "alt.FacetChart | alt.LayerChart":
     """Fonts, greys and sizes: the data is the darkest thing in the picture."""
     styled: alt.FacetChart | alt.LayerChart = (
-        chart.configure(font=_FONT, background="white", padding=14)
+        chart.configure(font=FONT, background="white", padding=14)
         .configure_view(stroke=None)
         .configure_title(
             anchor="start",
             fontSize=18,
             subtitleFontSize=12.5,
-            color=_INK,
-            subtitleColor=_FAINT,
+            color=INK,
+            subtitleColor=FAINT,
             subtitlePadding=6,
             offset=16,
         )
@@ -248,21 +245,21 @@ def _style(chart: "alt.FacetChart | alt.LayerChart") -> "alt.FacetChart | alt.La
             labelFontSize=12,
             titleFontSize=13,
             titleFontWeight="normal",
-            labelColor=_FAINT,
-            titleColor=_INK,
-            gridColor=_GRID,
-            domainColor="#9a9a9a",
-            tickColor="#9a9a9a",
+            labelColor=FAINT,
+            titleColor=INK,
+            gridColor=GRID,
+            domainColor=FRAME,
+            tickColor=FRAME,
             titlePadding=9,
         )
-        .configure_header(labelFontSize=13, labelFontWeight="bold", labelColor=_INK, labelPadding=8)
+        .configure_header(labelFontSize=13, labelFontWeight="bold", labelColor=INK, labelPadding=8)
         .configure_legend(
             labelFontSize=12.5,
             titleFontSize=12.5,
             symbolSize=80,
             labelLimit=0,
-            titleColor=_INK,
-            labelColor=_INK,
+            titleColor=INK,
+            labelColor=INK,
         )
     )
     return styled

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepscope.findings import Stretch, Timeline
+from stepscope.report.palette import FAINT, FONT, FRAME, GRID, INK
 from stepscope.report.timeline_layout import (
     Heights,
     Shape,
@@ -29,11 +30,7 @@ from stepscope.report.timeline_layout import (
     mix,
 )
 from stepscope.report.timeline_scene import (
-    FAINT,
-    FRAME,
-    GRID,
     HEIGHT,
-    INK,
     LANE_HEIGHT,
     LINE_CHARACTERS,
     WIDTH,
@@ -54,7 +51,6 @@ from stepscope.report.timeline_scene import (
 if TYPE_CHECKING:
     import altair as alt
 
-_FONT = "Helvetica Neue, Helvetica, Arial, Liberation Sans, sans-serif"
 _SWATCH_TINT = 0.2
 # Narrower than this, in pixels, a piece with an outline is all outline.
 _LEAST_OUTLINED = 4.0
@@ -277,7 +273,7 @@ def _write(texts: Iterable[Text]) -> "list[alt.Chart]":
 def _style(chart: "alt.LayerChart") -> "alt.LayerChart":
     """Fonts, greys and sizes, as in `chart`."""
     styled: alt.LayerChart = (
-        chart.configure(font=_FONT, background="white", padding=14)
+        chart.configure(font=FONT, background="white", padding=14)
         .configure_view(stroke=None)
         .configure_title(
             anchor="start",

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from stepscope.findings import Axis, Column, Piece, Timeline
 from stepscope.report.numbers import format_column
+from stepscope.report.palette import AREAS
 
-# Okabe and Ito (2008) as in `chart`, with a grey in place of black, which as an area would be all one sees.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
 DEFAULT_DETAIL = 0.1
 _REST_TINT, _PIECE_TINTS = 0.45, (0.12, 0.28)
 BYTE_UNITS = ("bytes", "B", "")
@@ -157,8 +156,8 @@ def find_ticks(highest: float, most: int = 7) -> list[float]:
 
 def colour_of(area: int) -> str:
     """The colour of an area. Beyond the palette it comes round again, darker, as tints are what pieces have."""
-    turn, index = divmod(area, len(COLOURS))
-    return mix(COLOURS[index], "#000000", 0.4 * (turn % 2))
+    turn, index = divmod(area, len(AREAS))
+    return mix(AREAS[index], "#000000", 0.4 * (turn % 2))
 
 
 def fill_of(area: int, *, told_apart: bool, odd: bool = False) -> str:

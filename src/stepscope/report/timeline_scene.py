@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepscope.findings import Stretch, Timeline
+from stepscope.report.palette import FAINT, INK
 from stepscope.report.timeline_layout import (
     Layout,
     Peak,
@@ -28,7 +29,6 @@ from stepscope.report.timeline_layout import (
     width_of,
 )
 
-INK, FAINT, GRID, FRAME = "#222222", "#5f5f5f", "#e3e3e3", "#9a9a9a"
 WIDTH, HEIGHT = 880, 400
 LANE_HEIGHT = 19.0
 LINE_CHARACTERS = 165

@@ -4,6 +4,8 @@ A step may keep something once, as an optimizer does in the first. It is a leak 
 steps do not count, and a stack is named only if at least half of the others left something behind there.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import polars as pl
 
@@ -68,5 +70,4 @@ def _step_bounds(profile: MemoryProfile) -> list[tuple[int, int]]:
         begins = staged.filter(
             (pl.col("phase") == "forward") & (pl.col("phase").shift(1).fill_null("optimizer") == "optimizer")
         )
-    starts = begins["start_event"].to_list()
-    return list(zip(starts, [*starts[1:], profile.num_events], strict=True))
+    return list(pairwise([*begins["start_event"].to_list(), profile.num_events]))

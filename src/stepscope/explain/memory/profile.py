@@ -41,9 +41,7 @@ class MemoryProfile:
     @cached_property
     def reserved(self) -> Bytes | None:
         """What the allocator holds after each event, and None where there is none."""
-        segments = self.recording.segments
-        if self.device is not None and segments.height:
-            segments = segments.filter(pl.col("device").fill_null(self.device) == self.device)
+        segments = _of_device(self.recording.segments, self.device)
         return sum_over_events(segments, self.num_events) if segments.height else None
 
     @cached_property
@@ -151,14 +149,13 @@ def make_memory_profile(recording: Recording) -> MemoryProfile:
             hint="stepscope memory",
         )
     device = _choose_device(recording)
-    if device is not None:
-        allocations = allocations.filter(pl.col("device") == device)
+    allocations = _of_device(allocations, device)
     if allocations["category"].null_count() == allocations.height:
         allocations = guess_categories(allocations, recording.stacks)
     allocations = number_layers(_name_owners(allocations), pl.DataFrame())
     # Each of several devices has events of its own, and the file's figure is of all together.
     events = facts.events if len(_devices(recording)) < 2 else 0
-    num_events = max(events, _count_events(allocations, recording.segments))
+    num_events = max(events, _count_events(allocations, _of_device(recording.segments, device)))
     return MemoryProfile(recording=recording, device=device, allocations=allocations, num_events=num_events)
 
 
@@ -182,12 +179,17 @@ def _choose_device(recording: Recording) -> int | None:
     devices = _devices(recording)
     if len(devices) < 2:
         return devices[0] if devices else None
-    return max(devices, key=lambda device: _most_bytes(recording.allocations.filter(pl.col("device") == device)))
+    return max(devices, key=lambda device: _most_bytes(_of_device(recording.allocations, device)))
 
 
 def _most_bytes(allocations: pl.DataFrame) -> int:
     before = int(allocations.filter(pl.col("start_event").is_null())["bytes"].sum())
-    return max([before, *sum_over_events(allocations, _count_events(allocations)).tolist()])
+    totals = sum_over_events(allocations, _count_events(allocations))
+    return max(before, int(totals.max(initial=0)))
+
+
+def _of_device(table: pl.DataFrame, device: int | None) -> pl.DataFrame:
+    return table if device is None else table.filter(pl.col("device").fill_null(device) == device)
 
 
 def _count_events(*tables: pl.DataFrame) -> int:

@@ -40,7 +40,7 @@ def summarise_memory(profile: MemoryProfile) -> MemorySummary:
         phases=_phases(profile),
         steps=_steps(profile),
         reserved_bytes=_at(reserved, event),
-        peak_reserved_bytes=None if reserved is None else int(reserved.max()),
+        peak_reserved_bytes=None if reserved is None or not reserved.size else int(reserved.max()),
         saved_bytes=saved_bytes(profile.recording.saved),
         allocator_peak_bytes=facts.allocator_peak_bytes,
         estimated_bytes=facts.estimated_bytes,
