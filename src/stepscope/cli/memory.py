@@ -71,6 +71,9 @@ def memory(
     parse_detail(detail)
     if plot is not None:
         check_target(plot, force=force)
+    alone = "--questions" if questions else f"--table {table}" if table not in (None, MemoryPart.SAVED) else ""
+    if alone and (checkpoint_study or len(grid.cases()) > 1):
+        raise StepscopeError(f"`{alone}` is of one case, not of several", hint="leave it out")
     if from_ is not None:
         refuse_settings(grid, "--from shows a file as it is")
         from stepscope.recording.lines import read_rows_of
@@ -102,11 +105,10 @@ def memory(
         say(f"recording: {recording_folder(out, rows[0].key)}")
         next_ = f"stepscope explain {shlex.quote(str(recording_folder(out, rows[0].key)))} --questions"
     else:
-        if questions:
-            raise StepscopeError(f"`--questions` are of one case, not of {len(rows)}", hint="leave it out")
+        if alone:
+            found = f"not of {len(rows)}" if len(rows) > 1 else f"and there is none: {rows[0].status}"
+            raise StepscopeError(f"`{alone}` is of one case, {found}", hint="leave it out")
         chosen = memory_view.show_saved(out, rows) if table == MemoryPart.SAVED else None
-        if table is not None and chosen is None:
-            raise StepscopeError(f"`--table {table}` is of one case, not of {len(rows)}", hint="leave it out")
         tables = chosen or memory_view.show_rows(rows, study=checkpoint_study)
         show("\n".join(render(one, format_, detail=detail == "yes", width=width) for one in tables))
         if plot is not None:

@@ -35,7 +35,7 @@ RANKED = (
     "other",
 )
 _COMMUNICATION = ("c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem::")
-# Libraries behind these keep what they took for themselves for the next time.
+# Libraries behind these keep what they took for themselves in the first step for all the others.
 _KEEPERS = r"mm|matmul|linear|conv|attention"
 _TOLD = ("category", "name", "shape", "dtype")
 _LENT = ("module", "op", "category", "name", "shape", "dtype", "stack")
@@ -296,8 +296,7 @@ def _label(allocations: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels)
     frame = frame.join(named, on="operator", how="left", maintain_order="left")
     frame = frame.join(_fact_table(frame, timeline, labels), on="row", how="left", maintain_order="left")
     is_communication = pl.any_horizontal(*(pl.col("op").str.starts_with(prefix) for prefix in _COMMUNICATION))
-    last = timeline.states["step"].max()
-    is_kept = pl.col("end_event").is_null() & (pl.col("step") != last) & pl.col("op").str.contains(_KEEPERS)
+    is_kept = pl.col("end_event").is_null() & (pl.col("step") == 0) & pl.col("op").str.contains(_KEEPERS)
     otherwise = (
         pl.when(pl.col("start_event").is_null())
         .then(pl.lit("other"))
