@@ -114,9 +114,5 @@ def memory(
         if plot is not None:
             save(memory_view.draw_rows(rows), plot)
             say(f"picture: {plot}")
-        next_ = (
-            "stepscope rule SS004"
-            if checkpoint_study
-            else f"stepscope memory --from {from_ or out / 'results.jsonl'} --plot peaks.png"
-        )
+        next_ = f"stepscope memory --from {shlex.quote(str(from_ or out / 'results.jsonl'))} --plot peaks.png"
     say(f"next: {next_}")

@@ -14,10 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from stepscope.errors import StepscopeError
 from stepscope.explain.cases import describe_case
 from stepscope.explain.statistics import summarise
-from stepscope.jobs.messages import MemoryRecorded, RecordMemory
+from stepscope.jobs.messages import Failed, MemoryRecorded, RecordMemory
 from stepscope.jobs.process import Ended, Workers
 from stepscope.jobs.sweep import Listener, Planned, Sweep
 from stepscope.recording.memory_labels import SNAPSHOT_NAME, MemoryRun
@@ -57,7 +59,11 @@ class Weighed:
             if not isinstance(ended.answer, MemoryRecorded):
                 return ended, {}
             on_stage("reading the snapshot")
-            return ended, self._keep(Path(scratch) / SNAPSHOT_NAME, planned, ended.answer.run, started)
+            try:
+                return ended, self._keep(Path(scratch) / SNAPSHOT_NAME, planned, ended.answer.run, started)
+            except StepscopeError as error:  # it costs this case, not those after it
+                failed = Failed(message=error.message, detail=error.detail, hint=error.hint)
+                return msgspec.structs.replace(ended, answer=failed), {}
 
     def _keep(self, snapshot: Path, planned: Planned, run: MemoryRun, started: str) -> dict[str, object]:
         from stepscope.explain.memory import make_memory_profile

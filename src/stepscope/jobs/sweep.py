@@ -17,7 +17,19 @@ import msgspec
 
 from stepscope import cost
 from stepscope.errors import StepscopeError
-from stepscope.jobs.messages import Failed, Measured, MemoryRecorded, OutOfMemory, Probe, Probed, Result, Run
+from stepscope.jobs.messages import (
+    Failed,
+    Inspected,
+    Measured,
+    MemoryRecorded,
+    OutOfMemory,
+    PrecisionsCompared,
+    Probe,
+    Probed,
+    Recorded,
+    Result,
+    Run,
+)
 from stepscope.jobs.process import Died, Ended, Workers, require_torch
 from stepscope.recording.bench import BenchRow, CaseRow, Environment, Status, case_key
 from stepscope.recording.lines import ResultsFile, writing
@@ -226,5 +238,5 @@ def judge(answer: Result | Died) -> tuple[Status, str]:
             return "error", f"{message} {detail}".strip()
         case Died(status=status, reason=reason):
             return status, reason
-        case _:
+        case Probed() | Inspected() | Recorded() | PrecisionsCompared():
             raise AssertionError("a case was answered as if it were a question")

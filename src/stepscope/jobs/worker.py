@@ -174,7 +174,7 @@ def _explain_failure(error: BaseException, request: Request, stage: str) -> OutO
     match request:
         case Probe() | Record() if stage.startswith("importing"):
             doing = f"{stage} raised "
-        case Run(case=case) | Record(case=case) | ComparePrecisions(case=case) if (
+        case Run(case=case) | Record(case=case) | RecordMemory(case=case) | ComparePrecisions(case=case) if (
             stage == "building" and not isinstance(case.workload.model, ModelShape)
         ):
             doing = f"building `{case.workload.model.name}` raised "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
+from torch._C._profiler import RecordScope, _EventType
 
 from stepscope.measure.memory_places import MARK, MODULE, Places
 from stepscope.recording.memory_labels import NOBODY, Fact, Operator
@@ -21,7 +21,7 @@ _EVALUATE = "autograd::engine::evaluate_function"
 # Operators that only take memory, on behalf of the one around them.
 _TAKERS = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_")
 _CAST = "aten::_to_copy"
-_RANGES = ("step:", "phase:", "part:", "function:")
+_UNKNOWN_NODE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,8 @@ def read_tree(results: Any, device: torch.device, places: Places, parameters: Ma
         operator = NOBODY
         if fields.alloc_size > 0:
             operator = _number(place, numbers, watched, places)
+            if fields.ptr in taken:  # given back where the profiler does not hear it, on autograd's thread
+                _judge(watched, fields.ptr, taken.pop(fields.ptr), parameters, ended_ns=time_ns)
             taken[fields.ptr] = (place, operator, fields.alloc_size, mark)
         elif fields.ptr in taken:
             _judge(watched, fields.ptr, taken.pop(fields.ptr), parameters, ended_ns=time_ns)
@@ -107,8 +109,11 @@ def _enter(place: _Place, event: Any, name: str) -> _Place:
         end_ns = place.module_end_ns or event.end_time_ns
         return replace(place, module=name.removeprefix(MODULE), module_end_ns=end_ns)
     if name.startswith(_EVALUATE):
-        return replace(place, node=event.extra_fields.sequence_number)
-    if name.startswith(_RANGES) or (place.call is not None and name.startswith(_TAKERS)):
+        # A node inside of a node is of a graph that was made again, with the numbers of another thread.
+        return replace(place, node=_UNKNOWN_NODE if place.node is not None else event.extra_fields.sequence_number)
+    # A range is no operator, whoever opened it: the user, DDP, or torch's own optimizers.
+    is_range = event.extra_fields.scope == RecordScope.USER_SCOPE
+    if is_range or (place.call is not None and name.startswith(_TAKERS)):
         return place
     return replace(place, call=event)
 

@@ -65,7 +65,8 @@ def _decode_labels(path: Path, snapshot: Snapshot) -> MemoryLabels | None:
         return None
     try:
         labels = msgspec.convert(snapshot.labels, MemoryLabels)
-    except msgspec.ValidationError as error:
+        msgspec.json.encode(labels)  # text that is none, and numbers that no table holds
+    except (msgspec.ValidationError, UnicodeEncodeError, OverflowError) as error:
         raise StepscopeError(f"the labels in `{path}` are damaged", detail=str(error)) from None
     if labels.schema != SCHEMA:
         raise StepscopeError(f"`{path}` is of another version: `{labels.schema[:60]}`", detail=f"expected `{SCHEMA}`")

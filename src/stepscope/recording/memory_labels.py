@@ -7,7 +7,7 @@ A note on every event of the allocator (its user metadata) says where it happene
 
 import msgspec
 
-SCHEMA = "stepscope.memory/1"
+SCHEMA = "stepscope.memory-labels/1"
 KEY = "stepscope"  # in the snapshot
 SNAPSHOT_NAME = "snapshot.pickle"
 NOBODY = -1  # the operator of what was there before, or came while nobody watched

@@ -213,6 +213,8 @@ class _Stacks:
             if type(line) is not int or not 0 <= line < 2**63:
                 self._refuse(f"{place}.line", "a number")
             text = f"{shorten_path(file)[-_MOST_TEXT:]}:{line} {name[:_MOST_TEXT]}"
+            # Half of a surrogate pair is text to Python and to nobody else.
+            text = text.encode("utf-8", "replace").decode("utf-8")
             known = self._line_of_frame[id(frame)] = " ".join(text.split())
         return known
 
@@ -403,10 +405,11 @@ class _Reader:
         divisions = raw.get("roundup_power2_divisions", {})
         if type(divisions) is not dict:
             self._refuse(f"{place}.roundup_power2_divisions", "a dict")
-        by_interval = {str(key): value for key, value in divisions.items() if type(key) in (str, int)}
+        names = [str(1 << interval) for interval in range(_ROUNDING_INTERVALS)]
+        by_interval = {name: divisions.get(name, divisions.get(int(name), 0)) for name in names}
         chosen = [
-            self._integer(by_interval, str(1 << interval), f"{place}.roundup_power2_divisions", most=2**30, absent=0)
-            for interval in range(_ROUNDING_INTERVALS)
+            self._integer(by_interval, name, f"{place}.roundup_power2_divisions", most=2**30, absent=0)
+            for name in names
         ]
         return Settings(
             expandable_segments=expandable,

@@ -20,9 +20,11 @@ import pickle
 import re
 import resource
 import stat
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -32,6 +34,7 @@ LIMIT_BYTES = 12 << 30  # that a load may add to this process at most
 _EXPECTED = "expected what torch.cuda.memory._dump_snapshot writes"
 _HINT = 'write it again: torch.cuda.memory._dump_snapshot("snapshot.pickle")'
 _BUFFER_BYTES = 1 << 20
+_TRIED_BYTES = 64 << 20
 _GZIP = b"\x1f\x8b"
 _NAME_CHARACTERS = 100  # of whatever a file names; it may be as long as the file
 # Whatever the unpickler makes of bytes that are no pickle, or that combine what cannot be combined.
@@ -70,6 +73,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def load(path: Path) -> dict[str, Any]:
     """The dict of a memory snapshot, plain or gzipped, with its two lists in place and nothing else checked."""
+    _require_survival(path)
     with _opened(path) as file, without_collection(), _bounded():
         content = _unpickled(path, file)
     if type(content) is not dict:
@@ -78,6 +82,30 @@ def load(path: Path) -> dict[str, Any]:
         if type(content.get(key)) is not list:
             _refuse_content(path, f"it has no list `{key}`")
     return content
+
+
+def _require_survival(path: Path) -> None:
+    """Python itself dies of some files, without an exception: to hash a tuple a million deep takes more stack than
+    there is. A small file is first loaded by another process; a large one would take too long twice."""
+    try:
+        if path.stat().st_size > _TRIED_BYTES:
+            return
+    except OSError:
+        return  # the reader will say what is wrong with it
+    code = "import sys, pathlib; from stepscope.recording.snapshot_pickle import try_loading; try_loading(sys.argv[1])"
+    tried = subprocess.run([sys.executable, "-P", "-c", code, str(path.absolute())], capture_output=True, check=False)
+    if tried.returncode < 0:
+        raise StepscopeError(
+            f"`{path}` is no memory snapshot",
+            detail="reading it breaks Python itself: it is nested too deep",
+            hint=_HINT,
+        )
+
+
+def try_loading(path: str) -> None:
+    """In a process of its own: errors are for the one that asked, which meets them again."""
+    with suppress(StepscopeError), _opened(Path(path)) as file, without_collection(), _bounded():
+        _unpickled(Path(path), file)
 
 
 def begins_like_pickle(start: bytes) -> bool:

@@ -63,6 +63,7 @@ def annotated(
     with ExitStack() as undo:
         undo.enter_context(activate(backend))
         _annotate_phases(step, annotation, undo)
+        _replace(step, "measure_loss", wrap(step.measure_loss, "phase:loss"), undo)
         if modules:
             _annotate_root(step, undo)
         if modules and not step.workload.compile:
@@ -122,7 +123,6 @@ def _annotate_root(step: Step, undo: ExitStack) -> None:
         return run_module(*args, **kwargs)
 
     _replace(step, "run_module", wrap(call, f"module:({type(original).__name__})"), undo)
-    _replace(step, "measure_loss", wrap(step.measure_loss, "phase:loss"), undo)
 
 
 def _annotate_inside(root: nn.Module, undo: ExitStack) -> None:

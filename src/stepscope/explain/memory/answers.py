@@ -1,5 +1,7 @@
 """The questions people ask about memory, answered from one recording, with the evidence beside each."""
 
+from collections.abc import Sequence
+
 import polars as pl
 
 from stepscope import cost
@@ -16,7 +18,7 @@ from stepscope.explain.memory.tables import (
 from stepscope.explain.questions.answers import Answer, missing
 from stepscope.explain.saved import saved_in_block
 from stepscope.findings import Column, Table
-from stepscope.recording.memory_row import MemorySummary
+from stepscope.recording.memory_row import MemorySummary, PhaseBytes
 from stepscope.spec import ModelShape
 
 _MIB = 2**20
@@ -66,8 +68,20 @@ def _phase_peaks(profile: MemoryProfile, summary: MemorySummary) -> Answer:
         key=key,
         question=question,
         figure=say_bytes(max(one.peak_bytes for one in last)),
-        sentence=f"Peaks of the last step: {said}. Activations pile up in forward and go as gradients come.",
+        sentence=f"Peaks of the last step: {said}." + _say_shape(last),
         evidence=phases_table(profile),
+    )
+
+
+def _say_shape(phases: Sequence[PhaseBytes]) -> str:
+    by_name = {one.phase: one for one in phases}
+    forward, backward = by_name.get("forward"), by_name.get("backward")
+    if forward is None or backward is None or None in (forward.start_bytes, forward.end_bytes, backward.end_bytes):
+        return ""
+    kept = forward.end_bytes - forward.start_bytes  # type: ignore[operator]
+    given = backward.start_bytes - backward.end_bytes  # type: ignore[operator]
+    return (
+        f" Forward ends {say_bytes(max(0, kept))} above its beginning, and backward {say_bytes(max(0, given))} below."
     )
 
 
@@ -112,7 +126,7 @@ def _steps(profile: MemoryProfile, summary: MemorySummary) -> Answer:
 
 def _freed(profile: MemoryProfile) -> Answer:
     key, question = "freed", "When is memory given back in backward?"
-    table = freed_table(profile, top=100)
+    table = freed_table(profile, top=profile.allocations.height)
     if not table.rows:
         return missing(key, question, "it has no backward pass", _TRAIN)
     freed = sum(row[1] for row in table.rows if isinstance(row[1], int))
@@ -161,11 +175,14 @@ def _gradients(profile: MemoryProfile) -> Answer:
         grads = grads.filter(pl.col("step") == step)
     by_layer = grads.group_by("layer").agg(pl.col("bytes").sum()).sort("layer")
     one = int(by_layer["bytes"][0])
+    owned = profile.allocations.filter((pl.col("category") == "parameters") & (pl.col("layer") == by_layer["layer"][0]))
+    share = one / max(1, int(owned["bytes"].sum()))
+    same = "as much as its parameters" if share == 1 else f"{share:.2f} times its parameters"
     return Answer(
         key=key,
         question=question,
         figure=say_bytes(one),
-        sentence=f"A block's gradients take {say_bytes(one)}, as much as its parameters; all {by_layer.height} blocks' "
+        sentence=f"A block's gradients take {say_bytes(one)}, {same}; all {by_layer.height} blocks' "
         f"{say_bytes(int(by_layer['bytes'].sum()))}.",
         evidence=Table(
             title="Gradients by layer",

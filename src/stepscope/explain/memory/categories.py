@@ -1,9 +1,9 @@
 """What memory is for, told from the stacks of a snapshot that somebody else recorded.
 
 A stack says in which stage of training memory was taken: in a module's forward pass, in autograd, in an optimizer, in a
-collective, or while the model was built. On CUDA autograd works on a thread of its own, where Python has no frames: an
-event without any happened there, if there are stacks at all. What memory is for then follows from how long it stays:
-what a forward pass leaves for the backward pass is an activation, what a backward pass leaves for the optimizer is a
+collective, or while the model was built. On CUDA autograd works on a thread of its own, where Python has no frames:
+what comes without any, after a forward pass or a call of backward, happened there. What memory is for then follows from
+how long it stays: what a forward pass leaves for the backward pass is an activation, what a backward pass leaves for the optimizer is a
 gradient, what an optimizer never gives back is its state.
 
 Our own recordings know better and do not come by here.
@@ -37,6 +37,7 @@ _BUILDING = re.compile(
     r" __init__$| _apply$| from_pretrained$| reset_parameters$| _load_from_state_dict$| load_state_dict$", re.MULTILINE
 )
 _FORWARD = re.compile(r" forward$|^torch/nn/(?:modules|functional)", re.MULTILINE)
+_BEFORE_BACKWARD = ("forward", "backward", "communication")
 STAGES = ("forward", "backward", "optimizer", "communication", "workspace", "building", "unknown")
 
 
@@ -64,11 +65,7 @@ def guess_categories(allocations: pl.DataFrame, stacks: pl.DataFrame) -> pl.Data
         schema={"stack": pl.Int32, "stage": pl.String},
     )
     frame = allocations.join(stages, on="stack", how="left", maintain_order="left")
-    # No frames at all: autograd's own thread, unless it was there before.
-    recorded = pl.col("start_event").is_not_null()
-    frame = frame.with_columns(
-        stage=pl.when(pl.col("stage").is_null() & recorded).then(pl.lit("backward")).otherwise(pl.col("stage"))
-    )
+    frame = frame.with_columns(stage=_stage_without_frames(frame))
     frame = frame.with_columns(leaves=_leaves(frame))
     is_stage = {name: pl.col("stage") == name for name in STAGES}
     never_freed = pl.col("end_event").is_null()
@@ -89,6 +86,18 @@ def guess_categories(allocations: pl.DataFrame, stacks: pl.DataFrame) -> pl.Data
     )
     phase = pl.when(pl.col("stage").is_in(["forward", "backward", "optimizer"])).then(pl.col("stage"))
     return frame.with_columns(category=category, phase=phase).drop("stage", "leaves")
+
+
+def _stage_without_frames(frame: pl.DataFrame) -> pl.Series:
+    """What comes without frames after a forward pass or a call of backward happened on autograd's thread. After
+    anything else it is not known: stacks may have been off."""
+    ordered = frame.with_row_index("row").select("row", "start_event", "stage").sort("start_event", nulls_last=False)
+    before = pl.col("stage").fill_null(strategy="forward")
+    lacking = pl.col("stage").is_null() & pl.col("start_event").is_not_null()
+    told = ordered.with_columns(
+        stage=pl.when(lacking & before.is_in(_BEFORE_BACKWARD)).then(pl.lit("backward")).otherwise(pl.col("stage"))
+    )
+    return told.sort("row")["stage"]
 
 
 def _leaves(frame: pl.DataFrame) -> pl.Series:

@@ -4,7 +4,16 @@ precision does to each category, and how much recomputing activations saves."""
 from collections.abc import Sequence
 
 from stepscope import cost
-from stepscope.explain.cases import ALWAYS_SHOWN, CASE_SETTINGS, all_else, brief, find_setting, say_shared, varies
+from stepscope.explain.cases import (
+    ALWAYS_SHOWN,
+    CASE_SETTINGS,
+    all_else,
+    brief,
+    describe_case,
+    find_setting,
+    say_shared,
+    varies,
+)
 from stepscope.explain.memory.categories import CATEGORIES
 from stepscope.explain.memory.tables import say_bytes
 from stepscope.explain.statistics import summarise
@@ -199,7 +208,7 @@ def study_table(rows: Sequence[MemoryRow]) -> Table:
         for row in rows
     ]
     return Table(
-        title=f"{say_shared(rows, without=_NO_PART)}; recomputing activations",
+        title=f"{describe_case(plain.case)} on {plain.environment.driver_name}; recomputing activations",
         columns=(
             Column(key="checkpoint", label="every"),
             Column(key="peak_bytes", label="peak", kind="bytes"),

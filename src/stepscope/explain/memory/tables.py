@@ -41,9 +41,7 @@ def headline(profile: MemoryProfile) -> str:
     if summary.allocator_peak_bytes is not None and summary.allocator_peak_bytes != summary.peak_bytes:
         lines.append(f"doubt: the allocator itself counted {summary.allocator_peak_bytes:,} bytes at the peak")
     if summary.estimated_bytes:
-        lines.append(
-            f"note: {say_bytes(summary.estimated_bytes)} were taken before the recording, in sizes that are estimated"
-        )
+        lines.append(f"note: the sizes of {say_bytes(summary.estimated_bytes)} are estimated: the file begins too late")
     lines.extend(f"note: {note}" for note in summary.notes)
     return "\n".join(lines)
 
