@@ -186,3 +186,52 @@ def test_a_compiled_step_is_recorded_too(tmp_path: Path) -> None:
     after = dict(profile.categories_at(_last(profile, "backward")))
     assert after["gradients"] == dict(profile.categories_at(-1))["parameters"]
     assert profile.recording.saved.height
+
+
+OWN_MODEL = """
+import gc, torch
+from torch import nn
+from torch.profiler import record_function
+
+class Part(nn.Module):
+    def forward(self, x):
+        return x + torch.empty(100, 10).fill_(1)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10))
+        self.first, self.second = Part(), Part()
+
+    def forward(self, x):
+        with record_function("mine"):
+            return self.second(self.first(x * self.weight))
+
+def build():
+    cycle = [torch.empty(1 << 20)]
+    cycle.append(cycle)
+    return Model(), torch.ones(100, 10), lambda y: y.sum()
+"""
+
+
+@pytest.fixture
+def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    (tmp_path / "ranged_model.py").write_text(OWN_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return build_case({"model": "ranged_model:build", "device": "cpu", "steps": 2})
+
+
+def test_a_range_is_no_operator(own_model: Case, tmp_path: Path) -> None:
+    profile = record(own_model, tmp_path)
+    taken = profile.allocations.filter(pl.col("bytes") == 4000)
+    assert "mine" not in profile.allocations["op"].to_list()
+    for module in ("first", "second"):
+        operators = taken.filter((pl.col("module") == module) & (pl.col("phase") == "forward"))["op"].unique()
+        assert set(operators) == {"aten::empty", "aten::add"}
+
+
+def test_garbage_of_the_build_is_not_memory_of_the_step(own_model: Case, tmp_path: Path) -> None:
+    profile = record(own_model, tmp_path)
+    assert profile.before_bytes < 1 << 20
+    assert profile.peak_bytes < 1 << 20

@@ -3,8 +3,8 @@
 A stack says in which stage of training memory was taken: in a module's forward pass, in autograd, in an optimizer, in a
 collective, or while the model was built. On CUDA autograd works on a thread of its own, where Python has no frames:
 what comes without any, after a forward pass or a call of backward, happened there. What memory is for then follows from
-how long it stays: what a forward pass leaves for the backward pass is an activation, what a backward pass leaves for the optimizer is a
-gradient, what an optimizer never gives back is its state.
+how long it stays: what a forward pass leaves for the backward pass is an activation, what a backward pass leaves for
+the optimizer is a gradient, what an optimizer never gives back is its state.
 
 Our own recordings know better and do not come by here.
 """
