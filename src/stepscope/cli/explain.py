@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.memory_output import Stacked, draw, parse_detail, print_profile
-from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.memory_output import Stacked, check_view, draw, print_profile
+from stepscope.cli.output import printable, say, show, terminal_width
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 
@@ -77,13 +77,14 @@ def explain(
     """Where does the time go, or the memory, and why? Reads a recording and answers; nothing is run and torch is not
     needed."""
     from stepscope.jobs import explain as job
+    from stepscope.report.figures import check_target
     from stepscope.report.page import render_page
     from stepscope.report.tables import render
 
     width = terminal_width()
-    if questions and table is not None:
-        raise StepscopeError("`--questions` and `--table` are two things to print", hint="leave one out")
-    parse_detail(detail)
+    check_view(questions=questions, part=table, step=step, detail=detail)
+    if plot is not None:
+        check_target(plot, force=force)
     all_columns = detail == "yes"
     if bounded:
         asked = (("--questions", questions), ("--save", save), ("--perfetto", perfetto), ("--plot", plot))
@@ -109,7 +110,7 @@ def explain(
         job.export(profiles[0], save=save, perfetto=perfetto, force=force)
     if questions:
         if format_ is Format.TEXT:
-            show(job.answer_in_words(profiles, width))
+            show(printable(job.answer_in_words(profiles, width)))
         for part in job.answer_in_tables(profiles, words=format_ is not Format.TEXT, evidence=all_columns):
             show(render(part, format_, width=width))
     elif table is not None:

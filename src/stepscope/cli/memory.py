@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.memory_output import MemoryPart, Stacked, draw, parse_detail, print_profile
+from stepscope.cli.memory_output import MemoryPart, Stacked, check_view, draw, print_profile
 from stepscope.cli.options import refuse_settings, takes_grid
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.errors import StepscopeError
@@ -68,7 +68,7 @@ def memory(
     from stepscope.report.tables import render
 
     width = terminal_width()
-    parse_detail(detail)
+    check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
         check_target(plot, force=force)
     alone = "--questions" if questions else f"--table {table}" if table not in (None, MemoryPart.SAVED) else ""

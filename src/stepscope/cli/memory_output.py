@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.output import printable, say, show, terminal_width
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 
@@ -35,6 +35,15 @@ class Stacked(StrEnum):
 
     CATEGORY = "category"
     MODULE = "module"
+
+
+def check_view(*, questions: bool, part: str | None, step: str, detail: str | None) -> None:
+    """Refuses, before anything runs, what could not be shown afterwards."""
+    parse_detail(detail)
+    if questions and part is not None:
+        raise StepscopeError("`--questions` and `--table` are two things to print", hint="leave one out")
+    if step not in ("last", "all") and not step.isdecimal():
+        raise StepscopeError(f"`--step {step}` is no step", detail="expected last, all or a number", hint="--step last")
 
 
 def parse_detail(text: str | None) -> float:
@@ -75,12 +84,10 @@ def print_profile(
     from stepscope.report.tables import render
 
     width = terminal_width()
-    if questions and part is not None:
-        raise StepscopeError("`--questions` and `--table` are two things to print", hint="leave one out")
     if questions:
         words = format_ is Format.TEXT
         text, tables = memory_view.answer_profile(profile, width, words=words, evidence=detail is not None)
-        show(text)
+        show(printable(text))
         for one in tables:
             show(render(one, format_, width=width))
     elif part is not None:

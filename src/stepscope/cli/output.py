@@ -23,6 +23,11 @@ def show(text: str) -> None:
         raise StepscopeError(f"cannot write to standard output: {error.strerror}") from None
 
 
+def printable(text: str) -> str:
+    """Text with names from somebody's file in it: nothing in it reaches the terminal as a control sequence."""
+    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
 def say(text: str) -> None:
     """To standard error, beside the result. What cannot be said there must not end what is being done."""
     with suppress(OSError):

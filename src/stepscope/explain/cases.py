@@ -68,7 +68,7 @@ def describe_case(case: Case) -> str:
         words.append(workload.optimizer)
     vocab = getattr(workload.model, "vocab", SIZES["nano"].vocab)
     words += [f"vocab {vocab}"] * (vocab != SIZES["nano"].vocab) + [f"seed {workload.seed}"] * (workload.seed != 0)
-    words += [f"{timing.steps} steps"] * (timing.steps != Timing().steps)
+    words += [f"{timing.steps} step{'s' * (timing.steps != 1)}"] * (timing.steps != Timing().steps)
     words += [f"warm-up {timing.warmup}"] * (timing.warmup != Timing().warmup)
     words += [f"limit {timing.memory_limit / 1e9:g} GB"] if timing.memory_limit else []
     return " ".join(words)

@@ -7,7 +7,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
-from stepscope.explain.memory.grid import grid_figure, grid_table, precision_table, study_table
+from stepscope.explain.memory.grid import grid_figure, grid_table, is_study, precision_table, study_table
 from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.memory.tables import make_part, memory_page
 from stepscope.explain.memory.timeline import By, memory_timeline
@@ -78,11 +78,16 @@ def load_profile(folder: Path, row: MemoryRow) -> MemoryProfile:
             detail="its row is there, and says what the table shows",
             hint="the same command with --fresh",
         )
-    return make_memory_profile(store.load(path))
+    try:
+        return make_memory_profile(store.load(path))
+    except StepscopeError as error:
+        raise StepscopeError(
+            error.message, detail=error.detail, hint="the same command with --fresh records it again"
+        ) from None
 
 
 def show_rows(rows: Sequence[MemoryRow], *, study: bool) -> list[Table]:
-    if study:
+    if study or is_study(rows):
         return [study_table(rows)]
     compared = precision_table(rows)
     return [grid_table(rows), *([compared] if compared else [])]

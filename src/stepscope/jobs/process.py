@@ -245,6 +245,9 @@ class _Worker:
                     os.kill(self._pid, signal.SIGKILL)
 
 
+_PROFILER_NOISE = "USDT:"  # what PyTorch's profiler says whenever it starts or stops
+
+
 def _content(file: IO[bytes]) -> bytes:
     file.seek(0)
     return file.read()
@@ -252,7 +255,8 @@ def _content(file: IO[bytes]) -> bytes:
 
 def _explain_death(returncode: int, stage: str, log: bytes, *, oom_killed: bool) -> Died:
     text = log[-_LOG_TAIL:].decode(errors="replace")
-    last = next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "")
+    lines = (line.strip()[:200] for line in reversed(text.splitlines()))
+    last = next((line for line in lines if line and not line.startswith(_PROFILER_NOISE)), "")
     said = f"; it last said: {last}" if last else ""
     if returncode == -signal.SIGKILL and oom_killed:
         return Died(status="oom", reason=f"ended by the kernel's out-of-memory killer while {stage}")

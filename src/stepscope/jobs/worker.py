@@ -200,4 +200,8 @@ def _blame(error: BaseException) -> str:
         and Path(frame.filename).is_file()
         and Path(sys.base_prefix) not in Path(frame.filename).parents
     ]
-    return f"at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    if not frames:
+        return ""
+    file = Path(frames[-1].filename)
+    near = file.relative_to(Path.cwd()) if Path.cwd() in file.parents else Path(file.name)
+    return f"at {near}:{frames[-1].lineno} in {frames[-1].name}"

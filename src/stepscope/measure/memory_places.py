@@ -18,6 +18,7 @@ from stepscope.annotate import Close
 from stepscope.recording.memory_labels import Mark
 
 MARK, MODULE = "mark:", "module:"
+LOSS = "(loss)"
 _USER_SCOPE = {"scope": "user_scope"}
 
 
@@ -39,6 +40,15 @@ class Places:
 
     def open(self, name: str) -> Close:
         kind, _, value = name.partition(":")
+        if name == "phase:loss" and self.watches_modules:
+            # Its operators have nodes too, and belong to no module.
+            close_mark, close_module = self._open_mark(kind, value), self._open_module(LOSS)
+
+            def close() -> None:
+                close_module()
+                close_mark()
+
+            return close
         if kind in ("step", "phase"):
             return self._open_mark(kind, value)
         if kind == "module" and self.watches_modules:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
+from stepscope.errors import StepscopeError
 from stepscope.measure.memory import limit_memory
 from stepscope.measure.memory_places import Places
 from stepscope.measure.memory_tree import Happening, Watched, read_stacks, read_tree
@@ -144,7 +145,7 @@ class _Recorder:
 
     def _note_after(self, phase: str) -> None:
         step = self.step
-        if phase == "forward" and step.loss is not None:
+        if phase == "forward" and step.loss is not None and step.loss.grad_fn is not None:
             for holder, argument, tensor in held_tensors(step.loss.grad_fn):
                 self._note(tensor, "activations", f"{holder.op}.{argument}")
             self._saved = [SavedRow(**asdict(row)) for row in audit(step, self.places)]
@@ -182,6 +183,12 @@ class _OnCpu(_Recorder):
         with profiling() as profiler, annotated(self.step, backend=self.places.open):
             watched_ns = [self.watch(number) for number in range(steps)]
         self._happenings = self.add(self.read(profiler.profiler.kineto_results))  # type: ignore[union-attr]
+        if not self._happenings:
+            raise StepscopeError(
+                "PyTorch's profiler heard of no memory",
+                detail="a model that runs a profiler of its own ends ours",
+                hint="take the profiler out of the model",
+            )
         with profiling(with_stack=True) as profiler:
             self.step.run()
         self._stacks = read_stacks(profiler.profiler.kineto_results, self.step.device)  # type: ignore[union-attr]

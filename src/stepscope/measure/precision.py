@@ -152,7 +152,11 @@ class _Truth(TorchFunctionMode):
 
 
 def _widen_dtype(argument: Any) -> Any:
-    return torch.float64 if isinstance(argument, torch.dtype) and argument in _NARROW else argument
+    if not isinstance(argument, torch.dtype):
+        return argument
+    if argument in (torch.complex32, torch.complex64):
+        return torch.complex128
+    return torch.float64 if argument in _NARROW else argument
 
 
 @dataclass(slots=True)

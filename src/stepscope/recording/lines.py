@@ -37,7 +37,7 @@ def read_rows_of(path: Path, kind: type[R]) -> tuple[tuple[R, ...], int]:
     rows, good_bytes = _parse(path, content, kind)
     if not rows:
         raise StepscopeError(
-            f"no rows in `{path}`", detail=f"expected rows of schema `{_schema_of(kind)}`", hint="stepscope bench"
+            f"no rows in `{path}`", detail=f"expected rows of schema `{_schema_of(kind)}`", hint=_verb_of(kind)
         )
     return _newest(rows), len(content) - good_bytes
 
@@ -61,7 +61,7 @@ class ResultsFile(Generic[R]):
             existed = path.exists()
             new_folders = [folder for folder in path.parents if not folder.exists()]
         if existed and not path.is_file():
-            raise StepscopeError(f"not a file: `{path}`", hint="stepscope bench --out FOLDER")
+            raise StepscopeError(f"not a file: `{path}`", hint=f"{_verb_of(kind)} --out FOLDER")
         descriptor = _open_locked(path)
         try:
             yield cls(path, descriptor, kind)
@@ -109,7 +109,7 @@ def _parse(path: Path, content: bytes, kind: type[R]) -> tuple[list[R], int]:
                 raise StepscopeError(
                     f"damaged results file: `{path}`, line {number}",
                     detail=f"{error}; only a last line can be cut short by a crash, so this is other damage",
-                    hint="mend or delete that line, or write elsewhere: stepscope bench --out FOLDER",
+                    hint=f"mend or delete that line, or write elsewhere: {_verb_of(kind)} --out FOLDER",
                 ) from None
         good_bytes += len(line)
     return rows, good_bytes
@@ -118,6 +118,11 @@ def _parse(path: Path, content: bytes, kind: type[R]) -> tuple[list[R], int]:
 def _schema_of(kind: type[CaseRow]) -> str:
     (default,) = (field.default for field in msgspec.structs.fields(kind) if field.name == "schema")
     return str(default)
+
+
+def _verb_of(kind: type[CaseRow]) -> str:
+    """Schemas are named after the verb that writes them: `stepscope.bench/1`."""
+    return "stepscope " + _schema_of(kind).removeprefix("stepscope.").partition("/")[0]
 
 
 def _decode(path: Path, number: int, line: bytes, kind: type[R]) -> R:
@@ -129,7 +134,7 @@ def _decode(path: Path, number: int, line: bytes, kind: type[R]) -> R:
         raise StepscopeError(
             f"not a results file of this version: `{path}`, line {number}",
             detail=f"expected rows of schema `{_schema_of(kind)}`, found `{schema or 'none'}`",
-            hint="write elsewhere: stepscope bench --out FOLDER",
+            hint=f"write elsewhere: {_verb_of(kind)} --out FOLDER",
         )
     return msgspec.json.decode(line, type=kind)
 
@@ -143,7 +148,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise StepscopeError(
-            f"cannot read the results file: `{path}`", detail=error.strerror or "", hint="stepscope bench"
+            f"cannot read the results file: `{path}`", detail=error.strerror or "", hint="stepscope --help"
         ) from None
 
 
@@ -179,7 +184,7 @@ def _lock(path: Path, descriptor: int) -> None:
         raise StepscopeError(
             f"another sweep is writing to `{path}`",
             detail="two would disturb each other's timings as well as the file",
-            hint="wait for it, or write elsewhere: stepscope bench --out FOLDER",
+            hint="wait for it, or write elsewhere: --out FOLDER",
         ) from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -197,7 +202,7 @@ def writing(
     path: Path,
     *,
     if_full: str = "the rows that were there are whole; free some space and the same command goes on",
-    hint: str = "stepscope bench --out FOLDER",
+    hint: str = "--out FOLDER",
 ) -> Iterator[None]:
     """Turns an operating system's refusal to write at `path` into an error that says what to do."""
     try:

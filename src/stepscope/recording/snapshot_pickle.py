@@ -34,7 +34,7 @@ LIMIT_BYTES = 12 << 30  # that a load may add to this process at most
 _EXPECTED = "expected what torch.cuda.memory._dump_snapshot writes"
 _HINT = 'write it again: torch.cuda.memory._dump_snapshot("snapshot.pickle")'
 _BUFFER_BYTES = 1 << 20
-_TRIED_BYTES = 64 << 20
+_HARMLESS_BYTES, _TRIED_BYTES = 16 << 10, 64 << 20  # so few levels do no harm; so much takes long
 _GZIP = b"\x1f\x8b"
 _NAME_CHARACTERS = 100  # of whatever a file names; it may be as long as the file
 # Whatever the unpickler makes of bytes that are no pickle, or that combine what cannot be combined.
@@ -88,10 +88,15 @@ def _require_survival(path: Path) -> None:
     """Python itself dies of some files, without an exception: to hash a tuple a million deep takes more stack than
     there is. A small file is first loaded by another process; a large one would take too long twice."""
     try:
-        if path.stat().st_size > _TRIED_BYTES:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would wait for ever
             return
+        with path.open("rb") as file:
+            is_small = file.read(2) != _GZIP and found.st_size < _HARMLESS_BYTES
     except OSError:
         return  # the reader will say what is wrong with it
+    if is_small or found.st_size > _TRIED_BYTES:
+        return
     code = "import sys, pathlib; from stepscope.recording.snapshot_pickle import try_loading; try_loading(sys.argv[1])"
     tried = subprocess.run([sys.executable, "-P", "-c", code, str(path.absolute())], capture_output=True, check=False)
     if tried.returncode < 0:

@@ -78,6 +78,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int | None = None
     compiled: bool = False
     memory: MemoryFacts | None = None
+    # On the disk only: the tables that were written; None in recordings from before this was kept.
+    tables: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +120,14 @@ def save(recording: Recording, folder: Path, *, raw: Path | None = None, force: 
         building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
             building.chmod(0o755)
-            for name in TABLE_NAMES:
+            written = tuple(name for name in TABLE_NAMES if getattr(recording, name).height)
+            for name in written:
                 frame: pl.DataFrame = getattr(recording, name)
-                if frame.height:
-                    frame.write_parquet(building / f"{name}.parquet", compression="zstd", compression_level=1)
+                frame.write_parquet(building / f"{name}.parquet", compression="zstd", compression_level=1)
             if raw is not None:
                 shutil.move(raw, building / (RAW_NAME + "".join(raw.suffixes)))
-            content = msgspec.json.format(msgspec.json.encode(recording.manifest), indent=2)
+            manifest = msgspec.structs.replace(recording.manifest, tables=written)
+            content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
             (building / MANIFEST_NAME).write_bytes(content + b"\n")
             _put_in_place(building, folder)
         finally:
@@ -164,12 +167,15 @@ def load(folder: Path) -> Recording:
             raise StepscopeError(
                 f"`{folder}` is a recording of another version: `{manifest.schema[:60]}`", detail=f"expected `{SCHEMA}`"
             )
+        missing = [name for name in manifest.tables or () if not (folder / f"{name}.parquet").is_file()]
+        if missing:
+            raise StepscopeError(f"the recording `{folder}` has lost its `{missing[0]}.parquet`")
         present = {name: folder / f"{name}.parquet" for name in TABLE_NAMES if (folder / f"{name}.parquet").is_file()}
         frames = {name: _read_table(name, path) for name, path in present.items()}
     except (msgspec.DecodeError, OSError, pl.exceptions.PolarsError) as error:
         line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise StepscopeError(f"cannot read the recording `{folder}`", detail=line) from None
-    return Recording(manifest=manifest, **frames)
+    return Recording(manifest=msgspec.structs.replace(manifest, tables=None), **frames)
 
 
 def _read_table(name: str, path: Path) -> pl.DataFrame:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from stepscope import cost
+from stepscope.explain.memory.leaks import leaks_table
 from stepscope.explain.memory.profile import MemoryProfile
 from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.memory.tables import (
@@ -112,6 +113,11 @@ def _steps(profile: MemoryProfile, summary: MemorySummary) -> Answer:
     if change > 0 and summary.steps[0].end_bytes > summary.before_bytes:
         kept = say_bytes(first.end_bytes - summary.before_bytes)
         why = f" The first step leaves {kept} behind, such as the optimizer's state, which is there from then on."
+    leaks = leaks_table(profile)
+    if leaks.rows:
+        why += (
+            f" And {say_bytes(int(leaks.rows[0][0] or 0))} a step are left behind at {leaks.rows[0][3]}: --table leaks."
+        )
     return Answer(
         key=key,
         question=question,
@@ -160,7 +166,7 @@ def _block(profile: MemoryProfile) -> Answer:
         key=key,
         question=question,
         figure=say_bytes(total),
-        sentence=f"{table.title}: {say_bytes(total)} ({total / _MIB:,.2f} MiB). The five largest: {most}.",
+        sentence=f"{table.title}: {say_bytes(total)} . The five largest: {most}.",
         evidence=table,
     )
 

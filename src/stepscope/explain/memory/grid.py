@@ -256,6 +256,12 @@ def _time(row: MemoryRow) -> float:
     return value if isinstance(value, float) else 0.0
 
 
+def is_study(rows: Sequence[MemoryRow]) -> bool:
+    """Whether rows differ in how they recompute and in nothing else."""
+    changing = [setting.key for setting in CASE_SETTINGS if varies(setting, rows)]
+    return len(rows) > 2 and changing == ["checkpoint"]
+
+
 def study_values(workload: Workload) -> tuple[str, ...]:
     """The ways to checkpoint that are worth comparing: every k that divides the blocks, and nested."""
     if not isinstance(workload.model, ModelShape):

@@ -27,7 +27,10 @@ def leaks_table(profile: MemoryProfile) -> Table:
     """No rows where nothing leaks, or where there are too few steps to tell."""
     title = "Left behind by every step"
     kept = _kept(profile)
-    if kept is None or not kept.height:
+    if kept is None:
+        fewest = _SETTLED + _FEWEST + 1
+        return Table(title=title, columns=_COLUMNS, rows=(), notes=(f"fewer than {fewest} steps tell nothing",))
+    if not kept.height:
         return Table(title=title, columns=_COLUMNS, rows=())
     steps = int(kept["num_steps"][0])
     by_stack = (
@@ -41,7 +44,8 @@ def leaks_table(profile: MemoryProfile) -> Table:
         stack = profile.stack_text(row["stack"])
         where = row["module"] or row["op"] or stack.partition("\n")[0] or "unknown"
         rows.append((row["bytes"] // row["hit"], row["bytes"], row["hit"], where, stack.replace("\n", " < ") or None))
-    return Table(title=title, columns=_COLUMNS, rows=tuple(rows))
+    note = f"of {steps} steps, the first {_SETTLED} and the last left out"
+    return Table(title=title, columns=_COLUMNS, rows=tuple(rows), notes=(note,))
 
 
 def _kept(profile: MemoryProfile) -> pl.DataFrame | None:

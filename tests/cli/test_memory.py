@@ -1,0 +1,330 @@
+"""`stepscope memory`, and `stepscope explain` of what it leaves and of other people's snapshots."""
+
+import csv
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command import kill, rows, start, stepscope, workers
+from tests.unit.snapshot_files import MIB, Model, frame, write
+
+TINY = ["--d-model", "32", "--d-ff", "64", "--num-layers", "2", "--num-heads", "2", "--vocab", "50"]
+TINY += ["--context", "16", "--batch", "2", "--steps", "2", "--device", "cpu"]
+RESULTS = "runs/memory/results.jsonl"
+DOCUMENT = ["peak_bytes", "peak_phase", "peak_step", "peak_module", "before_bytes", "categories", "modules", "largest"]
+DOCUMENT += ["phases", "steps", "saved_bytes", "num_allocations"]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
+    """A folder with one case in it, recorded once for all tests, and what was said."""
+    folder = tmp_path_factory.mktemp("one")
+    done = stepscope(folder, "memory", *TINY, "--plot", "memory.html")
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
+    """Two precisions, and a context that one of them has no room for."""
+    folder = tmp_path_factory.mktemp("grid")
+    axes = ["--context", "16,2048", "--precision", "fp32,bf16", "--memory-limit", "100MB"]
+    done = stepscope(folder, "memory", *TINY, *axes)
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def only_recording(folder: Path) -> Path:
+    (found,) = (folder / "runs/memory/recordings").iterdir()
+    return found
+
+
+def document(folder: Path, *arguments: str) -> dict[str, Any]:
+    done = stepscope(folder, *arguments, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_page_says_the_peak_and_the_next_command(
+    recorded: tuple[Path, "subprocess.CompletedProcess[str]"],
+) -> None:
+    folder, done = recorded
+    assert "peak " in done.stdout.splitlines()[1]
+    for part in ("At the peak, by category", "By phase", "At the peak, the largest allocations"):
+        assert part in done.stdout
+    assert len(done.stdout.splitlines()) < 60
+    path = only_recording(folder).relative_to(folder)
+    assert f"recording: {path}" in done.stderr
+    assert f"next: stepscope explain {path} --questions" in done.stderr
+    assert (only_recording(folder) / "raw.pickle.gz").is_file()
+    assert [r["status"] for r in rows(folder, "runs/memory")] == ["ok"]
+
+
+def test_the_document_is_the_same_from_every_side(recorded: tuple[Path, "subprocess.CompletedProcess[str]"]) -> None:
+    """Of the run, of its recording, and of the snapshot that it keeps, which other viewers read too."""
+    folder, _ = recorded
+    again = stepscope(folder, "memory", *TINY, "--format", "json")
+    assert "1 of 1 cases are done already" in again.stderr
+    assert len(rows(folder, "runs/memory")) == 1
+    ours = json.loads(again.stdout)
+    assert ours["schema"] == "stepscope.memory-summary/1"
+    assert sum(one["bytes"] for one in ours["categories"]) == ours["peak_bytes"] > 0
+    assert ours["peak_phase"] in {one["phase"] for one in ours["phases"]}
+    assert max(one["peak_bytes"] for one in ours["steps"]) == ours["peak_bytes"]
+    assert stepscope(folder, "explain", str(only_recording(folder)), "--format", "json").stdout == again.stdout
+    raw = document(folder, "explain", str(only_recording(folder) / "raw.pickle.gz"))
+    for key in DOCUMENT:
+        assert json.dumps(raw[key]) == json.dumps(ours[key]), key
+    assert rows(folder, "runs/memory")[0]["summary"] == ours
+
+
+@pytest.mark.parametrize(
+    "part", ["categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved"]
+)
+def test_every_part_stands_alone(recorded: tuple[Path, "subprocess.CompletedProcess[str]"], part: str) -> None:
+    folder, _ = recorded
+    done = stepscope(folder, "memory", "--from", RESULTS, "--table", part, "--format", "csv")
+    assert done.returncode == 0, done.stderr
+    found = list(csv.DictReader(done.stdout.splitlines()))
+    assert bool(found) == (part != "leaks")
+    explained = stepscope(folder, "explain", str(only_recording(folder)), "--table", part, "--format", "csv")
+    assert explained.stdout == done.stdout
+
+
+@pytest.mark.parametrize("format_", ["text", "md", "json"])
+def test_questions_are_answered_from_a_row(
+    recorded: tuple[Path, "subprocess.CompletedProcess[str]"], format_: str
+) -> None:
+    folder, _ = recorded
+    done = stepscope(folder, "memory", "--from", RESULTS, "--questions", "--detail", "--format", format_)
+    assert done.returncode == 0, done.stderr
+    assert "When is most memory allocated" in done.stdout
+
+
+def test_pictures_are_drawn_and_not_overwritten_unless_forced(
+    recorded: tuple[Path, "subprocess.CompletedProcess[str]"],
+) -> None:
+    folder, done = recorded
+    assert "picture: memory.html" in done.stderr
+    page = (folder / "memory.html").read_text()
+    assert "<html" in page
+    assert "activations" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    draw = ["explain", str(only_recording(folder)), "--plot", "memory.png", "--by", "module", "--step", "1"]
+    assert stepscope(folder, *draw, "--detail", "50%").returncode == 0
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+    again = stepscope(folder, *draw)
+    assert again.returncode == 2
+    assert "--force" in again.stderr
+    assert stepscope(folder, *draw, "--force").returncode == 0
+
+
+def test_a_grid_is_a_table_of_peaks_and_what_does_not_fit_is_a_row(
+    grid: tuple[Path, "subprocess.CompletedProcess[str]"],
+) -> None:
+    folder, done = grid
+    assert "What precision changes at the peak, against fp32" in done.stdout
+    assert "next: stepscope memory --from runs/memory/results.jsonl --plot peaks.png" in done.stderr
+    found = {
+        (r["case"]["workload"]["context"], r["case"]["workload"]["precision"]): r for r in rows(folder, "runs/memory")
+    }
+    assert {key: r["status"] for key, r in found.items()} == {
+        (16, "fp32"): "ok",
+        (16, "bf16"): "ok",
+        (2048, "fp32"): "oom",
+        (2048, "bf16"): "oom",
+    }
+    shown = stepscope(folder, "memory", "--from", RESULTS)
+    assert shown.stdout == done.stdout
+    assert "oom" in shown.stdout
+    assert len(list((folder / "runs/memory/recordings").iterdir())) == 2
+    assert not list((folder / "runs/memory/recordings").glob("*/raw*")), "of several cases only tables are kept"
+    drawn = stepscope(folder, "memory", "--from", RESULTS, "--plot", "peaks.png")
+    assert drawn.returncode == 0, drawn.stderr
+    assert (folder / "peaks.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--questions"], "`--questions` is of one case, not of 4"),
+        (["--table", "phases"], "`--table phases` is of one case, not of 4"),
+        (["--table", "saved"], "`--table saved` of one both eager and compiled"),
+    ],
+)
+def test_what_is_of_one_case_is_refused_for_several(
+    grid: tuple[Path, "subprocess.CompletedProcess[str]"], arguments: list[str], said: str
+) -> None:
+    done = stepscope(grid[0], "memory", "--from", RESULTS, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+def test_a_study_compares_ways_to_recompute(tmp_path: Path) -> None:
+    done = stepscope(tmp_path, "memory", *TINY, "--checkpoint-study", "--format", "csv")
+    assert done.returncode == 0, done.stderr
+    found = list(csv.DictReader(done.stdout.splitlines()))
+    assert [one["checkpoint"] for one in found] == ["none", "block", "2"]
+    none, block, _ = found
+    assert int(block["peak_bytes"]) < int(none["peak_bytes"])
+    assert int(block["saved_bytes"]) < int(none["saved_bytes"]) / 4
+    assert float(none["ratio"]) == 1.0
+    assert all(float(one["step_ms"]) > 0 for one in found)
+
+
+def test_a_recording_that_is_gone_is_said(
+    tmp_path: Path, recorded: tuple[Path, "subprocess.CompletedProcess[str]"]
+) -> None:
+    shutil.copy(recorded[0] / RESULTS, tmp_path / "results.jsonl")
+    done = stepscope(tmp_path, "memory", "--from", "results.jsonl")
+    assert done.returncode == 2
+    assert "the recording of this case is gone" in done.stderr
+
+
+def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
+    sweep = start(tmp_path, "memory", *TINY, "--batch", "1,2,3,4,5,6,7,8")
+    deadline = time.monotonic() + 120
+    while not rows(tmp_path, "runs/memory"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert kill(sweep, signal.SIGINT) == 130
+    said = (tmp_path / "stderr.txt").read_text()
+    assert "interrupted: what is done is kept" in said
+    assert "Traceback" not in said
+    assert workers(tmp_path) == []
+    kept = [r["key"] for r in rows(tmp_path, "runs/memory") if r["status"] == "ok"]
+    assert 1 <= len(kept) < 8
+    folders = {path.name for path in (tmp_path / "runs/memory/recordings").iterdir() if not path.name.startswith(".")}
+    assert set(kept) <= folders
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--warmup", "3"], ["`--warmup` does nothing here", "hint: --steps 10"]),
+        (["--table", "kernels"], ["kernels", "categories"]),
+        (["--detail", "200%"], ["`--detail 200%` is no share", "hint: --detail 10%"]),
+        (["--questions", "--batch", "2,4"], ["`--questions` is of one case, not of several"]),
+        (["--table", "phases", "--checkpoint-study"], ["`--table phases` is of one case, not of several"]),
+        (["--checkpoint-study", "--checkpoint", "2"], ["chooses --checkpoint itself"]),
+        (["--checkpoint-study", "--batch", "2,4"], ["`--checkpoint-study` is of one workload"]),
+        (["--plot", "memory.gif"], ["memory.gif", ".png"]),
+        (["--plot", "none/memory.png"], ["no folder `none`"]),
+        (["--by", "colour"], ["colour", "category"]),
+        (["--size", "smal"], ["did you mean `small`"]),
+        (["--from", "nowhere.jsonl"], ["cannot read the results file: `nowhere.jsonl`"]),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(tmp_path: Path, arguments: list[str], said: list[str]) -> None:
+    base = [] if "--from" in arguments else ["--device", "cpu"]
+    done = stepscope(tmp_path, "memory", *base, *arguments)
+    assert done.returncode == 2, done.stderr
+    for part in said:
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("step", ["99", "0", "first"])
+def test_a_step_that_is_not_there_is_no_picture(
+    recorded: tuple[Path, "subprocess.CompletedProcess[str]"], step: str
+) -> None:
+    folder, _ = recorded
+    done = stepscope(folder, "memory", "--from", RESULTS, "--plot", "step.png", "--step", step)
+    assert done.returncode == 2
+    assert f"there is no step `{step}`" in done.stderr
+    assert "it has steps 1 to 2" in done.stderr
+    assert not (folder / "step.png").exists()
+
+
+# --- Other people's snapshots -----------------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Unpickled by anybody less careful, it makes a file."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch pwned",)
+
+
+def foreign() -> dict[str, Any]:
+    model = Model(frames=[frame("/lab/model.py", 3)])
+    for size in (3 * MIB, 5 * MIB):
+        model.malloc(size)
+    return model.snapshot()
+
+
+@pytest.mark.parametrize("name", ["snapshot.pickle", "snapshot.pickle.gz", "no_ending"])
+def test_a_foreign_snapshot_is_known_by_its_content(tmp_path: Path, name: str) -> None:
+    write(foreign(), tmp_path / name, zipped=name.endswith("gz"))
+    assert document(tmp_path, "explain", name)["peak_bytes"] == 8 * MIB
+
+
+def test_a_foreign_snapshot_is_shown_drawn_and_kept(tmp_path: Path) -> None:
+    name = write(foreign(), tmp_path / "theirs.pickle").name
+    page = stepscope(tmp_path, "explain", name)
+    assert page.returncode == 0, page.stderr
+    assert "lab/model.py:3 forward" in page.stdout
+    drawn = stepscope(tmp_path, "explain", name, "--table", "categories", "--plot", "memory.svg")
+    assert drawn.returncode == 0, drawn.stderr
+    assert "<svg" in (tmp_path / "memory.svg").read_text()
+    kept = stepscope(tmp_path, "explain", name, "--save", "kept")
+    assert kept.returncode == 0, kept.stderr
+    assert document(tmp_path, "explain", "kept")["peak_bytes"] == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (pickle.dumps(Hostile()), ["system", "nothing was run"]),
+        (pickle.dumps({"segments": [], "device_traces": [[Hostile()]]}), ["system", "nothing was run"]),
+        (pickle.dumps(foreign())[:-40], ["damaged or was cut short", "hint: write it again"]),
+        (pickle.dumps([1, 2]), ["no memory snapshot", "it holds a list"]),
+        (pickle.dumps({"segments": 1, "device_traces": []}), ["no list `segments`"]),
+        (pickle.dumps({"segments": [], "device_traces": []}), ["holds no memory"]),
+        (pickle.dumps({**foreign(), "stepscope": {"schema": "stepscope.memory/9"}}), ["the labels in", "damaged"]),
+        (b"", ["is empty"]),
+        (b"nothing at all", ["is no pickle, or a damaged one"]),
+    ],
+)
+def test_a_pickle_that_is_no_snapshot_is_refused_and_never_run(tmp_path: Path, content: bytes, said: list[str]) -> None:
+    (tmp_path / "theirs.pickle").write_bytes(content)
+    done = stepscope(tmp_path, "explain", "theirs.pickle")
+    assert done.returncode == 2, done.stdout
+    for part in said:
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.pickle"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--table", "kernels"], "a recording of memory has no `kernels`"),
+        (["--perfetto", "x.json"], "`--perfetto` is of time"),
+        (["--table", "saved"], "does not say what autograd keeps"),
+        (["--plot", "x.png", "--step", "2"], "no steps are marked"),
+        (["--detail", "200%"], "`--detail 200%` is no share"),
+        (["--questions", "--table", "phases"], "two things to print"),
+        (["--format", "md"], "the page is text or json"),
+        (["theirs.pickle"], "is explained alone"),
+    ],
+)
+def test_what_a_snapshot_cannot_answer_is_said(tmp_path: Path, arguments: list[str], said: str) -> None:
+    write(foreign(), tmp_path / "theirs.pickle")
+    done = stepscope(tmp_path, "explain", "theirs.pickle", *arguments)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.pickle"]
