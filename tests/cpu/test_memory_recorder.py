@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepscope import cost
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
 from stepscope.explain.memory.profile import sum_over_events
-from stepscope.measure.memory_recorder import record_memory
+from stepscope.measure.memory_recorder import _OnCuda, record_memory
+from stepscope.measure.memory_tree import Happening
 from stepscope.recording import memory
-from stepscope.recording.memory_labels import SNAPSHOT_NAME
+from stepscope.recording.memory_labels import NOBODY, SNAPSHOT_NAME
 from stepscope.spec import Case, Settings, build_case
 
 TINY: Settings = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab": 50, "context": 16, "batch": 2}
@@ -235,3 +236,36 @@ def test_garbage_of_the_build_is_not_memory_of_the_step(own_model: Case, tmp_pat
     profile = record(own_model, tmp_path)
     assert profile.before_bytes < 1 << 20
     assert profile.peak_bytes < 1 << 20
+
+
+def happening(address: int, operator: int, size: int = 512, mark: int = 5) -> Happening:
+    return Happening(address=address, size=size, time_ns=0, mark=mark, operator=operator)
+
+
+def entry(action: str, address: int, note: str) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": 512, "user_metadata": note}
+
+
+def joined(trace: list[dict[str, Any]], happenings: list[Happening]) -> tuple[list[str], list[str]]:
+    """The notes on a history of CUDA's allocator after it was joined with what the profiler saw from mark 4 on."""
+    recorder = object.__new__(_OnCuda)
+    recorder.notes = []
+    recorder._join(trace, 4, happenings)
+    return [one["user_metadata"] for one in trace], recorder.notes
+
+
+def test_the_allocators_history_is_joined_where_the_profiler_watched() -> None:
+    """Steps take the same addresses over and over, so the same sequence stands before the watched step too."""
+    earlier = [entry("alloc", 1, "2"), entry("free_requested", 1, "2"), entry("alloc", 2, "2")]
+    watched = [entry("alloc", 1, "5"), entry("free_requested", 1, "1"), entry("alloc", 2, "1"), entry("alloc", 3, "5")]
+    notes, said = joined(
+        earlier + watched, [happening(1, 7), happening(1, NOBODY, -512), happening(2, 8), happening(3, NOBODY)]
+    )
+    assert notes == ["2", "2", "2", "5:7", "1", "5:8", "5"]
+    assert said == []
+
+
+def test_two_stories_of_one_step_are_said() -> None:
+    notes, said = joined([entry("alloc", 1, "5")], [happening(1, 7), happening(9, 8)])
+    assert notes == ["5:7"]
+    assert len(said) == 1
