@@ -8,7 +8,8 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope import cost
@@ -78,7 +79,7 @@ def test_the_timeline_is_the_sum_of_live_storages_at_every_operator(
     def counted(self: Any, number: int) -> int:
         if not counters:
             gc.unfreeze()
-            counters.append(LiveStorages([one for one in gc.get_objects() if issubclass(type(one), Tensor)]))
+            counters.append(LiveStorages([one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]))
         with counters[0]:
             return run(self, number)
 
@@ -269,3 +270,11 @@ def test_two_stories_of_one_step_are_said() -> None:
     notes, said = joined([entry("alloc", 1, "5")], [happening(1, 7), happening(9, 8)])
     assert notes == ["5:7"]
     assert len(said) == 1
+
+
+def test_tensors_without_memory_are_passed_over(tmp_path: Path) -> None:
+    with FakeTensorMode():
+        traced = torch.empty(1 << 20)
+    profile = record(tiny(mode="inference"), tmp_path)
+    assert traced.shape == (1 << 20,)
+    assert profile.before_bytes < 1 << 20

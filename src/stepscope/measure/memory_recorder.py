@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
@@ -362,7 +362,9 @@ def _living_storages() -> list[tuple[int, int]]:
     gc.collect()
     storages = {}
     for one in gc.get_objects():
-        if issubclass(type(one), Tensor) and one.device.type == "cpu" and one.layout is torch.strided:
+        # Tensors of other kinds, such as those that a compiler traces with, have no memory of their own.
+        is_plain = type(one) in (Tensor, nn.Parameter) and not torch._is_functional_tensor(one)
+        if is_plain and one.device.type == "cpu" and one.layout is torch.strided:
             storage = one.untyped_storage()
             if storage.nbytes():
                 storages[storage.data_ptr()] = storage.nbytes()
