@@ -57,12 +57,13 @@ class ResultsFile(Generic[R]):
     @contextmanager
     def open(cls, path: Path, kind: type[R]) -> Iterator["ResultsFile[R]"]:
         """Opens for this process alone; a second sweep on the same file is an error, not a mixture."""
-        with writing(path):
+        hint = f"{_verb_of(kind)} --out FOLDER"
+        with writing(path, hint=hint):
             existed = path.exists()
             new_folders = [folder for folder in path.parents if not folder.exists()]
         if existed and not path.is_file():
-            raise StepscopeError(f"not a file: `{path}`", hint=f"{_verb_of(kind)} --out FOLDER")
-        descriptor = _open_locked(path)
+            raise StepscopeError(f"not a file: `{path}`", hint=hint)
+        descriptor = _open_locked(path, hint)
         try:
             yield cls(path, descriptor, kind)
         finally:
@@ -161,14 +162,14 @@ def _leave_nothing(path: Path, folders: Sequence[Path]) -> None:
         folder.rmdir()
 
 
-def _open_locked(path: Path) -> int:
+def _open_locked(path: Path, hint: str) -> int:
     """Opens again when another process removed the file, empty, between our opening and our locking it."""
     while True:
-        with writing(path):
+        with writing(path, hint=hint):
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            _lock(path, descriptor)
+            _lock(path, descriptor, hint)
             if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
         except StepscopeError:
@@ -177,14 +178,14 @@ def _open_locked(path: Path) -> int:
         os.close(descriptor)
 
 
-def _lock(path: Path, descriptor: int) -> None:
+def _lock(path: Path, descriptor: int, hint: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise StepscopeError(
             f"another sweep is writing to `{path}`",
             detail="two would disturb each other's timings as well as the file",
-            hint="wait for it, or write elsewhere: --out FOLDER",
+            hint=f"wait for it, or write elsewhere: {hint}",
         ) from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
