@@ -35,9 +35,8 @@ run: setup ## the main job: `stepscope bench` over its default grid, on the GPU 
 # one. The output of what runs beside comes when all is done.
 test: setup ## all tests that need no GPU
 	@export OMP_NUM_THREADS=1; said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
-	"$(bin)/python" -m pytest -p no:cacheprovider tests/cli --ignore tests/cli/test_docs.py --ignore tests/cli/test_precision.py \
-		$(ARGS) >"$$said" 2>&1 & beside=$$!; \
-	"$(bin)/python" -m pytest tests/unit tests/cpu tests/browser tests/cli/test_docs.py tests/cli/test_precision.py $(ARGS); here=$$?; \
+	"$(bin)/python" -m pytest -p no:cacheprovider tests/cli --ignore tests/cli/test_docs.py $(ARGS) >"$$said" 2>&1 & beside=$$!; \
+	"$(bin)/python" -m pytest tests/unit tests/cpu tests/browser tests/cli/test_docs.py $(ARGS); here=$$?; \
 	wait $$beside; there=$$?; cat "$$said"; \
 	if [ $$here -eq 5 ]; then exit $$there; elif [ $$there -eq 5 ]; then exit $$here; fi; exit $$((here | there)) # 5: none chosen
 

@@ -235,7 +235,7 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path: Path, arguments: li
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("step", ["99", "0", "first"])
+@pytest.mark.parametrize("step", ["99", "0"])
 def test_a_step_that_is_not_there_is_no_picture(
     recorded: tuple[Path, "subprocess.CompletedProcess[str]"], step: str
 ) -> None:
@@ -245,6 +245,13 @@ def test_a_step_that_is_not_there_is_no_picture(
     assert f"there is no step `{step}`" in done.stderr
     assert "it has steps 1 to 2" in done.stderr
     assert not (folder / "step.png").exists()
+
+
+def test_a_word_is_no_step(tmp_path: Path) -> None:
+    done = stepscope(tmp_path, "memory", "--plot", "step.png", "--step", "first")
+    assert done.returncode == 2
+    assert "`--step first` is no step" in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 # --- Other people's snapshots -----------------------------------------------------------------------------------------
