@@ -16,7 +16,7 @@ from stepscope import cost
 from stepscope.annotate import Close
 from stepscope.errors import StepscopeError
 from stepscope.measure.memory_places import Places
-from stepscope.measure.memory_recorder import profiling
+from stepscope.measure.memory_recorder import profiling, results_of
 from stepscope.measure.memory_tree import read_tree
 from stepscope.spec import Factory, Scalar, Workload, build_case
 from stepscope.step import Step, build
@@ -101,7 +101,7 @@ def measure_peak(step: Step) -> int:
     now = sum(one.untyped_storage().nbytes() for one in (*step.module.parameters(), *step.module.buffers()))
     with profiling() as profiler:
         step.run()
-    watched = read_tree(profiler.profiler.kineto_results, CPU, Places(), {})  # type: ignore[union-attr]
+    watched = read_tree(results_of(profiler), CPU, Places(), {})
     inside = {(fact.operator, fact.address) for fact in watched.facts if fact.category == "workspaces"}
     living: dict[int, int] = {}
     peak = now

@@ -61,7 +61,7 @@ def memory(
     Records every allocation of --steps steps, from the first after the model was built. One case is shown in full;
     several, comma-separated settings, as a table of peaks. Run the same command again to go on.
     """
-    from stepscope.explain.memory.grid import outcome_of
+    from stepscope.explain.memory.grid import grid_figure, outcome_of
     from stepscope.jobs import memory_view
     from stepscope.jobs.memory import recording_folder
     from stepscope.report.figures import check_target, save
@@ -112,7 +112,7 @@ def memory(
         tables = chosen or memory_view.show_rows(rows, study=checkpoint_study)
         show("\n".join(render(one, format_, detail=detail == "yes", width=width) for one in tables))
         if plot is not None:
-            save(memory_view.draw_rows(rows), plot)
+            save(grid_figure(rows), plot)
             say(f"picture: {plot}")
         next_ = f"stepscope memory --from {shlex.quote(str(from_ or out / 'results.jsonl'))} --plot peaks.png"
     say(f"next: {next_}")

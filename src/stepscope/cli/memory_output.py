@@ -79,6 +79,7 @@ def print_profile(
     profile: "MemoryProfile", format_: Format, *, part: str | None, top: int, questions: bool, detail: str | None
 ) -> None:
     """The page, one part of it, or the answers."""
+    from stepscope.explain.memory.tables import make_part, memory_page
     from stepscope.jobs import memory_view
     from stepscope.report.page import render_page
     from stepscope.report.tables import render
@@ -91,12 +92,12 @@ def print_profile(
         for one in tables:
             show(render(one, format_, width=width))
     elif part is not None:
-        table = memory_view.show_part(profile, part, top=top)
+        table = make_part(profile, part, top=top)
         show(render(table, format_, detail=detail == "yes", width=width))
     elif format_ is Format.JSON:
         show(memory_view.encode_profile(profile))
     elif format_ is Format.TEXT:
-        show(render_page(memory_view.show_page(profile), width=width))
+        show(render_page(memory_page(profile), width=width))
     else:
         raise StepscopeError(
             f"the page is text or json, not `{format_.value}`", hint=f"--table categories --format {format_.value}"

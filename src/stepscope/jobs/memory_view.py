@@ -7,22 +7,13 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
-from stepscope.explain.memory.grid import grid_figure, grid_table, is_study, precision_table, study_table
+from stepscope.explain.memory.grid import grid_table, is_study, precision_table, study_table
 from stepscope.explain.memory.summary import summarise_memory
-from stepscope.explain.memory.tables import make_part, memory_page
 from stepscope.explain.memory.timeline import By, memory_timeline
-from stepscope.findings import Figure, Page, Table, Timeline
+from stepscope.findings import Table, Timeline
 from stepscope.jobs.memory import recording_folder
 from stepscope.recording import store
 from stepscope.recording.memory_row import MemoryRow
-
-
-def show_page(profile: MemoryProfile) -> Page:
-    return memory_page(profile)
-
-
-def show_part(profile: MemoryProfile, part: str, *, top: int) -> Table:
-    return make_part(profile, part, top=top)
 
 
 def answer_profile(
@@ -105,7 +96,3 @@ def show_saved(folder: Path, rows: Sequence[MemoryRow]) -> list[Table]:
         )
     eager, compiled = (load_profile(folder, pair[value]).recording.saved for value in (False, True))
     return list(compare_saved(eager, compiled))
-
-
-def draw_rows(rows: Sequence[MemoryRow]) -> Figure:
-    return grid_figure(rows)

@@ -182,7 +182,7 @@ class _OnCpu(_Recorder):
         self.note_what_is_there()
         with profiling() as profiler, annotated(self.step, backend=self.places.open):
             watched_ns = [self.watch(number) for number in range(steps)]
-        self._happenings = self.add(self.read(profiler.profiler.kineto_results))  # type: ignore[union-attr]
+        self._happenings = self.add(self.read(results_of(profiler)))
         if not self._happenings:
             raise StepscopeError(
                 "PyTorch's profiler heard of no memory",
@@ -191,7 +191,7 @@ class _OnCpu(_Recorder):
             )
         with profiling(with_stack=True) as profiler:
             self.step.run()
-        self._stacks = read_stacks(profiler.profiler.kineto_results, self.step.device)  # type: ignore[union-attr]
+        self._stacks = read_stacks(results_of(profiler), self.step.device)
         return watched_ns
 
     @contextmanager
@@ -283,7 +283,7 @@ class _OnCuda(_Recorder):
         with profiling() as profiler, annotated(self.step, backend=self.places.open) as annotation:
             annotation.next_step = number
             watched_ns = self.watch(number)
-        seen.append((first_mark, profiler.profiler.kineto_results))  # type: ignore[union-attr]
+        seen.append((first_mark, results_of(profiler)))
         return watched_ns
 
     @contextmanager
@@ -341,6 +341,12 @@ def profiling(*, with_stack: bool = False) -> Iterator[_KinetoProfile]:
         yield profiler
     finally:
         profiler.stop_trace()
+
+
+def results_of(profiler: _KinetoProfile) -> Any:
+    """What a profiler that has stopped kept."""
+    assert profiler.profiler is not None, "it was started"
+    return profiler.profiler.kineto_results
 
 
 def _weigh(step: Step, recording: Callable[[], AbstractContextManager[None]]) -> tuple[list[int], list[int]]:

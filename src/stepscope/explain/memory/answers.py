@@ -77,13 +77,18 @@ def _phase_peaks(profile: MemoryProfile, summary: MemorySummary) -> Answer:
 def _say_shape(phases: Sequence[PhaseBytes]) -> str:
     by_name = {one.phase: one for one in phases}
     forward, backward = by_name.get("forward"), by_name.get("backward")
-    if forward is None or backward is None or None in (forward.start_bytes, forward.end_bytes, backward.end_bytes):
+    kept, given = _rise(forward), _rise(backward)
+    if kept is None or given is None:
         return ""
-    kept = forward.end_bytes - forward.start_bytes  # type: ignore[operator]
-    given = backward.start_bytes - backward.end_bytes  # type: ignore[operator]
     return (
-        f" Forward ends {say_bytes(max(0, kept))} above its beginning, and backward {say_bytes(max(0, given))} below."
+        f" Forward ends {say_bytes(max(0, kept))} above its beginning, and backward {say_bytes(max(0, -given))} below."
     )
+
+
+def _rise(phase: PhaseBytes | None) -> int | None:
+    if phase is None or phase.start_bytes is None or phase.end_bytes is None:
+        return None
+    return phase.end_bytes - phase.start_bytes
 
 
 def _largest(profile: MemoryProfile, summary: MemorySummary) -> Answer:

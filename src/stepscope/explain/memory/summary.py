@@ -2,7 +2,8 @@
 
 import polars as pl
 
-from stepscope.explain.memory.profile import MemoryProfile
+from stepscope.explain.memory.profile import Bytes, MemoryProfile
+from stepscope.explain.saved import held_storages
 from stepscope.recording.memory_row import (
     Allocation,
     CategoryBytes,
@@ -49,8 +50,8 @@ def summarise_memory(profile: MemoryProfile) -> MemorySummary:
     )
 
 
-def _at(values: object, event: int) -> int | None:
-    return None if values is None or event < 0 else int(values[event])  # type: ignore[index]
+def _at(values: Bytes | None, event: int) -> int | None:
+    return None if values is None or event < 0 else int(values[event])
 
 
 def largest_at(profile: MemoryProfile, event: int, count: int) -> tuple[Allocation, ...]:
@@ -68,8 +69,7 @@ def saved_bytes(saved: pl.DataFrame) -> int | None:
     """What autograd keeps, each storage once, without what is there anyway."""
     if not saved.height:
         return None
-    activations = saved.filter(pl.col("kind") == "activation").unique("storage")
-    return int(activations["storage_bytes"].sum())
+    return int(held_storages(saved)["storage_bytes"].sum())
 
 
 def _phases(profile: MemoryProfile) -> tuple[PhaseBytes, ...]:
