@@ -77,6 +77,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     x: Axis
     y: Axis
     points: tuple[Point, ...]
+    series: tuple[str, ...] = ()  # their order in the legend; those not named come after, as the points name them
     series_label: str = ""
     panel_label: str = ""
 

@@ -22,7 +22,8 @@ from stepscope.errors import StepscopeError, nearest
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Mode = Literal["inference", "forward", "forward-backward", "train"]
-Attention = Literal["naive", "sdpa"]
+# `flash` is ours in whichever form is fastest on the device; the last three are those forms, by name.
+Attention = Literal["naive", "sdpa", "flash", "tiled", "triton", "hopper"]
 Optimizer = Literal["adamw", "adamw-torch", "adamw-fused", "sgd"]
 _CHOICES: dict[str, object] = {
     "precision": Precision,

@@ -6,7 +6,15 @@ import sys
 import pytest
 
 LIGHT = ["spec", "hardware", "cost", "recording.bench", "recording.lines", "findings", "explain.bench", "report.tables"]
-LIGHT += ["report.figures", "errors", "cli.main", "jobs.sweep", "jobs.doctor"]
+LIGHT += [
+    "report.figures",
+    "errors",
+    "cli.main",
+    "jobs.sweep",
+    "jobs.doctor",
+    "jobs.attention",
+    "explain.attention_figure",
+]
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -409,6 +409,11 @@ def test_what_surrounds_a_convolution_is_none(name: str, kernel_class: KernelCla
             "backward",
         ),
         ("_attn_fwd", "Triton", "attention forward (Triton)", "forward"),
+        ("attention_forward", "stepscope", "attention forward (stepscope)", "forward"),
+        ("attention_backward_keys", "stepscope", "attention backward, dK and dV (stepscope)", "backward"),
+        ("attention_hopper_forward", "stepscope", "attention forward (stepscope)", "forward"),
+        ("attention_hopper_backward", "stepscope", "attention backward (stepscope)", "backward"),
+        ("attention_hopper_finish", "stepscope", "convert the attention's dQ (stepscope)", "backward"),
         ("_attn_bwd_dkdv", "Triton", "attention backward (Triton)", "backward"),
     ],
 )

@@ -134,7 +134,7 @@ def test_units_of_memory(text: str, bytes_: int) -> None:
     "field",
     [
         {"precision": "fp8"},
-        {"attention": "flash"},
+        {"attention": "flashy"},
         {"mode": "trian"},
         {"batch": 2.5},
         {"context": True},

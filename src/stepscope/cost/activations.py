@@ -21,7 +21,7 @@ the output projection reads it in place, which saves B·L·d, and adds a few byt
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -110,7 +110,7 @@ def product_inputs_bytes(*, batch: int, context: int, d_model: int, d_ff: int) -
 
 def residual_bytes(shape: ModelShape, *, batch: int, context: int) -> int:
     """The stream between blocks, B·L·d·4: fp32 under autocast too, and what a checkpoint keeps for a group."""
-    return _multiply("B·L·d·4", _symbols(shape, batch, context))
+    return multiply_out("B·L·d·4", _symbols(shape, batch, context))
 
 
 def _select(terms: Iterable[Term], part: str) -> list[Term]:
@@ -141,7 +141,7 @@ class _Counter:
 
     def term(self, part: str, tensor: str, formula: str, why: str, count: int = 1) -> Term:
         text = formula.replace("·w", "·2" if self.narrow else "·4")
-        each = _multiply(text, self.symbols)
+        each = multiply_out(text, self.symbols)
         return Term(part=part, tensor=tensor, formula=text, each_bytes=each, count=count, why=why)
 
     def norm(self, count: int) -> list[Term]:
@@ -231,7 +231,8 @@ def _symbols(shape: ModelShape, batch: int, context: int) -> dict[str, int]:
     }
 
 
-def _multiply(formula: str, symbols: dict[str, int]) -> int:
+def multiply_out(formula: str, symbols: Mapping[str, int]) -> int:
+    """What the text of a formula comes to."""
     return math.prod(symbols[factor] if factor in symbols else int(factor) for factor in formula.split("·"))
 
 

@@ -117,4 +117,7 @@ _FORMS: dict[str, Form] = {
     "_efficient_attention_forward": products.attention(9, heads_first=False),
     "_efficient_attention_backward": products.attention(14, backward=True, heads_first=False),
     "_cudnn_attention_forward": products.attention(10),
+    # our own, `stepscope::`
+    "flash_attention_forward": products.attention(3),
+    "flash_attention_backward": products.attention(6, backward=True),
 }

@@ -5,6 +5,7 @@ The worker's standard output and error are left to the model that runs there; th
 
 import msgspec
 
+from stepscope.recording.attention import AttentionCase, AttentionOutcome
 from stepscope.recording.bench import Doubt, Environment, Measurement
 from stepscope.recording.inspection import Inspection
 from stepscope.recording.memory_labels import MemoryRun
@@ -47,17 +48,29 @@ class RecordMemory(msgspec.Struct, frozen=True, kw_only=True, tag="record-memory
     folder: str
 
 
+class MeasureAttention(msgspec.Struct, frozen=True, kw_only=True, tag="measure-attention"):
+    """Measure one implementation at each case in turn, all on one device, with a word after each."""
+
+    cases: tuple[AttentionCase, ...]
+
+
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Say what torch sees of this machine."""
 
 
-Request = Probe | Run | Record | ComparePrecisions | RecordMemory | Inspect
+Request = Probe | Run | Record | ComparePrecisions | RecordMemory | MeasureAttention | Inspect
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
     """The worker has come this far: for the progress bar, and for the reason if it goes no further."""
 
     name: str
+
+
+class AttentionMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="attention-measured"):
+    """The next of the cases is done, and the worker goes on."""
+
+    outcome: AttentionOutcome
 
 
 class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
@@ -88,6 +101,10 @@ class MemoryRecorded(msgspec.Struct, frozen=True, kw_only=True, tag="memory-reco
     run: MemoryRun
 
 
+class AttentionDone(msgspec.Struct, frozen=True, kw_only=True, tag="attention-done"):
+    """Every case has had its word."""
+
+
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):
     reason: str
 
@@ -101,5 +118,15 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     bad_input: bool = False
 
 
-Result = Probed | Inspected | Measured | Recorded | PrecisionsCompared | MemoryRecorded | OutOfMemory | Failed
-Answer = Stage | Result
+Result = (
+    Probed
+    | Inspected
+    | Measured
+    | Recorded
+    | PrecisionsCompared
+    | MemoryRecorded
+    | AttentionDone
+    | OutOfMemory
+    | Failed
+)
+Answer = Stage | AttentionMeasured | Result

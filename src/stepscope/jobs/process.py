@@ -23,7 +23,7 @@ from typing import IO, Self
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.messages import Answer, Request, Result, Stage
+from stepscope.jobs.messages import Answer, AttentionMeasured, Request, Result, Stage
 from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.bench import Status
 
@@ -70,18 +70,25 @@ class Workers:
         self._close()
 
     def run(
-        self, request: Request, *, on_stage: Callable[[str], None] = lambda _: None, timeout_s: float | None = None
+        self,
+        request: Request,
+        *,
+        on_stage: Callable[[str], None] = lambda _: None,
+        on_part: Callable[[AttentionMeasured], None] = lambda _: None,
+        timeout_s: float | None = None,
     ) -> Ended:
-        """Runs one request in a process of its own."""
+        """Runs one request in a process of its own. Where its answer comes in parts, each may take `timeout_s`."""
         oom_kills = _kernel_oom_kills()
         if self._nursery is not None and not self._nursery.is_alive():
             self._close()
         if self._nursery is None:
             self._nursery = _Nursery()
-        deadline = time.monotonic() + timeout_s if timeout_s else None
         with TemporaryFile() as output, _Worker(self._nursery, request, output) as worker:
-            for stage in worker.listen(deadline):
-                on_stage(stage)
+            for said in worker.listen(timeout_s):
+                if isinstance(said, Stage):
+                    on_stage(said.name)
+                else:
+                    on_part(said)
             worker.end()
             log = _content(output)
         if worker.answer is not None:
@@ -178,11 +185,12 @@ class _Worker:
         if not self._gone:
             self._kill()
 
-    def listen(self, deadline: float | None) -> Iterator[str]:
-        """The stages it comes to, until it has answered, has ended, or time is up."""
+    def listen(self, timeout_s: float | None) -> Iterator[Stage | AttentionMeasured]:
+        """The stages it comes to and the parts it is done with, until it has answered, has ended, or time is up."""
         sources = {self._answers, self._nursery.socket.fileno()}
+        since = time.monotonic()
         while self.answer is None and not self._gone:
-            remaining = max(0.0, deadline - time.monotonic()) if deadline is not None else None
+            remaining = max(0.0, since + timeout_s - time.monotonic()) if timeout_s else None
             ready, _, _ = select.select(sources, [], [], remaining)
             if not ready:
                 self.timed_out = True
@@ -191,7 +199,10 @@ class _Worker:
                 content = os.read(self._answers, 1 << 16)
                 if not content:
                     sources.remove(self._answers)
-                yield from self._read(content)
+                for said in self._read(content):
+                    if isinstance(said, AttentionMeasured):
+                        since = time.monotonic()
+                    yield said
             else:
                 self._hear()
         while self.answer is None and select.select([self._answers], [], [], 0)[0]:
@@ -210,13 +221,14 @@ class _Worker:
         while not self._gone:
             self._hear()
 
-    def _read(self, content: bytes) -> Iterator[str]:
+    def _read(self, content: bytes) -> Iterator[Stage | AttentionMeasured]:
         *lines, self._unread = (self._unread + content).split(b"\n")
         for line in lines:
             message = msgspec.json.decode(line, type=Answer)
             if isinstance(message, Stage):
                 self.stage = message.name
-                yield message.name
+            if isinstance(message, Stage | AttentionMeasured):
+                yield message
             else:
                 self.answer = message
 

@@ -18,6 +18,7 @@ import msgspec
 from stepscope import cost
 from stepscope.errors import StepscopeError
 from stepscope.jobs.messages import (
+    AttentionDone,
     Failed,
     Inspected,
     Measured,
@@ -31,7 +32,7 @@ from stepscope.jobs.messages import (
     Run,
 )
 from stepscope.jobs.process import Died, Ended, Workers, require_torch
-from stepscope.recording.bench import BenchRow, CaseRow, Environment, Status, case_key
+from stepscope.recording.bench import BenchRow, CaseRow, Environment, Row, Status, case_key
 from stepscope.recording.lines import ResultsFile, writing
 from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
 
@@ -44,16 +45,26 @@ EXPECTED_START_S = 1.0
 EXPECTED_MFU = 0.3
 
 
+class Waiting(Protocol):
+    """What whoever watches a sweep knows of a case that has not run."""
+
+    @property
+    def case(self) -> object: ...
+
+    @property
+    def expected_s(self) -> float: ...
+
+
 class Listener(Protocol):
     """Who watches a sweep: a progress bar, or lines in a log."""
 
-    def begin(self, planned: Sequence["Planned"], done: Sequence[CaseRow], repaired_bytes: int) -> None: ...
+    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None: ...
 
-    def start(self, planned: "Planned") -> None: ...
+    def start(self, planned: Waiting) -> None: ...
 
     def stage(self, name: str) -> None: ...
 
-    def finish(self, row: CaseRow) -> None: ...
+    def finish(self, row: Row) -> None: ...
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +190,7 @@ class Sweep(Generic[R]):
             refusal = StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
         status, reason = judge(answer)
         if status != "ok" and refusal is None:
-            self._keep_log(one.key, ended.log)
+            keep_log(self.folder, one.key, ended.log)
         fields = {
             "key": one.key,
             "case": one.case,
@@ -193,12 +204,13 @@ class Sweep(Generic[R]):
         }
         return self.kind.row_type(**fields, **measured), refusal  # type: ignore[arg-type]
 
-    def _keep_log(self, key: str, log: bytes) -> None:
-        """What a failed case printed, traceback included, for whoever wants more than its reason."""
-        folder = self.folder / LOGS_NAME
-        with writing(folder):
-            folder.mkdir(exist_ok=True)
-            (folder / f"{key}.log").write_bytes(log)
+
+def keep_log(folder: Path, key: str, log: bytes) -> None:
+    """What a failed case printed, traceback included, for whoever wants more than its reason."""
+    logs = folder / LOGS_NAME
+    with writing(logs):
+        logs.mkdir(exist_ok=True)
+        (logs / f"{key}.log").write_bytes(log)
 
 
 def _plan(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> list[Planned]:
@@ -238,5 +250,5 @@ def judge(answer: Result | Died) -> tuple[Status, str]:
             return "error", f"{message} {detail}".strip()
         case Died(status=status, reason=reason):
             return status, reason
-        case Probed() | Inspected() | Recorded() | PrecisionsCompared():
+        case Probed() | Inspected() | Recorded() | PrecisionsCompared() | AttentionDone():
             raise AssertionError("a case was answered as if it were a question")

@@ -5,10 +5,9 @@ with it.
 """
 
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,10 +16,13 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.jobs.messages import (
     Answer,
+    AttentionDone,
+    AttentionMeasured,
     ComparePrecisions,
     Failed,
     Inspect,
     Inspected,
+    MeasureAttention,
     Measured,
     MemoryRecorded,
     OutOfMemory,
@@ -34,7 +36,8 @@ from stepscope.jobs.messages import (
     Run,
     Stage,
 )
-from stepscope.measure.failures import is_out_of_memory
+from stepscope.measure.failures import is_out_of_memory, say_in_a_line
+from stepscope.recording.attention import AttentionCase
 from stepscope.spec import Case, Factory, HuggingFace, ModelShape
 
 
@@ -64,7 +67,7 @@ def _answer(request: Request, tell: Callable[[Answer], None]) -> Answer:
         tell(Stage(name=name))
 
     try:
-        return _serve(request, on_stage)
+        return _serve(request, on_stage, tell)
     except StepscopeError as error:
         return Failed(message=error.message, detail=error.detail, hint=error.hint, bad_input=True)
     except BaseException as error:  # noqa: BLE001  # a model may call sys.exit, too
@@ -72,7 +75,7 @@ def _answer(request: Request, tell: Callable[[Answer], None]) -> Answer:
         return _explain_failure(error, request, stage)
 
 
-def _serve(request: Request, on_stage: Callable[[str], None]) -> Answer:
+def _serve(request: Request, on_stage: Callable[[str], None], tell: Callable[[Answer], None]) -> Answer:
     match request:
         case Probe():
             return _probe(request, on_stage)
@@ -84,6 +87,8 @@ def _serve(request: Request, on_stage: Callable[[str], None]) -> Answer:
             return _compare_precisions(request, on_stage)
         case RecordMemory():
             return _record_memory(request, on_stage)
+        case MeasureAttention(cases=cases):
+            return _measure_attention(cases, on_stage, tell)
         case Inspect():
             from stepscope.measure.inspection import inspect_torch
 
@@ -161,16 +166,26 @@ def _record_memory(request: RecordMemory, on_stage: Callable[[str], None]) -> Me
     return MemoryRecorded(run=record_memory(request.case, device, folder=Path(request.folder), on_stage=on_stage))
 
 
+def _measure_attention(
+    cases: Sequence[AttentionCase], on_stage: Callable[[str], None], tell: Callable[[Answer], None]
+) -> AttentionDone:
+    from stepscope.measure.attention import measure_cases
+
+    for outcome in measure_cases(cases, on_stage=on_stage):
+        tell(AttentionMeasured(outcome=outcome))
+    return AttentionDone()
+
+
 def _explain_failure(error: BaseException, request: Request, stage: str) -> OutOfMemory | Failed:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return Failed(
             message="torch does not import",
-            detail=_in_a_line(error),
+            detail=say_in_a_line(error),
             hint="pip install 'stepscope[train]'",
             bad_input=True,
         )
     if is_out_of_memory(error):
-        return OutOfMemory(reason=_in_a_line(error))
+        return OutOfMemory(reason=say_in_a_line(error))
     match request:
         case Probe() | Record() if stage.startswith("importing"):
             doing = f"{stage} raised "
@@ -180,13 +195,7 @@ def _explain_failure(error: BaseException, request: Request, stage: str) -> OutO
             doing = f"building `{case.workload.model.name}` raised "
         case _:
             doing = ""
-    return Failed(message=doing + _in_a_line(error), detail=_blame(error), bad_input=bool(doing))
-
-
-def _in_a_line(error: BaseException) -> str:
-    # PyTorch's checks begin with where they are in its source, which tells a user nothing.
-    lines = re.sub(r"^\[enforce fail at [^\]]*\][^.]*\. ", "", str(error).strip()).splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    return Failed(message=doing + say_in_a_line(error), detail=_blame(error), bad_input=bool(doing))
 
 
 def _blame(error: BaseException) -> str:

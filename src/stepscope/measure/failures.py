@@ -29,3 +29,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def mentions_out_of_memory(text: str) -> bool:
     return _OUT_OF_MEMORY.search(text) is not None
+
+
+def say_in_a_line(error: BaseException) -> str:
+    # PyTorch's checks begin with where they are in its source, which tells a user nothing.
+    lines = re.sub(r"^\[enforce fail at [^\]]*\][^.]*\. ", "", str(error).strip()).splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -5,7 +5,7 @@ year works on last year's file. A case that failed is a row as well, with its st
 """
 
 import hashlib
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,7 +14,7 @@ from stepscope.spec import Case
 
 SCHEMA = "stepscope.bench/1"
 
-Status = Literal["ok", "oom", "error", "crash", "killed", "timeout"]
+Status = Literal["ok", "oom", "unsupported", "wrong", "error", "crash", "killed", "timeout"]
 Clock = Literal["cuda events", "host"]
 PeakKind = Literal["cuda allocator", "rss above start"]
 
@@ -68,22 +68,28 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     has_tokens: bool = True  # False where batch times context says nothing about the step
 
 
-class CaseRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One case of a sweep, done, whatever was measured of it. A kind of row gives `schema` its default, which is how a
-    file of another kind is told apart."""
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One case of a sweep, done, whatever a case is and whatever was measured of it. A kind of row gives `schema` its
+    default, which is how a file of another kind is told apart."""
 
     schema: str
     key: str
-    case: Case
+    case: Any
     environment: Environment
-    # Digest of the file behind a model of the user's own: edit the model and its cases are new ones.
-    source: str | None = None
     status: Status
     reason: str = ""
     started: str
     wall_s: float
     command: str
     doubts: tuple[Doubt, ...] = ()
+
+
+class CaseRow(Row, frozen=True, kw_only=True):
+    """A workload, done."""
+
+    case: Case
+    # Digest of the file behind a model of the user's own: edit the model and its cases are new ones.
+    source: str | None = None
 
 
 class BenchRow(CaseRow, frozen=True, kw_only=True):
@@ -93,7 +99,7 @@ class BenchRow(CaseRow, frozen=True, kw_only=True):
     measurement: Measurement | None = None
 
 
-def case_key(case: Case, environment: Environment, source: str | None) -> str:
+def case_key(case: msgspec.Struct, environment: Environment, source: str | None) -> str:
     """The name under which a case is done or not: the case, where it runs, and the source of a model of the user's own.
     Changes to stepscope itself between two releases are not seen; `--fresh` is for those who make them."""
     content = msgspec.json.encode([case, environment.identity, source], order="sorted")

@@ -16,9 +16,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.bench import BenchRow, CaseRow
+from stepscope.recording.bench import BenchRow, Row
 
-R = TypeVar("R", bound=CaseRow)
+R = TypeVar("R", bound=Row)
 
 
 class _Versioned(msgspec.Struct):
@@ -116,12 +116,12 @@ def _parse(path: Path, content: bytes, kind: type[R]) -> tuple[list[R], int]:
     return rows, good_bytes
 
 
-def _schema_of(kind: type[CaseRow]) -> str:
+def _schema_of(kind: type[Row]) -> str:
     (default,) = (field.default for field in msgspec.structs.fields(kind) if field.name == "schema")
     return str(default)
 
 
-def _verb_of(kind: type[CaseRow]) -> str:
+def _verb_of(kind: type[Row]) -> str:
     """Schemas are named after the verb that writes them: `stepscope.bench/1`."""
     return "stepscope " + _schema_of(kind).removeprefix("stepscope.").partition("/")[0]
 

@@ -19,7 +19,7 @@ from stepscope.report.palette import FAINT, FONT, FRAME, GRID, INK, LINES
 if TYPE_CHECKING:
     import altair as alt
 
-# One shape fewer than colours: a series that repeats a colour has another shape.
+# Fewer shapes than colours: a series that repeats a colour has another shape.
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 _PANEL_WIDTH, _PANEL_HEIGHT = 340, 280
 _PANELS_PER_ROW = 3
@@ -33,7 +33,8 @@ _FEWEST_TICKS = 4
 
 
 def define(figure: Figure) -> "alt.FacetChart | alt.LayerChart":
-    """The chart of a figure. Series and panels stand in the order in which the points name them."""
+    """The chart of a figure. Panels stand in the order in which the points name them, and so do series that the figure
+    does not put in another."""
     points = [point for point in figure.points if _can_be_drawn(figure, point)]
     panels = _distinct(_panel_title(figure, point) for point in points)
     num_rows = max(1, math.ceil(len(panels) / _PANELS_PER_ROW))
@@ -95,7 +96,8 @@ def _layers(figure: Figure, points: Sequence[Point]) -> "alt.LayerChart":
     y_scale, y_axis = _scale(figure.y, y_values), _y_axis(figure.y, y_values)
     y = alt.Y("y:Q", scale=y_scale, axis=y_axis)
     low = alt.Y("low:Q", scale=y_scale, axis=y_axis)
-    names = _distinct(point.series for point in points)
+    drawn = _distinct(point.series for point in points)
+    names = _distinct([name for name in figure.series if name in drawn] + drawn)
     colour, shape = _colour(figure, names), _shape(figure, names)
     rows = [_row(figure, point) for point in points]
     base = alt.Chart(alt.InlineData(values=rows), width=_PANEL_WIDTH, height=_PANEL_HEIGHT)

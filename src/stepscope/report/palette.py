@@ -1,7 +1,7 @@
 """What all pictures share: colours that colour-blind readers tell apart, greys that stay behind the data, one font."""
 
-# Okabe and Ito (2008), strongest contrast on white first; their yellow is left out, as it vanishes on white.
-LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito (2008), strongest contrast on white first; their yellow vanishes on white, and grey stands in for it.
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
 # For areas that lie on one another: neighbours differ in lightness too, and grey stands in for black, on which nothing
 # could be written.
 AREAS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")

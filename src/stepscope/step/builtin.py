@@ -1,11 +1,12 @@
 """The built-in Transformer as a workload asks for it: its shape, and the operations that go into it."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from stepscope.kernels import flash_attention
 from stepscope.nn import REFERENCE, Operations, TransformerLM
 from stepscope.spec import ModelShape, Workload
 from stepscope.step.own import Parts
@@ -38,19 +39,9 @@ def build_builtin(workload: Workload, shape: ModelShape) -> Parts:
 def choose_operations(workload: Workload) -> Operations:
     """The one table through which kernels come into the model."""
     match workload.attention:
-        case "sdpa":
-            return replace(REFERENCE, attention=sdpa_attention)
         case "naive" | None:
             return REFERENCE
-
-
-def sdpa_attention(
-    q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *, causal: bool, scale: float | None = None
-) -> Tensor:
-    """PyTorch's own attention. It takes its mask from the top left, so lengths that differ are not for it."""
-    if causal and q_BHLD.shape[-2] != k_BGLD.shape[-2]:
-        raise ValueError(
-            f"sdpa aligns a causal mask at the start: lengths {q_BHLD.shape[-2]} and {k_BGLD.shape[-2]} differ"
-        )
-    grouped = q_BHLD.shape[-3] != k_BGLD.shape[-3]
-    return scaled_dot_product_attention(q_BHLD, k_BGLD, v_BGLD, is_causal=causal, scale=scale, enable_gqa=grouped)
+        case "flash":
+            return replace(REFERENCE, attention=flash_attention)
+        case backend:
+            return replace(REFERENCE, attention=partial(flash_attention, backend=backend))

@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from stepscope.errors import StepscopeError, nearest
-from stepscope.spec import HuggingFace, Workload
+from stepscope.spec import Attention, HuggingFace, Workload
 from stepscope.step.own import Parts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-# What our names are called there. `eager` is their attention written out, as `naive` is ours.
-ATTENTION = {"naive": "eager", "sdpa": "sdpa"}
 
 
 def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
@@ -31,7 +28,7 @@ def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
 
     options: dict[str, Any] = {"dtype": torch.float32}
     if workload.attention is not None:
-        options["attn_implementation"] = ATTENTION[workload.attention]
+        options["attn_implementation"] = _attention_name(workload.attention)
     try:
         model = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
     except ValueError as error:
@@ -47,6 +44,15 @@ def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
         call=lambda run: run(input_ids=tokens_BL, use_cache=False, **labels),
         loss=_loss_of,
     )
+
+
+def _attention_name(attention: Attention) -> str:
+    """What our names are called there. `eager` is their attention written out, as `naive` is ours."""
+    if attention in ("naive", "sdpa"):
+        return "eager" if attention == "naive" else attention
+    from stepscope.kernels.attention.transformers import register
+
+    return register("auto" if attention == "flash" else attention)
 
 
 def check_config(workload: Workload, spec: HuggingFace) -> str:

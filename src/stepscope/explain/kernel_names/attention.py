@@ -86,6 +86,12 @@ _OTHERS: tuple[tuple[re.Pattern[str], str, str, Direction | None], ...] = (
         "latent attention",
         "forward",
     ),
+    (re.compile(r"\battention_hopper_prepare\b"), "stepscope", "row sums for the attention backward", "backward"),
+    (re.compile(r"\battention_hopper_finish\b"), "stepscope", "convert the attention's dQ", "backward"),
+    (re.compile(r"\battention_(?:hopper_)?forward\b"), "stepscope", "attention forward", "forward"),
+    (re.compile(r"\battention_backward_queries\b"), "stepscope", "attention backward, dQ", "backward"),
+    (re.compile(r"\battention_backward_keys\b"), "stepscope", "attention backward, dK and dV", "backward"),
+    (re.compile(r"\battention_hopper_backward\b"), "stepscope", "attention backward", "backward"),
     (re.compile(r"\b_?attn_fwd\w*|\b_?attention_fwd\w*|\b_?fwd_attn\w*"), "Triton", "attention forward", "forward"),
     (
         re.compile(

@@ -66,9 +66,10 @@ saving: The time of these kernels less that of a fused one, from its FLOPs at th
     right to a tenth for cuDNN's at lengths of 512 and 1024. Replayed; the host needs four launches a call. 48 ms were
     estimated where 39 of 146 came (53 by the fastest): afterwards the host was the limit, whose pace a step
     that the GPU limits does not show. Expect a quarter either way then.
-built-in: --attention sdpa
+built-in: --attention flash
 own:
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # or without a mask
+    out = stepscope.kernels.flash_attention(q, k, v, causal=True)  # docs/kernels.md
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # PyTorch's own
     model = AutoModel.from_config(config, attn_implementation="sdpa")  # in transformers
 
 SS005 products in fp32 without tensor cores

@@ -1,0 +1,274 @@
+"""Our attention against PyTorch's own, forward and backward, on one GPU in one run.
+
+Each output is checked against float64 first (gradients are, in tests/gpu). Then the implementations take turns over
+several rounds, so that clocks and heat fall on all alike; a figure is the median of its rounds, each of them a median
+of `triton.testing.do_bench`, which empties L2 before every call. TFLOP/s count a causal mask as half, and backward as
+two and a half times forward.
+
+    python bench/attention_speed.py --out bench/results/attention_h200.jsonl
+    python bench/attention_speed.py --from bench/results/attention_h200.jsonl
+
+The ratios that the kernels are held to are in `TARGETS`; the exit code is 1 where one is missed.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROUNDS = 5
+WARMUP_MS, MEASURED_MS = 10, 30
+CHECKED_ROWS = 128
+DIRECTIONS = ("forward", "backward")
+SHAPES = ((8, 16, 2048), (4, 16, 4096), (2, 16, 8192), (1, 16, 16384))  # batch, heads, length
+FP32_SHAPES = ((8, 1, 1024), (8, 1, 4096), (8, 1, 16384))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One problem, and who runs it: backends of `flash_attention`, with `+deterministic` and `+tf32` for settings."""
+
+    dtype: str
+    causal: bool
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    implementations: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.batch},{self.heads},{self.length},{self.head_dim}"
+        return f"{self.dtype} {'causal' if self.causal else 'full'} {shape}"
+
+    def tflop(self, direction: str) -> float:
+        forward = 4 * self.batch * self.heads * self.length**2 * self.head_dim / (2 if self.causal else 1)
+        return forward * (1 if direction == "forward" else 2.5) / 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """At least `ratio` times as fast as the peer."""
+
+    ours: str
+    peer: str
+    ratio: float
+    applies: Callable[[dict[str, Any]], bool]
+
+
+def _is_long_128(row: dict[str, Any]) -> bool:
+    return bool(row["head_dim"] == 128 and row["length"] >= 8192)
+
+
+TARGETS = (
+    Target(
+        ours="hopper",
+        peer="sdpa-cudnn",
+        ratio=1.0,
+        applies=lambda row: row["direction"] == "forward" and row["dtype"] == "bf16" and _is_long_128(row),
+    ),
+    Target(
+        ours="hopper",
+        peer="sdpa-cudnn",
+        ratio=0.95,
+        applies=lambda row: row["direction"] == "forward" and row["dtype"] == "bf16" and not _is_long_128(row),
+    ),
+    Target(
+        ours="hopper",
+        peer="sdpa-cudnn",
+        ratio=0.9,
+        applies=lambda row: row["direction"] == "backward" and row["dtype"] == "bf16",
+    ),
+    Target(ours="hopper", peer="sdpa-flash", ratio=1.3, applies=lambda row: row["dtype"] == "bf16"),
+    Target(ours="triton", peer="sdpa-efficient", ratio=1.5, applies=lambda row: row["dtype"] == "fp32"),
+)
+
+
+def cases() -> Iterator[Case]:
+    half = ("hopper", "hopper+deterministic", "triton", "sdpa-cudnn", "sdpa-flash")
+    for head_dim, causal, (batch, heads, length) in itertools.product((128, 64), (True, False), SHAPES):
+        yield Case(
+            dtype="bf16",
+            causal=causal,
+            batch=batch,
+            heads=heads,
+            length=length,
+            head_dim=head_dim,
+            implementations=half,
+        )
+    full = ("triton", "triton+tf32", "sdpa-efficient")
+    for head_dim, (batch, heads, length) in itertools.product((64, 128), FP32_SHAPES):
+        yield Case(
+            dtype="fp32", causal=True, batch=batch, heads=heads, length=length, head_dim=head_dim, implementations=full
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Our attention against PyTorch's own.")
+    parser.add_argument("--out", type=Path, help="append a JSON line for each case and direction")
+    parser.add_argument("--from", dest="source", type=Path, help="print the table of such a file; measures nothing")
+    parser.add_argument("--only", default="", help="cases whose name has this in it, such as `bf16 causal`")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments = parser.parse_args()
+    rows = read(arguments.source) if arguments.source else measure(arguments.only, arguments.rounds, arguments.out)
+    return print_table(list(rows))
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    return map(json.loads, path.read_text().splitlines())
+
+
+def measure(only: str, rounds: int, out: Path | None) -> Iterator[dict[str, Any]]:
+    """A row for each case and direction, written as soon as it is there."""
+    import msgspec
+    import torch
+
+    from stepscope.measure.environment import describe
+
+    common = {
+        "benchmark": "attention_speed",
+        "command": shlex.join(["python", *sys.argv]),
+        "environment": msgspec.to_builtins(describe(torch.device("cuda"), {"fp32", "bf16"})),
+    }
+    for case in cases():
+        if only not in case.name:
+            continue
+        for row in measure_case(case, rounds):
+            print(f"{case.name} {row['direction']}: {describe_row(row)}", flush=True)
+            if out is not None:
+                with out.open("a") as lines:
+                    lines.write(json.dumps(common | row) + "\n")
+            yield row
+
+
+def measure_case(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
+    import torch
+
+    torch.manual_seed(0)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
+    shape = (case.batch, case.heads, case.length, case.head_dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    do = torch.randn(shape, device="cuda", dtype=dtype)
+    errors = {name: check(name, case, q, k, v) for name in case.implementations}
+    shared = {name: getattr(case, name) for name in ("dtype", "causal", "batch", "heads", "length", "head_dim")}
+    for direction in DIRECTIONS:
+        calls = {name: prepare(name, case, direction, q, k, v, do) for name in case.implementations}
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                times[name].append(time_ms(name, call))
+        yield shared | {
+            "direction": direction,
+            "ms": times,
+            "tflops": {name: case.tflop(direction) / statistics.median(ms) * 1e3 for name, ms in times.items()},
+            "errors": errors,
+        }
+
+
+def run(name: str, case: Case, q: Any, k: Any, v: Any) -> Any:
+    """Ours by our own function; the peer by its own, with nothing of ours around it."""
+    import torch
+
+    from stepscope.kernels import flash_attention
+
+    backend, _, setting = name.partition("+")
+    if backend.startswith("sdpa-"):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+    return flash_attention(q, k, v, causal=case.causal, backend=backend, deterministic=setting == "deterministic")
+
+
+@contextlib.contextmanager
+def settings(name: str) -> Iterator[None]:
+    """What has to hold while an implementation runs, set outside what is timed."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+        "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    torch.set_float32_matmul_precision("high" if name.endswith("+tf32") else "highest")
+    with sdpa_kernel(backends[name]) if name in backends else contextlib.nullcontext():
+        yield
+
+
+def prepare(name: str, case: Case, direction: str, q: Any, k: Any, v: Any, do: Any) -> Callable[[], object]:
+    """The call to time. Backward runs over a graph that is kept, as nobody measures it otherwise."""
+    import torch
+
+    if direction == "forward":
+        detached = [x.detach() for x in (q, k, v)]
+        return lambda: run(name, case, *detached)
+    with settings(name):
+        output = run(name, case, q, k, v)
+    return lambda: torch.autograd.grad(output, (q, k, v), do, retain_graph=True)
+
+
+def check(name: str, case: Case, q: Any, k: Any, v: Any) -> float:
+    """The relative error of the last rows of the last head, which see the most, against float64."""
+    import torch
+
+    rows = slice(case.length - CHECKED_ROWS, case.length)
+    with torch.no_grad(), settings(name):
+        ours = run(name, case, q, k, v)[-1, -1, rows].double()
+        scores = q[-1, -1, rows].double() @ k[-1, -1].double().T / math.sqrt(case.head_dim)
+        if case.causal:
+            unseen = torch.ones_like(scores, dtype=torch.bool).triu(1 + case.length - CHECKED_ROWS)
+            scores = scores.masked_fill(unseen, -math.inf)
+        truth = scores.softmax(-1) @ v[-1, -1].double()
+    error = ((ours - truth).norm() / truth.norm()).item()
+    limit = 1e-2 if case.dtype == "bf16" else 2e-3 if name.endswith("+tf32") else 1e-5
+    if not error <= limit:
+        raise SystemExit(f"{name} is wrong for {case.name}: off by {error:.2g}, limit {limit:g}")
+    return float(error)
+
+
+def time_ms(name: str, call: Callable[[], object]) -> float:
+    from triton.testing import do_bench
+
+    with settings(name):
+        return float(do_bench(call, warmup=WARMUP_MS, rep=MEASURED_MS, return_mode="median"))
+
+
+def ratio(row: dict[str, Any], ours: str, peer: str) -> float | None:
+    """How much faster, as the median over rounds of the ratio within a round."""
+    if ours not in row["ms"] or peer not in row["ms"]:
+        return None
+    return float(statistics.median(p / o for o, p in zip(row["ms"][ours], row["ms"][peer], strict=True)))
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {tflops:.0f}" for name, tflops in row["tflops"].items())
+
+
+def print_table(rows: list[dict[str, Any]]) -> int:
+    missed = 0
+    print("\n| direction | dtype | mask | B,H,L,D | TFLOP/s | ratio, wanted |\n| --- | --- | --- | --- | --- | --- |")
+    for row in sorted(rows, key=lambda row: row["direction"], reverse=True):
+        verdicts = []
+        for target in TARGETS:
+            value = ratio(row, target.ours, target.peer) if target.applies(row) else None
+            if value is None:
+                continue
+            missed += value < target.ratio
+            mark = "" if value >= target.ratio else " **missed**"
+            verdicts.append(f"{target.ours} / {target.peer} {value:.2f}, {target.ratio:g}{mark}")
+        shape = f"{row['batch']},{row['heads']},{row['length']},{row['head_dim']}"
+        mask = "causal" if row["causal"] else "full"
+        line = (row["direction"], row["dtype"], mask, shape, describe_row(row), "; ".join(verdicts))
+        print("| " + " | ".join(line) + " |")
+    print(f"\n{missed} of the wanted ratios missed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

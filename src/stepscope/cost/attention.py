@@ -1,0 +1,164 @@
+"""Attention alone: the operations of forward and backward, and the memory each way of computing it takes on top of its
+inputs, q, k, v and the gradient of the output.
+
+Two moments are counted: between forward and backward, when what autograd keeps is there, and the highest one. The
+output counts at both, as in a model, where the next layer holds it.
+
+| symbol | | symbol | |
+| --- | --- | --- | --- |
+| B | batch | L | length |
+| H | heads | D | width of a head |
+| | | P | length rounded up to whole tiles of rows |
+
+What is exact: for `naive`, both moments, on any device, as the reference is written out in PyTorch's operators and each
+of them takes what its result takes. For `tiled`, `triton` and `hopper`, what they keep, the output and a number a
+query; and the peaks of `triton` and `hopper`, whose launchers take what is listed here and whose kernels take nothing.
+CUDA's allocator adds its rounding, 512 bytes a tensor and up to 1 MiB a large one.
+
+What is a lower bound: everything else. The tiles of `tiled` come on top. PyTorch's kernels behind `sdpa` keep at least
+what ours do, and their backwards take workspaces that depend on their versions. A compiler may keep the softmax's
+result or its input, but one of them: products are not computed again.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from stepscope.cost.activations import Term, join_formulas, multiply_out, total_bytes
+from stepscope.cost.operators import attention_flops
+from stepscope.cost.products import BACKWARD_PRODUCTS
+from stepscope.recording.attention import AttentionCase
+
+Bound = Literal["exact", "at least"]
+EXACT_BEFORE_BACKWARD = ("naive", "tiled", "triton", "hopper")
+EXACT_PEAK = ("naive", "triton", "hopper")
+_TILE_ROWS = 128
+# Those that keep all weights, L² of them a head.
+_QUADRATIC = ("compiled", "sdpa-math")
+ATTENTION_CONVENTION = (
+    "2 operations a multiply-add, matrix products only, causal as half; backward is five products where forward is two"
+)
+
+
+class AttentionFlops(msgspec.Struct, frozen=True, kw_only=True):
+    forward: int
+    backward: int
+
+    @property
+    def both(self) -> int:
+        return self.forward + self.backward
+
+
+class AttentionNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """The tensors at both moments, with whether there can be more."""
+
+    before_backward: tuple[Term, ...]
+    before_backward_bound: Bound
+    peak: tuple[Term, ...]
+    peak_bound: Bound
+
+    @property
+    def before_backward_bytes(self) -> int:
+        return total_bytes(self.before_backward)
+
+    @property
+    def peak_bytes(self) -> int:
+        return total_bytes(self.peak)
+
+    @property
+    def before_backward_formula(self) -> str:
+        return join_formulas(self.before_backward)
+
+    @property
+    def peak_formula(self) -> str:
+        return join_formulas(self.peak)
+
+
+def flops_of_attention(case: AttentionCase) -> AttentionFlops:
+    forward = attention_flops(
+        batch=case.batch,
+        heads=case.heads,
+        queries=case.length,
+        keys=case.length,
+        head_dim=case.head_dim,
+        causal=case.causal,
+    )
+    return AttentionFlops(forward=forward, backward=int(forward * BACKWARD_PRODUCTS))
+
+
+def need_of_attention(case: AttentionCase) -> AttentionNeed:
+    """What the case's implementation takes on top of its inputs."""
+    count = _Counter(case)
+    if case.implementation == "naive":
+        kept, peak = _written_out(count)
+    elif case.implementation in _QUADRATIC:
+        kept, peak = _keeping_weights(count)
+    else:
+        kept, peak = _recomputing(count, case)
+    return AttentionNeed(
+        before_backward=tuple(kept),
+        before_backward_bound="exact" if case.implementation in EXACT_BEFORE_BACKWARD else "at least",
+        peak=tuple(peak),
+        peak_bound="exact" if case.implementation in EXACT_PEAK else "at least",
+    )
+
+
+class _Counter:
+    """Makes terms. `w` in a formula is the width of an element of q."""
+
+    def __init__(self, case: AttentionCase) -> None:
+        padded = -(-case.length // _TILE_ROWS) * _TILE_ROWS
+        self._symbols = {"B": case.batch, "H": case.heads, "L": case.length, "D": case.head_dim, "P": padded}
+        self._width = case.element_bytes
+        self.causal = case.causal
+
+    def term(self, tensor: str, formula: str, why: str, count: int = 1) -> Term:
+        text = formula.replace("·w", f"·{self._width}")
+        each = multiply_out(text, self._symbols)
+        return Term(part="attention", tensor=tensor, formula=text, each_bytes=each, count=count, why=why)
+
+    def output(self) -> Term:
+        return self.term("output", "B·H·L·D·w", "the result")
+
+
+def _written_out(count: _Counter) -> tuple[Sequence[Term], Sequence[Term]]:
+    """As `nn.functional.attention` does it, softmax in fp32. The peak is in the backward of the softmax's division: its
+    gradient and the exponentials, and on the way to the two gradients of the division four more of their size. The
+    weights are gone by then, and the gradient of v is there."""
+    shared = [
+        count.output(),
+        count.term("scaled queries", "B·H·L·D·w", "product"),
+        *([count.term("causal mask", "L·L", "where no gradient goes")] if count.causal else []),
+        count.term("scale", "8", "a number is kept as a tensor of its own"),
+        count.term("sums of the exponentials", "B·H·L·4", "division"),
+    ]
+    exponentials = count.term("exponentials", "B·H·L·L·4", "exp keeps its result, and the division reads the same")
+    kept = [*shared, exponentials, count.term("attention weights", "B·H·L·L·w", "product")]
+    peak = [
+        *shared,
+        exponentials,
+        count.term("gradients in the division's backward", "B·H·L·L·4", "the softmax is computed in fp32", 5),
+        count.term("gradient of v", "B·H·L·D·w", "the product's backward came first"),
+    ]
+    return kept, peak
+
+
+def _keeping_weights(count: _Counter) -> tuple[Sequence[Term], Sequence[Term]]:
+    weights = count.term("attention weights", "B·H·L·L·w", "product")
+    gradient = count.term("gradient of the weights", "B·H·L·L·w", "a product's result")
+    return [count.output(), weights], [count.output(), weights, gradient]
+
+
+def _recomputing(count: _Counter, case: AttentionCase) -> tuple[Sequence[Term], Sequence[Term]]:
+    """Flash attention: weights are made again from the log-sum-exp, tile by tile."""
+    kept = [count.output(), count.term("log-sum-exp", "B·H·L·4", "scores and these give the weights again")]
+    peak = [*kept, count.term("gradients of q, k and v", "B·H·L·D·w", "the result of backward", 3)]
+    match case.implementation:
+        case "tiled":
+            peak.append(count.term("delta", "B·H·L·4", "the softmax's gradient subtracts it"))
+        case "triton" | "hopper":
+            peak.append(count.term("log-sum-exp and delta", "B·H·P·4", "in the order in which tiles are read", 2))
+    if case.implementation == "hopper":
+        peak.append(count.term("gradient of q in fp32", "B·H·L·D·4", "programs add to it from all sides"))
+    return kept, peak

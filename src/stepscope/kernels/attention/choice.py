@@ -1,0 +1,232 @@
+"""Which backend runs: what each of them can do, what `auto` takes, and a record of what it took.
+
+Every backend has one function here that says why it cannot take a problem, or None when it can. Asked for by name a
+backend runs or raises with that reason; `auto` goes through the order of preference for the device and takes the first
+that does not refuse, and what it took is in `chosen_backends`. Reasons name no lengths, so that this record stays short
+when every call has another. There is one other way from one backend to another, which the caller asks for: a
+deterministic backward pass is never Hopper's.
+"""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from stepscope.errors import nearest
+from stepscope.kernels.attention.plain import PLAIN, SDPA
+from stepscope.kernels.attention.problem import Problem
+
+KERNELS = ("hopper", "triton")  # on a GPU
+FLASH = (*KERNELS, "tiled")
+BACKENDS = ("auto", *FLASH, *PLAIN)
+
+# Hopper's tiles are 64 or 128 wide and a head is padded to that in shared memory, which costs matrix work but no memory
+# traffic. Sizes at which that still beats `triton`; at the others it refuses.
+HOPPER_HEAD_DIMS = frozenset({48, 56, 64, 80, 96, 112, 128})
+_TMA_ALIGNMENT = 16  # bytes, of the first element and of every stride but the last
+
+_chosen: Counter[tuple[str, str]] = Counter()
+
+
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        close = nearest(str(backend), BACKENDS)
+        guess = f"did you mean `{close}`?" if close else f"expected one of {', '.join(BACKENDS)}"
+        raise ValueError(f"unknown `backend` `{backend}`: {guess}")
+
+
+def require(backend: str, problem: Problem, *, deterministic: bool = False) -> None:
+    """Raises where the backend cannot take the problem."""
+    reason = refusal(backend, problem, deterministic=deterministic)
+    if reason is not None:
+        raise ValueError(f"`backend` `{backend}` cannot run this: {reason}")
+
+
+def refusal(backend: str, problem: Problem, *, deterministic: bool = False) -> str | None:
+    """Why this backend cannot take this problem, or not with gradients that repeat; None when it can."""
+    reason = _REFUSALS[backend](problem)
+    return _varies(backend, problem) if reason is None and deterministic else reason
+
+
+def choose(problem: Problem, *, deterministic: bool = False, among: tuple[str, ...] = BACKENDS[1:]) -> str:
+    """What `auto` runs, recorded with what spoke against the backends that it would rather have taken."""
+    reasons: list[str] = []
+    for backend in preferences(problem.q_BHLD.device):
+        if backend not in among:
+            continue
+        reason = refusal(backend, problem, deterministic=deterministic)
+        if reason is None:
+            _chosen[backend, "; ".join(reasons)] += 1
+            return backend
+        reasons.append(f"{backend}: {reason}")
+    raise ValueError(f"no `backend` can run this: {'; '.join(reasons)}")
+
+
+def preferences(device: torch.device) -> tuple[str, ...]:
+    """The best first. On a CPU, PyTorch's own kernel is far faster than tiles in Python."""
+    return ("hopper", "triton", "sdpa", "tiled") if device.type == "cuda" else ("sdpa", "tiled", "triton")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether one of our GPU kernels takes every problem of this dtype on this device."""
+    return device.type == "cuda" and _triton_lacks(device, dtype) is None
+
+
+def chosen_backends() -> Mapping[tuple[str, str], int]:
+    """How often `auto` took which backend in this process, by (backend, why not the ones before it). Forward and
+    backward choose for themselves; what was asked for by name is not counted. In a compiled model the choices between
+    our own kernels count as they run, and SDPA, which is part of the compiled code, does not count."""
+    return MappingProxyType(_chosen)
+
+
+def is_interpreting() -> bool:
+    """Whether Triton interprets its kernels, which is how they run on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def is_tma_able(x: Tensor) -> bool:
+    """Whether the copy engine of Hopper can read a 16-bit tensor: rows dense, everything else on 16 bytes. A dimension
+    of one is never stepped over, so its stride does not matter."""
+    sizes, strides = x.shape, x.stride()
+    if (strides[-1] != 1 and sizes[-1] != 1) or x.data_ptr() % _TMA_ALIGNMENT:
+        return False
+    elements = _TMA_ALIGNMENT // x.element_size()
+    outer = zip(sizes[:-1], strides[:-1], strict=True)
+    return not any(size != 1 and (stride <= 0 or stride % elements) for size, stride in outer)
+
+
+# --- What each backend refuses ---
+
+
+def _varies(backend: str, problem: Problem) -> str | None:
+    """Why this backend's gradients may differ from run to run; None when they repeat to the bit."""
+    if backend == "hopper":
+        return "its backward pass is not deterministic"
+    atomic = backend in ("sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn") and problem.q_BHLD.is_cuda
+    if atomic and not torch.are_deterministic_algorithms_enabled():
+        return "its backward pass is deterministic only under `torch.use_deterministic_algorithms`"
+    return None
+
+
+def _refuses_nothing(_: Problem) -> str | None:
+    return None
+
+
+def _refuses_triton(problem: Problem) -> str | None:
+    return _triton_lacks(problem.q_BHLD.device, problem.q_BHLD.dtype)
+
+
+def _triton_lacks(device: torch.device, dtype: torch.dtype) -> str | None:
+    if triton_version() is None:
+        return "triton is not installed"
+    if dtype == torch.float64:
+        return "it has no float64"
+    if device.type != "cuda":
+        interpreted = device.type == "cpu" and is_interpreting()
+        return None if interpreted else f"the tensors are on {device.type}, and it needs a CUDA GPU"
+    if _capability(device) < (8, 0):
+        return f"the GPU is {_architecture(device)}, and it needs sm_80 or later"
+    return None
+
+
+def _refuses_hopper(problem: Problem) -> str | None:
+    q_BHLD = problem.q_BHLD
+    if q_BHLD.device.type != "cuda":
+        return f"the tensors are on {q_BHLD.device.type}, and it needs an sm_90 GPU"
+    if torch.version.hip is not None or _capability(q_BHLD.device)[0] != 9:
+        return f"the GPU is {_architecture(q_BHLD.device)}, and it needs sm_90"
+    found = triton_version()
+    if found is None or found < (3, 6):
+        return "it needs triton 3.6 or later"
+    if q_BHLD.dtype not in (torch.float16, torch.bfloat16):
+        return f"the dtype is {q_BHLD.dtype}, and it takes float16 and bfloat16"
+    if problem.head_dim not in HOPPER_HEAD_DIMS:
+        return f"the head dim is {problem.head_dim}, and it takes {', '.join(map(str, sorted(HOPPER_HEAD_DIMS)))}"
+    for name, x in (("q", q_BHLD), ("k", problem.k_BGKD), ("v", problem.v_BGKD)):
+        if not is_tma_able(x):
+            return f"`{name}` has strides or an address that the copy engine cannot read: not on 16 bytes"
+    return None
+
+
+def _refuses_plain(problem: Problem) -> str | None:
+    if problem.num_keys == 0:
+        return "there are no keys, and a softmax over none is not a number"
+    return None
+
+
+def _refuses_sdpa(problem: Problem) -> str | None:
+    if problem.hides_keys and problem.num_queries != problem.num_keys:
+        return "it aligns a causal mask at the start, and the lengths of queries and keys differ"
+    return _refuses_plain(problem)
+
+
+def _refuses_sdpa_kernel(backend: str) -> Callable[[Problem], str | None]:
+    def refuse(problem: Problem) -> str | None:
+        reason = _refuses_sdpa(problem)
+        if reason is not None or backend == "sdpa-math":
+            return reason
+        device = problem.q_BHLD.device.type
+        if device == "cuda":
+            return _ask_sdpa(backend, problem)
+        return None if (device, backend) == ("cpu", "sdpa-flash") else f"PyTorch has no such kernel for {device}"
+
+    return refuse
+
+
+def _ask_sdpa(backend: str, problem: Problem) -> str | None:
+    """PyTorch's own answer. It tells its reasons as warnings, and only when asked to: so it is asked twice."""
+    asks = {
+        "sdpa-flash": torch.backends.cuda.can_use_flash_attention,
+        "sdpa-efficient": torch.backends.cuda.can_use_efficient_attention,
+        "sdpa-cudnn": torch.backends.cuda.can_use_cudnn_attention,
+    }
+    if torch.compiler.is_compiling():
+        return None  # this cannot be traced; where PyTorch refuses, it raises by itself
+    q_BHLD, k_BGKD, v_BGKD, causal = problem
+    params = torch.backends.cuda.SDPAParams(q_BHLD, k_BGKD, v_BGKD, None, 0.0, causal, problem.is_grouped)
+    if asks[backend](params):
+        return None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        asks[backend](params, debug=True)
+    return "; ".join(str(warning.message).split(" (Triggered")[0] for warning in told) or "PyTorch refuses it"
+
+
+_REFUSALS: dict[str, Callable[[Problem], str | None]] = {
+    "tiled": _refuses_nothing,
+    "triton": _refuses_triton,
+    "hopper": _refuses_hopper,
+    "naive": _refuses_plain,
+    "compiled": _refuses_plain,
+    "sdpa": _refuses_sdpa,
+    **{backend: _refuses_sdpa_kernel(backend) for backend in SDPA},
+}
+
+
+# --- What the machine is ---
+
+
+@cache
+def triton_version() -> tuple[int, int] | None:
+    try:
+        major, minor = version("triton").split(".")[:2]
+    except PackageNotFoundError:
+        return None
+    return int(major), int(minor)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _architecture(device: torch.device) -> str:
+    major, minor = _capability(device)
+    return f"sm_{major}{minor}"

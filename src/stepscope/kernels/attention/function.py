@@ -1,0 +1,172 @@
+"""`flash_attention`, and the autograd functions behind it.
+
+A compiler takes the operators (`operators.py`) as they are. Eager code goes through the autograd functions, which call
+them below autograd's own layer, because what PyTorch generates around an operator is slow: on one core a call that does
+nothing costs 28 µs with a graph this way, 65 µs through a differentiable operator, and 77 µs through `custom_op`.
+
+Kept for backward: q, k, v, the output, and one number a query.
+"""
+
+# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from stepscope.kernels.attention import choice, plain
+from stepscope.kernels.attention.operators import backward_operator, forward_operator
+from stepscope.kernels.attention.problem import as_4d, check, choose_scale, prepare, wants_tf32
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: str = "auto",
+    deterministic: bool | None = None,
+) -> Tensor:
+    """softmax(q kᵀ · scale) v for (..., L, D), without the scores ever being in memory.
+
+    With two or three dimensions there are no heads; with four or more the dimension before L counts the heads, of which
+    k and v may have fewer (grouped and multi-query attention). Query and key lengths may differ: a causal mask is
+    aligned at the end, so the last query sees every key. A query that sees none gives zero, and zero gradients.
+
+    `scale` is 1/sqrt(D) unless given. `backend` is one of `BACKENDS`; by name it runs or raises, and `auto` takes the
+    fastest that can (`chosen_backends` says which). `deterministic` asks for gradients that repeat to the bit, and
+    follows `torch.use_deterministic_algorithms` unless given. fp32 is computed as accurately as fp32 unless
+    `torch.set_float32_matmul_precision` allows tf32. `docs/kernels.md` has the details.
+    """
+    choice.check_backend(backend)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if backend in plain.PLAIN or (backend == "auto" and not _has_kernel(q)):
+        return _run_plain(q, k, v, causal, scale, backend, deterministic)
+    return _run_flash(q, k, v, causal, scale, backend, deterministic)
+
+
+def _run_flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str, deterministic: bool
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        problem = prepare(q, k, v, causal=causal)
+        o_BHLD, _ = forward_operator(*problem, *_settings(problem.q_BHLD, scale, backend, deterministic))
+        return cast(Tensor, o_BHLD.view(q.shape))
+    if backend == "tiled":
+        return _apply(FlashAttentionTiled, q, k, v, causal, scale)
+    return _apply(FlashAttention, q, k, v, causal, scale, backend, deterministic)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+
+
+def _has_kernel(q: Tensor) -> bool:
+    return isinstance(q, Tensor) and q.is_cuda and choice.has_kernel(q.device, q.dtype)
+
+
+def _run_plain(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str, deterministic: bool
+) -> Tensor:
+    """Where our kernels do not run `auto` comes here too: SDPA where it can, and tiles where it cannot."""
+    problem = prepare(q, k, v, causal=causal)
+    scale = choose_scale(scale, problem.head_dim)
+    if backend != "auto":
+        choice.require(backend, problem, deterministic=deterministic)
+    elif torch.compiler.is_compiling():
+        # The compiler traces this line; a count that changes from call to call would have it compile anew each time.
+        backend = "tiled" if choice.refusal("sdpa", problem, deterministic=deterministic) else "sdpa"
+    else:
+        backend = choice.choose(problem, deterministic=deterministic)
+    if backend not in plain.PLAIN:
+        return _run_flash(q, k, v, causal, scale, backend, deterministic)
+    return plain.run(backend, problem, scale).view(q.shape)
+
+
+class FlashAttention(torch.autograd.Function):
+    """Attention by our GPU kernels: `FlashAttention.apply(q, k, v, is_causal)`.
+
+    `output.grad_fn.saved_tensors` are q, k, v, the output, and the log-sum-exp of every query (natural logarithm, in
+    the shape `q.shape[:-1]`).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        scale: float | None = None,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+    ) -> Tensor:
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        return _forward(ctx, q, k, v, is_causal, scale, backend, deterministic)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, do), None, None, None, None
+
+
+class FlashAttentionTiled(torch.autograd.Function):
+    """The same in tiled PyTorch, on any device: `FlashAttentionTiled.apply(q, k, v, is_causal)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+    ) -> Tensor:
+        return _forward(ctx, q, k, v, is_causal, scale, "tiled", deterministic=True)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, do), None, None
+
+
+def _settings(q: Tensor, scale: float | None, backend: str, deterministic: bool) -> tuple[float, str, bool, bool]:
+    """What the operators take after `causal`."""
+    tf32 = q.dtype == torch.float32 and wants_tf32()
+    return choose_scale(scale, q.shape[-1]), backend, tf32, deterministic
+
+
+def _forward(
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    backend: str,
+    deterministic: bool,
+) -> Tensor:
+    q, k, v = check(q, k, v, causal=causal)
+    ctx.settings = (causal, *_settings(q, scale, backend, deterministic))
+    o, lse = _call(forward_operator, as_4d(q), as_4d(k), as_4d(v), *ctx.settings)
+    if q.dim() != 4:
+        # Not `view`: autograd forbids to change in place what it knows as a view made in here.
+        o, lse = torch.ops.aten._unsafe_view(o, q.shape), lse.view(q.shape[:-1])
+    ctx.save_for_backward(q, k, v, o, lse)
+    return cast(Tensor, o)
+
+
+def _backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
+    q, k, v, o, lse = ctx.saved_tensors
+    if q.dim() == 4:
+        return cast(tuple[Tensor, ...], _call(backward_operator, do, q, k, v, o, lse, *ctx.settings))
+    lse_BHL = as_4d(lse.unsqueeze(-1)).squeeze(-1)
+    dq, dk, dv = _call(backward_operator, *map(as_4d, (do, q, k, v, o)), lse_BHL, *ctx.settings)
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+def _call(operator: Callable[..., Any], *args: Any) -> Any:
+    """The operator below autograd. Not where a graph of it is wanted (`create_graph=True`), nor for a compiler, which
+    has layers of its own."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return operator(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)

@@ -1,0 +1,292 @@
+"""Flash attention backward for Hopper (sm_90a), in Gluon: the kernels alone, so that they compile without torch.
+
+A program owns 128 keys, 64 for each of its two consumer warpgroups, and walks over the query tiles that see them.
+Five products a tile: the scores and their gradient, transposed, so that both come out as register operands of dV and
+dK; those two; and dQ, which the copy engine adds to an fp32 buffer in memory (in no fixed order, so its last bits
+change from run to run). For dQ both warpgroups put their score gradients into shared memory and each computes one
+half of it from all 128 keys. That halves the traffic of the additions against one dQ a warpgroup: 432 TFLOP/s became
+510 (H200, 8192 keys, head size 128).
+
+The scores of the next tile are issued before dQ is waited for and written, so that the tensor cores have work
+meanwhile: 510 became 545. They are waited for before the loop turns: products in flight across its edge are
+serialised by ptxas (C7514). What bounds it then is shared memory: two of the five products read both operands from it
+at its full bandwidth.
+
+Rows past the end are masked by their statistics (a log-sum-exp of +inf gives weights of zero), keys past the end by
+the mask. FLOPs: 10 L K D a head, half of it under a causal mask.
+"""
+
+# z batch element; H query heads, h one of them; G key/value heads, g one of them; D head dim, padded.
+# A tile has ROWS queries.
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+KEYS = gl.constexpr(128)  # of a program
+OWN_KEYS = gl.constexpr(64)  # of a consumer warpgroup
+
+
+@builtin
+def _reduce_add(desc, coord, source, _semantic=None):
+    """Add a tile in shared memory to global memory: the copy engine can, and Gluon 3.6 has no name for it."""
+    handles = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, handles, source.handle)
+
+
+@gluon.jit
+def _range_of_tiles(key, num_queries, num_keys, ROWS: gl.constexpr, CAUSAL: gl.constexpr):
+    """The query tiles that see keys [key, key + KEYS): the first, the first that needs no mask, and the end."""
+    end = gl.cdiv(num_queries, ROWS)
+    first = 0
+    free = 0
+    if CAUSAL:
+        shift = num_keys - num_queries
+        first = gl.maximum(0, key - shift) // ROWS
+        free = gl.cdiv(gl.maximum(0, key + KEYS - 1 - shift), ROWS)
+    return first, gl.where(key + KEYS > num_keys, end, free), end
+
+
+@gluon.jit
+def _next_tile(h, tile, first, end):
+    """The tiles of a query head, then those of the next head of the group. Without a division, which is slow."""
+    tile += 1
+    wrapped = tile == end
+    return gl.where(wrapped, h + 1, h), gl.where(wrapped, first, tile)
+
+
+@gluon.jit
+def _mask(p, key, tile, num_queries, num_keys, ROWS: gl.constexpr, S: gl.constexpr, CAUSAL: gl.constexpr):
+    """Weights (keys, rows) with those of unseen keys zero. The last row sees all keys."""
+    keys = key + gl.arange(0, OWN_KEYS, gl.SliceLayout(1, S))
+    rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S))
+    if CAUSAL:
+        last_keys = gl.minimum(rows + (num_keys - num_queries), num_keys - 1)
+    else:
+        last_keys = gl.where(rows >= 0, num_keys - 1, 0)
+    return gl.where(keys[:, None] <= last_keys[None, :], p, 0.0)
+
+
+@gluon.jit
+def _consume(
+    buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, base2, scale,
+    CONSUMER: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full = barriers
+    z, g, key = place
+    H, G, num_queries, num_keys = sizes
+    D: gl.constexpr = k_buf.shape[-1]
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    T: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    s_rows: gl.constexpr = gl.SliceLayout(0, S)
+    dtype: gl.constexpr = k_buf.dtype
+    k_all = k_buf.reshape([KEYS, D])
+    k = k_all.slice(CONSUMER * OWN_KEYS, OWN_KEYS, dim=0)
+    v = v_bufs.index(CONSUMER).reshape([OWN_KEYS, D])
+    dq_buf = dq_bufs.index(CONSUMER)
+    dk = gl.zeros([OWN_KEYS, D], gl.float32, ACC)
+    dv = gl.zeros([OWN_KEYS, D], gl.float32, ACC)
+    zeros = gl.zeros([OWN_KEYS, ROWS], gl.float32, S)
+    first, free, end = _range_of_tiles(key, num_queries, num_keys, ROWS, CAUSAL)
+    steps = (H // G) * (end - first)
+    h = g * (H // G)
+    tile = first
+    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(q_full.index(0), 0)
+    s = warpgroup_mma(k, q_bufs.index(0).reshape([ROWS, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    for step in range(steps):
+        b = step % STAGES
+        q = q_bufs.index(b).reshape([ROWS, D])
+        do = do_bufs.index(b).reshape([ROWS, D])
+        mbarrier.wait(do_full.index(b), (step // STAGES) & 1)
+        # The sum starts at -delta, which the gradient of the scores subtracts anyway: one register a row less.
+        delta = delta_bufs.index(b).reshape([ROWS]).load(s_rows)
+        dp = warpgroup_mma(v, do.permute((1, 0)), zeros - delta[None, :], is_async=True)
+        lse = lse_bufs.index(b).reshape([ROWS]).load(s_rows)
+        p = gl.exp2(s * base2 - lse[None, :])
+        if MASK:
+            if tile < free:
+                p = _mask(p, key + CONSUMER * OWN_KEYS, tile, num_queries, num_keys, ROWS, S, CAUSAL)
+        p_operand = gl.convert_layout(p.to(dtype), operand)
+        dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = (p * dp).to(dtype)
+        # Two buffers: whoever is ahead writes the next one while the other warpgroup still reads this.
+        ds_all = ds_bufs.index(step & 1)
+        ds_all.slice(CONSUMER * OWN_KEYS, OWN_KEYS, dim=0).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(step & 1), count=1)
+        ds_operand = gl.convert_layout(ds, operand)
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
+        mbarrier.arrive(do_empty.index(b), count=1)
+
+        mbarrier.wait(ds_full.index(step & 1), (step // 2) & 1)
+        nothing = gl.zeros([64, 64], gl.float32, T)
+        if D == 128:  # a half of the columns for each warpgroup, and otherwise a half of the rows
+            half = k_all.slice(CONSUMER * 64, 64, dim=1)
+            dq = warpgroup_mma(ds_all.permute((1, 0)), half, nothing, use_acc=False, is_async=True)
+        else:
+            half = ds_all.slice(CONSUMER * 64, 64, dim=1)
+            dq = warpgroup_mma(half.permute((1, 0)), k_all, nothing, use_acc=False, is_async=True)
+        # The next scores; after the last tile, those of whatever is in the buffer, which nobody looks at.
+        after = step + 1
+        mbarrier.wait(q_full.index(after % STAGES), (after // STAGES) & 1, pred=after < steps)
+        next_q = q_bufs.index(after % STAGES).reshape([ROWS, D])
+        s = warpgroup_mma(k, next_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dk, dq, ds_operand = warpgroup_mma_wait(1, deps=[dk, dq, ds_operand])
+        mbarrier.arrive(q_empty.index(b), count=1)
+        tma.store_wait(0)
+        dq_buf.reshape([64, 64]).store(dq)
+        fence_async_shared()
+        if D == 128:
+            _reduce_add(dq_desc, [z, h, tile * ROWS, CONSUMER * 64], dq_buf)
+        else:
+            _reduce_add(dq_desc, [z, h, tile * ROWS + CONSUMER * 64, 0], dq_buf)
+        s = warpgroup_mma_wait(0, deps=[s])
+        h, tile = _next_tile(h, tile, first, end)
+    # Only this warpgroup has read its half of V, and only its copies have read its dQ: their room is free.
+    v.store(dv.to(dtype))
+    tma.store_wait(0)
+    dk_buf = dq_buf._reinterpret(dtype, [1, 1, OWN_KEYS, D], dk_desc.layout)
+    dk_buf.reshape([OWN_KEYS, D]).store((dk * scale).to(dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dv_desc, [z, g, key + CONSUMER * OWN_KEYS, 0], v_bufs.index(CONSUMER))
+    tma.async_copy_shared_to_global(dk_desc, [z, g, key + CONSUMER * OWN_KEYS, 0], dk_buf)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _produce(
+    buffers, barriers, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, place, sizes,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full = barriers
+    z, g, key = place
+    H, G, num_queries, num_keys = sizes
+    kv = kv_full.index(0)
+    mbarrier.expect(kv, k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [z, g, key, 0], kv, k_buf)
+    for c in gl.static_range(2):
+        tma.async_copy_global_to_shared(v_desc, [z, g, key + c * OWN_KEYS, 0], kv, v_bufs.index(c))
+    first, free, end = _range_of_tiles(key, num_queries, num_keys, ROWS, CAUSAL)
+    h = g * (H // G)
+    tile = first
+    for step in range((H // G) * (end - first)):
+        b = step % STAGES
+        phase = (step // STAGES) & 1
+        full = q_full.index(b)
+        mbarrier.wait(q_empty.index(b), phase ^ 1)
+        mbarrier.expect(full, q_desc.block_type.nbytes + ROWS * 4)
+        tma.async_copy_global_to_shared(q_desc, [z, h, tile * ROWS, 0], full, q_bufs.index(b))
+        tma.async_copy_global_to_shared(lse_desc, [z * H + h, tile * ROWS], full, lse_bufs.index(b))
+        full = do_full.index(b)
+        mbarrier.wait(do_empty.index(b), phase ^ 1)
+        mbarrier.expect(full, do_desc.block_type.nbytes + ROWS * 4)
+        tma.async_copy_global_to_shared(do_desc, [z, h, tile * ROWS, 0], full, do_bufs.index(b))
+        tma.async_copy_global_to_shared(delta_desc, [z * H + h, tile * ROWS], full, delta_bufs.index(b))
+        h, tile = _next_tile(h, tile, first, end)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit(do_not_specialize=["scale", "H", "G", "num_queries", "num_keys"])
+def attention_hopper_backward(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, H, G,
+    num_queries, num_keys,
+    ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """dk, dv, and the sums of dq without its scale. MASK: causal, or a ragged end of the keys."""
+    zg = gl.program_id(1)
+    place = (zg // G, zg % G, gl.program_id(0) * KEYS)
+    sizes = (H, G, num_queries, num_keys)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
+    buffers = (
+        gl.allocate_shared_memory(k_desc.dtype, [1, 1, KEYS, D], k_desc.layout),
+        gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, OWN_KEYS, D], v_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout),
+        gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout),
+        gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_desc.layout),
+    )
+    barriers = (
+        _barriers(1, 1),  # kv_full
+        _barriers(STAGES, 1),  # q_full, with the log-sum-exp
+        _barriers(STAGES, 2),  # q_empty
+        _barriers(STAGES, 1),  # do_full, with delta
+        _barriers(STAGES, 2),  # do_empty
+        _barriers(2, 2),  # ds_full
+    )
+    base2 = scale * LOG2_E
+    gl.warp_specialize([
+        (_consume, (buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, base2, scale,
+                    0, ROWS, STAGES, CAUSAL, MASK)),
+        (_consume, (buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, base2, scale,
+                    1, ROWS, STAGES, CAUSAL, MASK)),
+        (_produce, (buffers, barriers, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, place, sizes,
+                    ROWS, STAGES, CAUSAL)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["H", "num_queries", "padded"])
+def attention_hopper_prepare(
+    o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr, H, num_queries, padded, D,
+    o_z, o_h, o_l, do_z, do_h, do_l, do_d,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Each row's log-sum-exp in base 2 and delta, the sum of o * do, padded to whole tiles; and a dQ of zeros."""
+    bh = tl.program_id(1)
+    z, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    inside = rows < num_queries
+    keep = inside[:, None] & (columns < D)[None, :]
+    wide = rows.to(tl.int64)[:, None]
+    o = tl.load(o_ptr + z * o_z + h * o_h + wide * o_l + columns[None, :], mask=keep, other=0.0)
+    do = tl.load(do_ptr + z * do_z + h * do_h + wide * do_l + columns[None, :] * do_d, mask=keep, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    lse = tl.load(lse_ptr + bh.to(tl.int64) * num_queries + rows, mask=inside, other=float("inf"))
+    tl.store(lse2_ptr + bh.to(tl.int64) * padded + rows, lse * 1.4426950408889634)
+    tl.store(delta_ptr + bh.to(tl.int64) * padded + rows, delta)
+    dq = dq_ptr + (bh.to(tl.int64) * num_queries + wide) * D + columns[None, :]
+    tl.store(dq, tl.zeros([ROWS, BLOCK_D], tl.float32), mask=keep)
+
+
+@triton.jit(do_not_specialize=["scale", "H", "num_queries"])
+def attention_hopper_finish(
+    sum_ptr, dq_ptr, scale, H, num_queries, D, dq_z, dq_h, dq_l,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dQ from its sums in fp32, scaled, in the dtype and the memory order of q."""
+    bh = tl.program_id(1)
+    z, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    keep = (rows < num_queries) & (columns < D)
+    total = tl.load(sum_ptr + (bh.to(tl.int64) * num_queries + rows) * D + columns, mask=keep, other=0.0)
+    dq = dq_ptr + z * dq_z + h * dq_h + rows * dq_l + columns
+    tl.store(dq, (total * scale).to(dq_ptr.dtype.element_ty), mask=keep)

@@ -1,0 +1,58 @@
+"""Tensors as the bulk copy engine (TMA) sees them. Which it can see at all, `choice.is_tma_able` says."""
+
+# B batch, H heads, L length, D head dim.
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+NEVER_TAKEN = 16  # a stride that passes every check
+
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def describe(x_BHLD: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """x in tiles of rows × columns of one head. What lies outside reads as zero and is not written."""
+    # The step of a dimension of one element is never taken, but the driver checks it.
+    sizes, strides = list(x_BHLD.shape), list(x_BHLD.stride())
+    if 1 in sizes:
+        strides = [NEVER_TAKEN if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)]
+    strides[-1] = 1
+    return _describe(x_BHLD, sizes, strides, [1, 1, rows, columns], _tile_layout(rows, columns, x_BHLD.dtype))
+
+
+def describe_rows(x_NL: Tensor, length: int) -> TensorDescriptor:
+    """A matrix of numbers, one a row of a head, in pieces of a tile's length."""
+    return _describe(x_NL, list(x_NL.shape), list(x_NL.stride()), [1, length], ROWS_LAYOUT)
+
+
+def _describe(
+    x: Tensor, sizes: list[int], strides: list[int], block: list[int], layout: gl.NVMMASharedLayout
+) -> TensorDescriptor:
+    """A descriptor without its constructor, whose checks were made already (`choice.is_tma_able`) and take six times
+    as long as the rest. A backward pass has nine descriptors, and on short sequences the host is what one waits for."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = x, sizes, strides
+    descriptor.block_shape, descriptor.layout, descriptor.padding = block, layout, "zero"
+    return descriptor
+
+
+ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+@functools.cache
+def _tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _GLUON_TYPES[dtype])
+
+
+@functools.cache
+def count_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def padded_head(head_dim: int) -> int:
+    """The width of a tile for this head size; the engine fills the rest with zeros."""
+    return 64 if head_dim <= 64 else 128

@@ -1,0 +1,297 @@
+"""Flash attention forward for Hopper (sm_90a), in Gluon: the kernel alone, so that it compiles without torch.
+
+A program is one producer warp, which fetches tiles with the bulk copy engine, and two or three consumer warpgroups of
+64 query rows each, which take turns: while one computes its softmax, another has the tensor cores. Within a warpgroup
+the scores of the next tile are issued before the softmax of this one, so that the products of both tiles surround it.
+
+Programs are persistent. With one program an SM there is no other to cover its start and its end, which at 2048 keys
+are a tenth of its life; here the producer fetches the next query tile while the consumers still write the last one.
+Under a causal mask tile i is paired with tile n - 1 - i of the same head: all pairs are equally long, and a fixed
+assignment of pairs to programs is as balanced as a queue would be.
+
+Keys are visited from the last tile to the first: tiles that need a mask (the diagonal, the ragged end) come first,
+and the main loop has none. FLOPs: 4 L K D a head, half of it under a causal mask; bytes: q, k, v and o once, as K and
+V of the heads in flight stay in L2.
+
+Three warpgroups need less of L2 and are faster at a head size of 64 without a mask (3 % at 8192 keys); with one,
+their 192 rows waste more of the diagonal (30 % at 2048 keys), and at 128 their registers do not suffice.
+"""
+
+# z batch element; H query heads, h one of them; G key/value heads, g one of them; D head dim, padded.
+# Rows are queries. A tile is ROWS of them for each consumer, or KEYS keys.
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+thread_barrier = gl.thread_barrier if triton.__version__.startswith("3.6") else gl.barrier
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _locate(item, half, H, num_tiles, CAUSAL: gl.constexpr):
+    """The batch element, head and query tile of one half of an item: a pair of tiles under a causal mask, else one."""
+    per_head = (num_tiles + 1) // 2 if CAUSAL else num_tiles
+    head = item // per_head
+    tile = item % per_head
+    if CAUSAL:
+        tile = gl.where(half == 0, num_tiles - 1 - tile, tile)
+    return head // H, head % H, tile
+
+
+@gluon.jit
+def _count_halves(item, num_tiles, CAUSAL: gl.constexpr):
+    """How many tiles an item has: the middle one of an odd number is its own partner."""
+    if CAUSAL:
+        tile = item % ((num_tiles + 1) // 2)
+        return gl.where(num_tiles - 1 - tile == tile, 1, 2)
+    else:
+        return 1
+
+
+@gluon.jit
+def _count_key_tiles(row, num_queries, num_keys, ALL_ROWS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """Key tiles that rows [row, row + ALL_ROWS) see, at least one; and how many of these need a mask, at least one."""
+    if CAUSAL:
+        shift = num_keys - num_queries
+        end = gl.minimum(num_keys, row + ALL_ROWS + shift)
+        whole = gl.minimum(num_keys, gl.maximum(0, row + 1 + shift)) // KEYS
+    else:
+        end = num_keys
+        whole = num_keys // KEYS
+    total = gl.maximum(1, gl.cdiv(end, KEYS))
+    return total, total - gl.minimum(whole, total - 1)
+
+
+@gluon.jit
+def _last_keys(rows, num_queries, num_keys, CAUSAL: gl.constexpr):
+    """The last key that each row sees. A mask is aligned at the end: the last row sees all keys."""
+    if CAUSAL:
+        return gl.minimum(rows + (num_keys - num_queries), num_keys - 1)
+    else:
+        return gl.where(rows >= 0, num_keys - 1, 0)
+
+
+@gluon.jit
+def _softmax(s, maximum, total, scale, first_key, last_keys, MASK: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr):
+    """One step of the running softmax, in base 2: the weights, the new maximum and sum, what the old ones shrink by."""
+    if MASK:
+        keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, S))
+        # -inf rather than a large negative number: with that, a row that sees nothing would average V.
+        s = gl.where(keys[None, :] <= last_keys[:, None], s * scale, -float("inf"))
+        new_maximum = gl.maximum(maximum, gl.max(s, 1))
+        shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        p = gl.exp2(s - shift[:, None])
+        shrink = gl.exp2(maximum - shift)
+    else:
+        new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale)
+        p = gl.exp2(s * scale - new_maximum[:, None])
+        shrink = gl.exp2(maximum - new_maximum)
+    return p, new_maximum, total * shrink + gl.sum(p, 1), shrink
+
+
+@gluon.jit
+def _attend_tiles(
+    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, first, last, visited, turn,
+    last_keys, scale,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Tiles first, first - 1 … last: the scores of each, and the values of the one before it."""
+    D: gl.constexpr = k_bufs.shape[-1]
+    dtype: gl.constexpr = k_bufs.dtype
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, S)
+    for back in range(first - last + 1):
+        kb = visited % STAGES
+        vb = (visited - 1) % STAGES
+        mbarrier.wait(k_full.index(kb), (visited // STAGES) & 1)
+        # Turns: a consumer issues its products, then the next one does; each computes its softmax in the others' turns.
+        mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (1 if CONSUMER == 0 else 0))
+        s = warpgroup_mma(q, k_bufs.index(kb).reshape([KEYS, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(vb), ((visited - 1) // STAGES) & 1)
+        acc = warpgroup_mma(p, v_bufs.index(vb).reshape([KEYS, D]), acc, is_async=True)
+        mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
+        s = warpgroup_mma_wait(1, deps=[s])
+        new_p, maximum, total, shrink = _softmax(
+            s, maximum, total, scale, (first - back) * KEYS, last_keys, MASK, KEYS, S
+        )
+        if CONSUMERS == 2:
+            # ptxas moves the next wait up to the last barrier, past the exponentials that are to hide it, unless a
+            # store that depends on them stands before a barrier. Two consumers gain up to 7 % by it; three have no
+            # registers left for it, and hide their exponentials behind each other's products.
+            held.index(CONSUMER).store(total)
+            thread_barrier()
+        # The operand passes through the wait: its registers must not be reused while the product still reads them.
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        mbarrier.arrive(empty.index(kb), count=1)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
+        p = gl.convert_layout(new_p.to(dtype), gl.DotOperandLayout(0, ACC, 2))
+        visited += 1
+        turn += 1
+    return acc, p, maximum, total, visited, turn
+
+
+@gluon.jit
+def _consume(
+    buffers, barriers, o_desc, lse_ptr, sizes, scale,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    q_bufs, k_bufs, v_bufs, o_bufs, held = buffers
+    q_full, q_empty, k_full, v_full, empty, turns = barriers
+    H, G, num_queries, num_keys, num_tiles, num_items = sizes
+    D: gl.constexpr = k_bufs.shape[-1]
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    s_rows: gl.constexpr = gl.SliceLayout(1, S)
+    dtype: gl.constexpr = k_bufs.dtype
+    q = q_bufs.index(CONSUMER).reshape([ROWS, D])
+    o = o_bufs.index(CONSUMER)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, S)
+    tiles = 0
+    visited = 0
+    turn = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        for half in range(_count_halves(item, num_tiles, CAUSAL)):
+            z, h, tile = _locate(item, half, H, num_tiles, CAUSAL)
+            row = tile * (CONSUMERS * ROWS)
+            count, masked = _count_key_tiles(row, num_queries, num_keys, CONSUMERS * ROWS, KEYS, CAUSAL)
+            row += CONSUMER * ROWS
+            rows = row + gl.arange(0, ROWS, s_rows)
+            last_keys = _last_keys(rows, num_queries, num_keys, CAUSAL)
+            maximum = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
+            total = gl.full([ROWS], 0.0, gl.float32, s_rows)
+            acc = gl.zeros([ROWS, D], gl.float32, ACC)
+
+            mbarrier.wait(q_full.index(CONSUMER), tiles & 1)
+            kb = visited % STAGES
+            mbarrier.wait(k_full.index(kb), (visited // STAGES) & 1)
+            k = k_bufs.index(kb).reshape([KEYS, D])
+            s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(empty.index(kb), count=1)
+            p, maximum, total, _ = _softmax(
+                s, maximum, total, scale, (count - 1) * KEYS, last_keys, MASK, KEYS, S
+            )  # fmt: skip
+            p = gl.convert_layout(p.to(dtype), P)
+            visited += 1
+
+            if CAUSAL:
+                acc, p, maximum, total, visited, turn = _attend_tiles(
+                    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, count - 2,
+                    count - masked, visited, turn, last_keys, scale, CONSUMER, CONSUMERS, True, ROWS, KEYS, STAGES,
+                    S, ACC,
+                )  # fmt: skip
+            acc, p, maximum, total, visited, turn = _attend_tiles(
+                q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, count - masked - 1,
+                0, visited, turn, last_keys, scale, CONSUMER, CONSUMERS, False, ROWS, KEYS, STAGES, S, ACC,
+            )  # fmt: skip
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+
+            vb = (visited - 1) % STAGES
+            mbarrier.wait(v_full.index(vb), ((visited - 1) // STAGES) & 1)
+            acc = warpgroup_mma(p, v_bufs.index(vb).reshape([KEYS, D]), acc, is_async=True)
+            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+
+            blind = total == 0.0
+            lse = gl.where(blind, float("inf"), (maximum + gl.log2(total)) * LN_2)
+            gl.store(lse_ptr + (z * H + h).to(gl.int64) * num_queries + rows, lse, mask=rows < num_queries)
+            inverse = gl.convert_layout(1.0 / gl.where(blind, 1.0, total), gl.SliceLayout(1, ACC))
+            tma.store_wait(0)
+            o.reshape([ROWS, D]).store((acc * inverse[:, None]).to(dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(o_desc, [z, h, row, 0], o)
+            tiles += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _produce(
+    buffers, barriers, q_desc, k_desc, v_desc, sizes,
+    CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_bufs, k_bufs, v_bufs, o_bufs, held = buffers
+    q_full, q_empty, k_full, v_full, empty, turns = barriers
+    H, G, num_queries, num_keys, num_tiles, num_items = sizes
+    tiles = 0
+    fetched = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        for half in range(_count_halves(item, num_tiles, CAUSAL)):
+            z, h, tile = _locate(item, half, H, num_tiles, CAUSAL)
+            g = h // (H // G)
+            row = tile * (CONSUMERS * ROWS)
+            for c in gl.static_range(CONSUMERS):
+                mbarrier.wait(q_empty.index(c), (tiles & 1) ^ 1)
+                mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(q_desc, [z, h, row + c * ROWS, 0], q_full.index(c), q_bufs.index(c))
+            count, _ = _count_key_tiles(row, num_queries, num_keys, CONSUMERS * ROWS, KEYS, CAUSAL)
+            for back in range(count):
+                key = (count - 1 - back) * KEYS
+                b = fetched % STAGES
+                mbarrier.wait(empty.index(b), ((fetched // STAGES) & 1) ^ 1)
+                mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(k_desc, [z, g, key, 0], k_full.index(b), k_bufs.index(b))
+                # V is given back together with the K after it: one barrier less in the consumers' loop.
+                after = fetched + 1
+                mbarrier.wait(empty.index(after % STAGES), ((after // STAGES) & 1) ^ 1, pred=fetched >= STAGES)
+                mbarrier.expect(v_full.index(b), v_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(v_desc, [z, g, key, 0], v_full.index(b), v_bufs.index(b))
+                fetched += 1
+            tiles += 1
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+# No variants for lengths of one or of multiples of 16: they would gain nothing and cost seconds of compilation each.
+@gluon.jit(do_not_specialize=["scale", "H", "G", "num_queries", "num_keys", "num_tiles", "num_items"])
+def attention_hopper_forward(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, H, G, num_queries, num_keys, num_tiles, num_items,
+    CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """o and the log-sum-exp. A tile of queries is CONSUMERS * ROWS rows; MASK: causal, or a ragged end of the keys."""
+    buffers = (
+        gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout),
+        gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout),
+        gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, D], v_desc.layout),
+        gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], o_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+    )
+    barriers = (
+        _barriers(CONSUMERS, 1),  # q_full
+        _barriers(CONSUMERS, 1),  # q_empty
+        _barriers(STAGES, 1),  # k_full
+        _barriers(STAGES, 1),  # v_full
+        _barriers(STAGES, CONSUMERS),  # empty: a K, and the V before it
+        _barriers(CONSUMERS, 1),  # turns
+    )
+    sizes = (H, G, num_queries, num_keys, num_tiles, num_items)
+    base2 = scale * LOG2_E
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, base2, 0, 2, ROWS, KEYS, STAGES, CAUSAL, MASK)),
+            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, base2, 1, 2, ROWS, KEYS, STAGES, CAUSAL, MASK)),
+            (_produce, (buffers, barriers, q_desc, k_desc, v_desc, sizes, 2, ROWS, KEYS, STAGES, CAUSAL)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, base2, 0, 3, ROWS, KEYS, STAGES, CAUSAL, MASK)),
+            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, base2, 1, 3, ROWS, KEYS, STAGES, CAUSAL, MASK)),
+            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, base2, 2, 3, ROWS, KEYS, STAGES, CAUSAL, MASK)),
+            (_produce, (buffers, barriers, q_desc, k_desc, v_desc, sizes, 3, ROWS, KEYS, STAGES, CAUSAL)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -1,0 +1,148 @@
+"""Flash attention as PyTorch's dispatcher sees it: two operators, forward and backward.
+
+`torch.compile` sees each as one node of a graph, with an implementation on fake tensors that gives the shapes and
+strides of the results. Which backend runs is decided inside, where tensors have addresses: a compiled graph holds the
+question and not an answer.
+
+They take four dimensions and checked arguments (`problem.py`), and are differentiable: once.
+"""
+
+# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from stepscope.kernels.attention import choice, tiled
+from stepscope.kernels.attention.problem import Problem
+
+_library = torch.library.Library("stepscope", "DEF")  # type: ignore[no-untyped-call]  # registrations last as long as it does
+_library.define(  # type: ignore[no-untyped-call]
+    "flash_attention_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str backend, bool tf32,"
+    " bool deterministic) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(  # type: ignore[no-untyped-call]
+    "flash_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool causal,"
+    " float scale, str backend, bool tf32, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+forward_operator = torch.ops.stepscope.flash_attention_forward.default
+backward_operator = torch.ops.stepscope.flash_attention_backward.default
+
+
+def _run_forward(
+    q_BHLD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    causal: bool,
+    scale: float,
+    backend: str,
+    tf32: bool,
+    _deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """Which is deterministic always; backward will ask."""
+    problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal)
+    if backend == "auto":
+        backend = choice.choose(problem, among=choice.KERNELS)
+    else:
+        choice.require(backend, problem)
+    with _device(q_BHLD):
+        output: tuple[Tensor, Tensor] = _load(backend, "forward").forward(
+            q_BHLD, k_BGKD, v_BGKD, causal=causal, scale=scale, tf32=tf32
+        )
+    return output
+
+
+def _run_backward(
+    do_BHLD: Tensor,
+    q_BHLD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    o_BHLD: Tensor,
+    lse_BHL: Tensor,
+    causal: bool,
+    scale: float,
+    backend: str,
+    tf32: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == "auto":
+        problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal)
+        backend = choice.choose(problem, deterministic=deterministic, among=choice.KERNELS)
+    elif backend == "hopper" and deterministic:
+        backend = "triton"
+    if backend == "hopper" and not choice.is_tma_able(do_BHLD):
+        do_BHLD = do_BHLD.contiguous()  # the gradient of a sum, say, is one number seen many times
+    with _device(q_BHLD):
+        gradients: tuple[Tensor, Tensor, Tensor] = _load(backend, "backward").backward(
+            do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, causal=causal, scale=scale, tf32=tf32
+        )
+    return gradients
+
+
+def _device(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+@cache
+def _load(backend: str, direction: str) -> ModuleType:
+    """Triton is not installed everywhere, and takes a while to import."""
+    return tiled if backend == "tiled" else import_module(f"stepscope.kernels.attention.{backend}_{direction}")
+
+
+def _fake_forward(q_BHLD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q_BHLD.dtype, torch.float32)
+    return torch.empty_like(q_BHLD), q_BHLD.new_empty(q_BHLD.shape[:3], dtype=wide)
+
+
+def _fake_backward(_: Tensor, q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *__: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q_BHLD), torch.empty_like(k_BGKD), torch.empty_like(v_BGKD)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_BHLD, k_BGKD, v_BGKD, *ctx.settings = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q_BHLD, k_BGKD, v_BGKD, *output)
+
+
+def _differentiate(ctx: Any, do_BHLD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = backward_operator(do_BHLD, *ctx.saved_tensors, *ctx.settings)
+    return *gradients, *(None for _ in ctx.settings)
+
+
+def _refuse_twice(_ctx: Any, *_gradients: Tensor) -> None:
+    raise RuntimeError(
+        "flash attention cannot be differentiated twice: `backend='naive'` can, and so can `backend='sdpa-math'`"
+    )
+
+
+def _count_forward(q_shape: Any, k_shape: Any, _v: Any, causal: bool, *_: Any, **__: Any) -> int:
+    """Two products, and half of them under a causal mask, as for SDPA in `measure.flops`."""
+    batch, heads, queries, head_dim = q_shape
+    full = 4 * batch * heads * queries * k_shape[2] * head_dim
+    return int(full) // 2 if causal else int(full)
+
+
+def _count_backward(
+    _do: Any, q_shape: Any, k_shape: Any, v_shape: Any, _o: Any, _lse: Any, causal: bool, *_: Any, **__: Any
+) -> int:
+    """Five products, the scores being made again."""
+    return _count_forward(q_shape, k_shape, v_shape, causal) * 5 // 2
+
+
+_library.impl("flash_attention_forward", _run_forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("flash_attention_backward", _run_backward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake(forward_operator, _fake_forward, lib=_library)
+torch.library.register_fake(backward_operator, _fake_backward, lib=_library)
+torch.library.register_autograd(forward_operator, _differentiate, setup_context=_keep, lib=_library)
+torch.library.register_autograd(backward_operator, _refuse_twice, lib=_library)
+register_flop_formula(torch.ops.stepscope.flash_attention_forward)(_count_forward)
+register_flop_formula(torch.ops.stepscope.flash_attention_backward)(_count_backward)

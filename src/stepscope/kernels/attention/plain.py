@@ -1,0 +1,55 @@
+"""Attention by PyTorch's own means, differentiated by autograd: what the kernels are compared with.
+
+| backend | what it is |
+| --- | --- |
+| `naive` | the reference, which writes the scores to memory |
+| `compiled` | the reference under `torch.compile` |
+| `sdpa` | `scaled_dot_product_attention`, which chooses between the four below |
+| `sdpa-flash`, `sdpa-efficient`, `sdpa-cudnn`, `sdpa-math` | one of them, forced |
+"""
+
+# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from stepscope.kernels.attention.problem import Problem
+from stepscope.nn import functional
+from stepscope.nn.operations import AttentionOp
+
+SDPA = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-math": SDPBackend.MATH,
+}
+PLAIN = ("naive", "compiled", "sdpa", *SDPA)
+
+
+def run(backend: str, problem: Problem, scale: float) -> Tensor:
+    """The output, of a backend that has not refused the problem."""
+    q_BHLD, k_BGKD, v_BGKD, causal = problem
+    if backend == "naive" or (backend == "compiled" and torch.compiler.is_compiling()):
+        return functional.attention(q_BHLD, k_BGKD, v_BGKD, causal=causal, scale=scale)
+    if backend == "compiled":
+        return _compiled()(q_BHLD, k_BGKD, v_BGKD, causal=causal, scale=scale)
+    if backend == "sdpa":
+        return _sdpa(problem, scale)
+    with sdpa_kernel(SDPA[backend]):
+        return _sdpa(problem, scale)
+
+
+def _sdpa(problem: Problem, scale: float) -> Tensor:
+    causal, grouped = problem.hides_keys, problem.is_grouped
+    return scaled_dot_product_attention(*problem[:3], is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+@cache
+def _compiled() -> AttentionOp:
+    """Compiled for each shape by itself, as it is fastest. `fullgraph` makes an error of what would be a silent
+    fallback: more shapes in one process than the compiler keeps."""
+    return torch.compile(functional.attention, fullgraph=True, dynamic=False)

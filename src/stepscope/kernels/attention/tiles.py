@@ -1,0 +1,208 @@
+"""Which tiles the Triton kernels use: a small table, keyed by what decides.
+
+What decides is the pass, the arithmetic of the matrix products, the padded head dimension, whether the mask is causal
+and the architecture. Lengths do not: a kernel is compiled once for all of them, and there is no autotuning at first
+use, which would cost minutes in the first step and choose differently from run to run. `tune.py` measures the
+candidates here on the GPU at hand when it is asked to, and what it finds is kept beside this table (`tuned.py`), not
+in it.
+
+A tile must not spill registers in its loop, and on Hopper must not make ptxas serialise the matrix products (four
+warps with 128×128 do); `make aot` checks both. Of those that pass, several small programs on a multiprocessor hide one
+another's softmax, which is why four warps often beat eight. In fp32 every operand is a high and a low part
+(`triton_product.py`), so tiles are small, and at a head of 256 smaller than Hopper's own matrix products, which begin
+at 64 rows.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Pass = Literal["forward", "backward_queries", "backward_keys"]
+Arithmetic = Literal["half", "tf32", "tf32x3"]
+Architecture = Literal["hopper", "ampere"]
+
+PASSES: tuple[Pass, ...] = ("forward", "backward_queries", "backward_keys")
+ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "tf32x3")
+WIDTHS = (16, 32, 64, 128, 256)
+# Every tile's number of queries divides this.
+MOST_QUERIES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileKey:
+    """What a choice of tiles depends on. `width` is the head dimension, padded."""
+
+    stage: Pass
+    arithmetic: Arithmetic
+    width: int
+    causal: bool
+    architecture: Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries and keys in a tile, warps in a program, and how many tiles are in flight."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def padded_width(head_dim: int) -> int:
+    """The next power of two: tiles have no other sizes, and the tensor cores take at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def architecture(capability: tuple[int, int]) -> Architecture:
+    """A GPU's class by its compute capability.
+
+    Hopper's has asynchronous matrix products and 227 KiB of shared memory, as has the first Blackwell. All others get
+    tiles that fit into 99 KiB, which every GPU since Ampere has.
+    """
+    return "hopper" if capability[0] in (9, 10) else "ampere"
+
+
+def candidates(key: TileKey) -> tuple[Tile, ...]:
+    """What is worth measuring, the default first."""
+    table = _HOPPER if key.architecture == "hopper" else _AMPERE
+    return table[key.stage, key.arithmetic][key.width]
+
+
+def choose(key: TileKey) -> Tile:
+    """The default: the first candidate."""
+    return candidates(key)[0]
+
+
+_Table = dict[tuple[Pass, Arithmetic], dict[int, tuple[Tile, ...]]]
+
+_HOPPER: _Table = {
+    ("forward", "half"): {
+        16: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2)),
+        32: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2)),
+        64: (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2)),
+        128: (Tile(128, 64, 4, 2), Tile(128, 128, 8, 2), Tile(128, 64, 8, 3)),
+        256: (Tile(64, 64, 4, 2), Tile(128, 32, 8, 2)),
+    },
+    ("backward_queries", "half"): {
+        16: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+        32: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+        64: (Tile(128, 64, 8, 2), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+        128: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+        256: (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2)),
+    },
+    ("backward_keys", "half"): {
+        16: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
+        32: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+        64: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+        128: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+        256: (Tile(32, 64, 8, 2),),
+    },
+    ("forward", "tf32"): {
+        16: (Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
+        32: (Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
+        64: (Tile(128, 64, 8, 2), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+        128: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        256: (Tile(64, 32, 8, 2),),
+    },
+    ("backward_queries", "tf32"): {
+        16: (Tile(64, 64, 4, 2),),
+        32: (Tile(64, 64, 4, 2),),
+        64: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
+        128: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2)),
+        256: (Tile(64, 16, 8, 2),),
+    },
+    ("backward_keys", "tf32"): {
+        16: (Tile(64, 64, 4, 2),),
+        32: (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+        64: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 2)),
+        128: (Tile(32, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+        256: (Tile(16, 64, 8, 2),),
+    },
+    ("forward", "tf32x3"): {
+        16: (Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
+        32: (Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
+        64: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(128, 32, 8, 2)),
+        128: (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
+        256: (Tile(64, 16, 8, 2),),
+    },
+    ("backward_queries", "tf32x3"): {
+        16: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        32: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        64: (Tile(64, 32, 4, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 8, 2)),
+        128: (Tile(64, 32, 8, 1), Tile(64, 16, 4, 3), Tile(64, 16, 4, 2), Tile(64, 32, 8, 2)),
+        256: (Tile(16, 32, 4, 1),),
+    },
+    ("backward_keys", "tf32x3"): {
+        16: (Tile(32, 64, 4, 2),),
+        32: (Tile(32, 64, 4, 2),),
+        64: (Tile(32, 64, 4, 2), Tile(32, 128, 8, 2), Tile(64, 128, 8, 2)),
+        128: (Tile(32, 64, 8, 2), Tile(16, 64, 8, 2), Tile(16, 64, 4, 2), Tile(32, 64, 8, 1)),
+        256: (Tile(16, 16, 4, 1),),
+    },
+}
+
+_AMPERE: _Table = {
+    ("forward", "half"): {
+        16: (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+        32: (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+        64: (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+        128: (Tile(64, 64, 4, 2), Tile(128, 32, 4, 3), Tile(128, 64, 8, 2)),
+        256: (Tile(64, 32, 4, 2),),
+    },
+    ("backward_queries", "half"): {
+        16: (Tile(64, 64, 4, 2),),
+        32: (Tile(64, 64, 4, 2),),
+        64: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
+        128: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        256: (Tile(64, 32, 8, 1),),
+    },
+    ("backward_keys", "half"): {
+        16: (Tile(64, 64, 4, 2),),
+        32: (Tile(64, 64, 4, 2),),
+        64: (Tile(32, 64, 4, 2), Tile(64, 32, 4, 2)),
+        128: (Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+        256: (Tile(32, 32, 8, 2),),
+    },
+    ("forward", "tf32"): {
+        16: (Tile(64, 64, 4, 2),),
+        32: (Tile(64, 64, 4, 2),),
+        64: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        128: (Tile(64, 32, 4, 2),),
+        256: (Tile(32, 32, 4, 1),),
+    },
+    ("backward_queries", "tf32"): {
+        16: (Tile(64, 64, 4, 2),),
+        32: (Tile(64, 64, 4, 2),),
+        64: (Tile(64, 32, 4, 2), Tile(64, 64, 4, 2)),
+        128: (Tile(32, 32, 4, 2),),
+        256: (Tile(16, 32, 4, 1),),
+    },
+    ("backward_keys", "tf32"): {
+        16: (Tile(32, 64, 4, 2),),
+        32: (Tile(32, 64, 4, 2),),
+        64: (Tile(32, 64, 4, 2), Tile(32, 32, 4, 2)),
+        128: (Tile(32, 32, 4, 2),),
+        256: (Tile(16, 16, 4, 1),),
+    },
+    ("forward", "tf32x3"): {
+        16: (Tile(64, 64, 4, 2),),
+        32: (Tile(64, 64, 4, 2),),
+        64: (Tile(64, 32, 4, 2),),
+        128: (Tile(64, 16, 4, 2), Tile(32, 32, 4, 2)),
+        256: (Tile(16, 32, 4, 1),),
+    },
+    ("backward_queries", "tf32x3"): {
+        16: (Tile(64, 32, 4, 2),),
+        32: (Tile(64, 32, 4, 2),),
+        64: (Tile(64, 32, 4, 2),),
+        128: (Tile(32, 16, 4, 2),),
+        256: (Tile(16, 32, 4, 1),),
+    },
+    ("backward_keys", "tf32x3"): {
+        16: (Tile(32, 64, 4, 2),),
+        32: (Tile(32, 64, 4, 2),),
+        64: (Tile(32, 32, 4, 2), Tile(16, 64, 4, 2)),
+        128: (Tile(16, 32, 4, 2),),
+        256: (Tile(16, 16, 4, 1),),
+    },
+}

@@ -1,0 +1,101 @@
+"""What the launchers of the Triton kernels share: tiles for a problem, and tensors as a kernel takes them.
+
+Host time counts: at short lengths a kernel runs for a few microseconds. So what depends on the problem's kind alone is
+looked up once and kept.
+"""
+
+# B batch, H heads, L length, D head dim.
+
+import contextlib
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from stepscope.kernels.attention import tiles
+from stepscope.kernels.attention.choice import is_tma_able
+from stepscope.kernels.attention.tiles import Arithmetic, Pass, Tile, TileKey
+from stepscope.kernels.attention.tuned import tuned_tiles
+
+NEVER_TAKEN = 16  # a stride that passes every check
+# The interpreter has no architecture; it runs any tile.
+INTERPRETED_AS: tiles.Architecture = "hopper"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a problem is besides its tensors."""
+
+    causal: bool
+    scale: float
+    tf32: bool
+
+
+def arithmetic(dtype: torch.dtype, *, tf32: bool) -> Arithmetic:
+    """How matrix products of this dtype are computed."""
+    if dtype == torch.float32:
+        return "tf32" if tf32 else "tf32x3"
+    return "half"
+
+
+def input_precision(kind: Arithmetic) -> str:
+    """What `tl.dot` is told. It looks at this for fp32 alone, where its own default is tf32."""
+    return "tf32" if kind == "half" else kind
+
+
+@cache
+def tile_for(stage: Pass, kind: Arithmetic, head_dim: int, causal: bool, device: torch.device) -> Tile:
+    """The tile that was tuned on this GPU if there is one, and the table's otherwise."""
+    key = tile_key(stage, kind, head_dim, causal, device)
+    chosen = tuned_tiles(torch.cuda.get_device_name(device)).get(key) if device.type == "cuda" else None
+    return chosen or tiles.choose(key)
+
+
+def tile_key(stage: Pass, kind: Arithmetic, head_dim: int, causal: bool, device: torch.device) -> TileKey:
+    return TileKey(
+        stage=stage,
+        arithmetic=kind,
+        width=tiles.padded_width(head_dim),
+        causal=causal,
+        architecture=_architecture(device),
+    )
+
+
+@cache
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether the GPU copies tiles by descriptor (TMA): Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def source(x_BHLD: Tensor, rows: int, width: int) -> Tensor | TensorDescriptor:
+    """x as a kernel reads it: by descriptor where the GPU and the strides allow it, otherwise by pointer."""
+    if not has_copy_engine(x_BHLD.device) or not is_tma_able(x_BHLD):
+        return x_BHLD
+    shape = list(x_BHLD.shape)
+    # The step of a dimension of one element is never taken, but it is checked.
+    strides = [NEVER_TAKEN if size == 1 else stride for size, stride in zip(shape, x_BHLD.stride(), strict=True)]
+    strides[-1] = 1
+    return TensorDescriptor(x_BHLD, shape, strides, [1, 1, rows, width])
+
+
+def row_source(rows: Tensor, block: int) -> Tensor | TensorDescriptor:
+    """A table of rows, as a kernel reads `block` numbers of one."""
+    if not has_copy_engine(rows.device):
+        return rows
+    width = rows.shape[-1]
+    return TensorDescriptor(rows, [rows.numel() // width, width], [width, 1], [1, block])
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current GPU: make it x's, which it nearly always is already."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def _architecture(device: torch.device) -> tiles.Architecture:
+    if device.type == "cuda":
+        return tiles.architecture(torch.cuda.get_device_capability(device))
+    return INTERPRETED_AS

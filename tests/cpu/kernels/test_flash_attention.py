@@ -1,0 +1,417 @@
+"""`flash_attention` and its autograd functions: shapes, arguments, and everything of PyTorch's that wraps around them.
+
+What the kernels compute is tested with each of them; here the tiles stand for all, as they run on a CPU.
+"""
+
+# B batch, H query heads, G key/value heads, L queries, K keys, D head dim.
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.autograd.graph import saved_tensors_hooks
+from torch.library import opcheck
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from stepscope.cost.operators import operator_cost
+from stepscope.kernels import FlashAttention, FlashAttentionTiled, flash_attention
+from stepscope.kernels.attention import BACKENDS, operators, tiled
+from stepscope.nn import functional
+from tests.cpu.accuracy import assert_three_way, error, normal, run_with_gradients
+
+ON_CPU = ("auto", "tiled", "naive", "sdpa", "sdpa-flash", "sdpa-math")
+TILED = partial(flash_attention, backend="tiled")
+
+
+def qkv(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> list[Tensor]:
+    return [normal(*shape, seed=seed).to(dtype).requires_grad_(requires_grad) for seed in range(3)]
+
+
+def go_back(output: Tensor) -> None:
+    output.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """The reference takes four dimensions only."""
+    heads = (x.reshape(-1, *((1,) if x.dim() < 4 else (x.shape[-3],)), *x.shape[-2:]) for x in (q, k, v))
+    return functional.attention(*heads, causal=causal).reshape(q.shape)
+
+
+# --- Shapes ---
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("leading", [(), (3,), (2, 4), (2, 3, 4), (2, 1, 3, 2)], ids=str)
+def test_any_leading_dimensions(leading: tuple[int, ...], backend: str) -> None:
+    inputs = [normal(*leading, 9, 8, seed=seed) for seed in range(3)]
+    ours = partial(flash_attention, causal=True, backend=backend)
+    assert_three_way(ours, partial(reference, causal=True), inputs, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_grouped_heads_behind_two_batch_dimensions(backend: str) -> None:
+    inputs = [normal(2, 3, 4, 9, 8), normal(2, 3, 2, 9, 8, seed=2), normal(2, 3, 2, 9, 8, seed=3)]
+    ours = partial(flash_attention, causal=True, backend=backend)
+    assert_three_way(ours, partial(reference, causal=True), inputs, dtype=torch.float32)
+
+
+def spy_on_tiles(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    seen: list[Tensor] = []
+    original = tiled.forward
+
+    def forward(*tensors: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        seen.extend(tensors)
+        return original(*tensors, **settings)
+
+    monkeypatch.setattr(tiled, "forward", forward)
+    return seen
+
+
+ARRANGEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads before length": lambda x: x.transpose(1, 2),  # of (B, L, H, D), as projections give it
+    "every other head": lambda x: x[:, ::2],
+    "columns first": lambda x: x.mT,
+    "one head for all": lambda x: x[:, :1].expand(-1, 4, -1, -1),
+    "three dimensions": lambda x: x[0],
+    "two dimensions": lambda x: x[0, 0],
+    "five dimensions": lambda x: x.view(2, 2, 4, 6, 6),
+}
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_strided_inputs_are_not_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [ARRANGEMENTS[name](normal(4, 4, 6, 6, seed=seed)) for seed in range(3)]
+    seen = spy_on_tiles(monkeypatch)
+    output = TILED(*tensors)
+    assert output.shape == tensors[0].shape
+    assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in tensors]
+    assert error(output, TILED(*(x.contiguous() for x in tensors))) < 1e-12
+
+
+def test_batch_dimensions_that_no_view_can_flatten_are_copied() -> None:
+    tensors = [normal(3, 2, 4, 6, 6, seed=seed).transpose(0, 1) for seed in range(3)]
+    assert error(TILED(*tensors), reference(*tensors, causal=False)) < 1e-12
+
+
+# --- The autograd functions ---
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 8), (2, 3, 9, 8), (9, 8)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_function_keeps_q_k_v_o_and_the_log_sum_exp(shape: tuple[int, ...], causal: bool) -> None:
+    q, k, v = qkv(*shape)
+    output: Tensor = FlashAttentionTiled.apply(q, k, v, causal)  # type: ignore[no-untyped-call]
+    *kept, lse = output.grad_fn.saved_tensors  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(kept, (q, k, v, output), strict=True))
+    assert (lse.shape, lse.dtype) == (shape[:-1], torch.float32)
+    scores = (q @ k.mT).detach() / shape[-1] ** 0.5
+    if causal:
+        scores = scores.masked_fill(functional.causal_mask(9, 9, q.device), -torch.inf)
+    assert error(lse, scores.logsumexp(-1)) < 1e-5
+
+
+def test_the_function_is_not_causal_unless_told() -> None:
+    q, k, v = qkv(2, 9, 8)
+    assert torch.equal(FlashAttentionTiled.apply(q, k, v), TILED(q, k, v))  # type: ignore[no-untyped-call]
+    assert torch.equal(
+        FlashAttentionTiled.apply(q, k, v, is_causal=True),  # type: ignore[no-untyped-call]
+        TILED(q, k, v, causal=True),
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 8), (2, 3, 9, 8), (2, 2, 3, 9, 8)], ids=str)
+def test_bytes_kept_for_backward_are_the_closed_form(shape: tuple[int, ...]) -> None:
+    q, k, v = qkv(*shape, dtype=torch.bfloat16)
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        TILED(q, k, v)
+    assert sum(kept.values()) == 4 * q.numel() * 2 + q.numel() // 8 * 4
+    assert {x.untyped_storage().data_ptr() for x in (q, k, v)} <= kept.keys()
+
+
+def test_gradients_are_made_for_what_asks_for_them() -> None:
+    q, k, v = qkv(1, 1, 9, 8, requires_grad=False)
+    go_back(TILED(q, k.requires_grad_(), v))
+    assert q.grad is None
+    assert v.grad is None
+    assert k.grad is not None
+
+
+def test_an_output_without_a_graph_may_be_changed_in_place() -> None:
+    q, k, v = qkv(2, 9, 8, requires_grad=False)
+    output = TILED(q, k, v)
+    output += torch.ones(8, requires_grad=True)
+    assert output.requires_grad
+
+
+def test_an_output_that_was_changed_in_place_is_noticed() -> None:
+    output = TILED(*qkv(2, 9, 8))
+    output += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        go_back(output)
+
+
+@pytest.mark.parametrize("backend", ["naive", "sdpa-math"])
+def test_the_second_derivative_says_what_has_one(backend: str) -> None:
+    q, k, v = qkv(1, 1, 5, 4, dtype=torch.float64)
+
+    def second(backend: str) -> Tensor:
+        output = flash_attention(q, k, v, backend=backend)
+        (dq,) = torch.autograd.grad(output.square().sum(), q, create_graph=True)
+        return torch.autograd.grad(dq.square().sum(), k)[0]
+
+    with pytest.raises(RuntimeError, match=f"cannot be differentiated twice.*{backend}"):
+        second("tiled")
+    assert second(backend).isfinite().all()
+
+
+def test_the_first_derivative_is_right_where_a_graph_of_it_is_asked_for() -> None:
+    q, k, v = qkv(1, 1, 5, 4)
+    output = TILED(q, k, v)
+    plain = torch.autograd.grad(output.sum(), (q, k, v), retain_graph=True)
+    graphed = torch.autograd.grad(output.sum(), (q, k, v), create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, graphed, strict=True))
+
+
+# --- PyTorch around it ---
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_autocast_casts_as_it_does_for_sdpa(backend: str) -> None:
+    q, k, v = qkv(2, 3, 40, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = flash_attention(q, k.detach().half(), v, causal=True, backend=backend)
+        theirs = scaled_dot_product_attention(q, k.detach().half(), v, is_causal=True)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    go_back(ours)
+    assert q.grad is not None
+    assert q.grad.dtype == torch.float32
+    assert error(ours, theirs.double()) < 0.02
+
+
+def test_inside_of_autocast_sums_stay_in_fp32() -> None:
+    rounded = [x.detach().bfloat16() for x in qkv(1, 1, 300, 8)]
+    outside = run_with_gradients(TILED, rounded, torch.ones(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = run_with_gradients(TILED, [x.float() for x in rounded], torch.ones(1))
+        direct: Tensor = FlashAttentionTiled.apply(*(x.float() for x in rounded))  # type: ignore[no-untyped-call]
+    assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(inside, outside, strict=True))
+    assert torch.equal(direct, outside[0])
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert TILED(*qkv(1, 1, 5, 4, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients(use_reentrant: bool) -> None:
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return TILED(q * 2, k, v, causal=True).sin()
+
+    plain, checkpointed = qkv(1, 2, 20, 8), qkv(1, 2, 20, 8)
+    go_back(block(*plain))
+    go_back(checkpoint(block, *checkpointed, use_reentrant=use_reentrant))
+    for a, b in zip(plain, checkpointed, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    kept: list[Tensor] = []
+    with torch.no_grad(), saved_tensors_hooks(kept.append, lambda x: x):
+        output = TILED(*qkv(1, 1, 9, 8))
+    assert not output.requires_grad
+    assert kept == []
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """It keeps only so many versions of one function, and `flash_attention` is one function."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_the_compiler_takes_it_whole_and_gives_the_same() -> None:
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return TILED(q * 2, k, v, causal=True).sin()
+
+    inputs = [x.detach().transpose(1, 2) for x in qkv(2, 20, 3, 8)]
+    plain = run_with_gradients(block, inputs, torch.ones(1))
+    ours = run_with_gradients(torch.compile(block, fullgraph=True, backend="aot_eager"), inputs, torch.ones(1))
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert ours[0].stride() == plain[0].stride()
+
+
+def set_by_the_older_name(tf32: bool) -> None:
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
+def set_by_the_newer_name(tf32: bool) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("allow", [set_by_the_older_name, set_by_the_newer_name])
+def test_fp32_goes_by_pytorchs_switch_compiled_or_not(
+    allow: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    original = tiled.forward
+
+    def forward(*tensors: Tensor, tf32: bool, **settings: Any) -> tuple[Tensor, Tensor]:
+        asked.append(tf32)
+        return original(*tensors, tf32=tf32, **settings)
+
+    monkeypatch.setattr(tiled, "forward", forward)
+    compiled = torch.compile(TILED, fullgraph=True, backend="eager")
+    before = torch.get_float32_matmul_precision()
+    try:
+        for tf32 in (False, True, False):
+            allow(tf32)
+            compiled(*qkv(1, 1, 3, 4))
+            TILED(*qkv(1, 1, 3, 4))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert asked == [False, False, True, True, False, False]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+def test_lengths_may_change_without_compiling_anew(backend: str) -> None:
+    count = CompileCounter()
+    run = partial(flash_attention, causal=True, backend=backend)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=count)
+    for length in (5, 8, 13):
+        inputs = [normal(2, 4, length, 8), normal(2, 2, length, 8), normal(2, 2, length, 8)]
+        assert error(compiled(*inputs), reference(*inputs, causal=True)) < 1e-12
+    assert count.frame_count == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["auto", "naive", "compiled", "sdpa", "sdpa-math"])
+def test_other_backends_compile_too(backend: str) -> None:
+    inputs = qkv(1, 2, 6, 4)
+    run = partial(flash_attention, causal=True, backend=backend)
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    assert error(compiled(*inputs), reference(*inputs, causal=True).double()) < 1e-5
+
+
+def test_the_operators_are_what_pytorch_expects_of_operators() -> None:
+    q, k, v = (normal(2, 7, heads, 8, seed=heads).transpose(1, 2) for heads in (4, 2, 2))
+    settings = (True, 0.3, "tiled", False, False)
+    o, lse = operators.forward_operator(q, k, v, *settings)
+    opcheck(operators.backward_operator, (o, q, k, v, o, lse, *settings))
+    opcheck(operators.forward_operator, (*(x.requires_grad_() for x in (q, k, v)), *settings))
+
+
+def test_the_operator_is_differentiable_by_itself() -> None:
+    inputs = qkv(2, 2, 7, 8)
+    output, lse = operators.forward_operator(*inputs, True, 8**-0.5, "tiled", False, False)  # noqa: FBT003
+    assert output.requires_grad
+    assert not lse.requires_grad
+    ours = torch.autograd.grad(output.sum(), inputs)
+    theirs = torch.autograd.grad(TILED(*inputs, causal=True).sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("causal", "share"), [(False, 1), (True, 2)])
+def test_operations_are_counted_with_a_causal_mask_as_half(causal: bool, share: int) -> None:
+    q, k, v = qkv(2, 4, 16, 8)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        go_back(TILED(q, k, v, causal=causal))
+    product = 2 * 2 * 4 * 16 * 16 * 8 // share
+    counts = counter.get_flop_counts()["Global"]
+    assert counts == {
+        torch.ops.stepscope.flash_attention_forward: 2 * product,
+        torch.ops.stepscope.flash_attention_backward: 5 * product,
+    }
+
+
+@pytest.mark.parametrize("operator", [operators.forward_operator, operators.backward_operator], ids=str)
+def test_a_trace_of_the_operators_says_what_they_compute(operator: Any) -> None:
+    """From the place of each argument, as a profiler writes them."""
+    shapes = {"grad": (2, 4, 16, 8), "q": (2, 4, 16, 8), "k": (2, 2, 24, 8), "v": (2, 2, 24, 8), "lse": (2, 4, 16)}
+    names = [argument.name for argument in operator._schema.arguments]
+    found = operator_cost(
+        operator.name(),
+        json.dumps([shapes.get(name, shapes["q"] if name == "o" else ()) for name in names]),
+        json.dumps(["c10::BFloat16" if name in (*shapes, "o") else "Scalar" for name in names]),
+        json.dumps(["True" if name == "causal" else "" for name in names]),
+    )
+    assert found is not None
+    products = 2 if operator is operators.forward_operator else 5
+    assert found.flops == products * 2 * 2 * 4 * 16 * 24 * 8 / 2
+
+
+# --- What cannot be ---
+
+
+def tensor(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(*shape, **options)
+
+
+BAD: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], type[Exception], str]] = {
+    "no tensor": (([1.0], tensor(2, 3), tensor(2, 3)), {}, TypeError, "`q` must be a tensor, not list"),
+    "integers": ((tensor(2, 3), tensor(2, 3).long(), tensor(2, 3)), {}, TypeError, "`k` is torch.int64"),
+    "two dtypes": ((tensor(2, 3), tensor(2, 3), tensor(2, 3).half()), {}, TypeError, "`v` is torch.float16 and `q` is"),
+    "two devices": ((tensor(2, 3), tensor(2, 3, device="meta"), tensor(2, 3)), {}, ValueError, "`k` is on meta and"),
+    "one dimension": ((tensor(3), tensor(3), tensor(3)), {}, ValueError, "`q` has shape .3,."),
+    "other dimensions": ((tensor(2, 3), tensor(1, 2, 3), tensor(2, 3)), {}, ValueError, "`k` has 3 dimensions and"),
+    "other batch": ((tensor(2, 5, 3), tensor(1, 5, 3), tensor(2, 5, 3)), {}, ValueError, "`k` has shape .1, 5, 3., wh"),
+    "other batches": (
+        (tensor(2, 2, 5, 3), tensor(2, 2, 5, 3), tensor(1, 2, 5, 3)),
+        {},
+        ValueError,
+        "`v` has shape .1, 2, 5, 3., whose batch differs",
+    ),
+    "other head dim": ((tensor(2, 3), tensor(2, 4), tensor(2, 3)), {}, ValueError, "`k` has head dim 4 and `q` has 3"),
+    "fewer values": ((tensor(2, 3), tensor(5, 3), tensor(4, 3)), {}, ValueError, "`v` has shape .4, 3. and `k` has"),
+    "head dim": ((tensor(2, 257),) * 3, {}, ValueError, "`q` has head dim 257; attention takes 1 to 256"),
+    "no head dim": ((tensor(2, 0),) * 3, {}, ValueError, "`q` has head dim 0"),
+    "heads": (
+        (tensor(1, 4, 2, 3), *(tensor(1, 3, 2, 3),) * 2),
+        {},
+        ValueError,
+        "`k` has 3 heads and `q` has 4; key/value heads must divide query heads",
+    ),
+    "no heads": ((tensor(1, 4, 2, 3), *(tensor(1, 0, 2, 3),) * 2), {}, ValueError, "`k` has 0 heads"),
+    "negative scale": ((tensor(2, 3),) * 3, {"scale": -1.0}, ValueError, "`scale` is -1.0.*maximum of a row is taken"),
+    "endless scale": ((tensor(2, 3),) * 3, {"scale": float("inf")}, ValueError, "`scale` is inf"),
+    "no scale": ((tensor(2, 3),) * 3, {"scale": "1"}, TypeError, "`scale` must be a number, not str"),
+    "a mask": ((tensor(2, 3),) * 3, {"causal": tensor(2, 2)}, TypeError, "`causal` must be True or False"),
+    "backend": ((tensor(2, 3),) * 3, {"backend": "tritn"}, ValueError, "`tritn`: did you mean `triton`"),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_argument_is_named(case: str, backend: str) -> None:
+    tensors, options, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        flash_attention(*tensors, **{"backend": backend, **options})
+
+
+def test_the_gpu_function_says_that_it_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="triton: the tensors are on cpu, and it needs a CUDA GPU"):
+        FlashAttention.apply(*qkv(1, 1, 3, 4))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("backend", set(BACKENDS) - {*ON_CPU, "compiled"})
+def test_a_backend_asked_for_by_name_never_runs_as_another(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"`backend` `{backend}` cannot run this: "):
+        flash_attention(*qkv(1, 1, 3, 4), backend=backend)

@@ -1,0 +1,205 @@
+"""The sweep over attention: which cases there are, and what one that ends its process costs the others."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepscope.errors import StepscopeError
+from stepscope.jobs import attention as job
+from stepscope.jobs.attention import AttentionSweep
+from stepscope.jobs.attention_grid import AttentionGrid, grid_from_texts
+from stepscope.jobs.messages import (
+    AttentionDone,
+    AttentionMeasured,
+    Failed,
+    MeasureAttention,
+    Probe,
+    Probed,
+    Result,
+)
+from stepscope.jobs.process import Died, Ended
+from stepscope.jobs.sweep import Waiting
+from stepscope.recording.attention import AttentionCase, AttentionOutcome, AttentionRow
+from stepscope.recording.bench import Row
+from tests.unit.rows import ENVIRONMENT
+
+GRID = AttentionGrid(implementation=("naive", "triton"), head_dim=(64,), length=(256, 512, 1024))
+
+
+class Silent:
+    """A listener that only counts."""
+
+    def __init__(self) -> None:
+        self.waiting: list[object] = []
+        self.done = 0
+
+    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None:
+        self.waiting = [one.case for one in planned]
+        self.done = len(done)
+        assert repaired_bytes == 0
+
+    def start(self, planned: Waiting) -> None:
+        assert planned.expected_s > 0
+
+    def stage(self, name: str) -> None:
+        pass
+
+    def finish(self, row: Row) -> None:
+        pass
+
+
+class Workers:
+    """In the place of the processes. `end` says how a case ends its process, if it does."""
+
+    def __init__(self, end: Callable[[AttentionCase], Result | Died | None]) -> None:
+        self._end = end
+        self.requests: list[MeasureAttention] = []
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, request: Any, *, on_part: Callable[[AttentionMeasured], None] = lambda _: None, **_: object) -> Ended:
+        if isinstance(request, Probe):
+            return Ended(answer=Probed(environment=ENVIRONMENT, sources=(None,)), log=b"")
+        self.requests.append(request)
+        for case in request.cases:
+            if (ended := self._end(case)) is not None:
+                return Ended(answer=ended, log=b"what it said")
+            on_part(AttentionMeasured(outcome=AttentionOutcome(status="ok")))
+        return Ended(answer=AttentionDone(), log=b"")
+
+
+def run(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[AttentionCase], Result | Died | None] = lambda _: None,
+    **more: Any,
+) -> tuple[tuple[AttentionRow, ...], Workers, Silent]:
+    workers, listener = Workers(end), Silent()
+    monkeypatch.setattr(job, "Workers", lambda: workers)
+    rows = AttentionSweep(folder=folder, command="stepscope attention", **more).run(GRID, listener)
+    return rows, workers, listener
+
+
+def test_one_process_an_implementation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, workers, _ = run(tmp_path, monkeypatch)
+    assert [row.status for row in rows] == ["ok"] * 6
+    assert [[case.implementation for case in request.cases] for request in workers.requests] == [
+        ["naive"] * 3,
+        ["triton"] * 3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ended", "status"),
+    [
+        (Died(status="crash", reason="crashed with SIGSEGV while timing"), "crash"),
+        (Failed(message="RuntimeError: an illegal memory access was encountered"), "error"),
+        (Died(status="oom", reason="ended by the kernel's out-of-memory killer while checking"), "oom"),
+    ],
+)
+def test_a_case_that_ends_its_process_is_a_row_and_another_process_goes_on_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Result | Died, status: str
+) -> None:
+    rows, workers, _ = run(
+        tmp_path, monkeypatch, lambda case: ended if (case.implementation, case.length) == ("naive", 512) else None
+    )
+    assert [row.status for row in rows] == ["ok", status, "ok", "ok", "ok", "ok"]
+    assert [[case.length for case in request.cases] for request in workers.requests] == [
+        [256, 512, 1024],
+        [1024],
+        [256, 512, 1024],
+    ]
+    log = tmp_path / "logs" / f"{rows[1].key}.log"
+    assert log.exists() == (status != "oom")
+
+
+def test_bad_input_found_by_a_worker_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = Failed(message="memory limit is more than the device has", bad_input=True)
+    with pytest.raises(StepscopeError, match="more than the device has"):
+        run(tmp_path, monkeypatch, lambda _: refused)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_done_is_not_done_again_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = Died(status="timeout", reason="not done after 1 s")
+    run(tmp_path, monkeypatch, lambda case: fails if case.length == 1024 else None)
+    _, workers, listener = run(tmp_path, monkeypatch)
+    assert (workers.requests, listener.waiting, listener.done) == ([], [], 6)
+    rows, workers, listener = run(tmp_path, monkeypatch, retry=True)
+    assert len(listener.waiting) == 2
+    assert [row.status for row in rows] == ["ok"] * 6
+    _, _, listener = run(tmp_path, monkeypatch, fresh=True)
+    assert len(listener.waiting) == 6
+
+
+def test_an_interrupt_leaves_the_rows_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(case: AttentionCase) -> None:
+        if case.length == 1024:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, monkeypatch, interrupt)
+    _, _, listener = run(tmp_path, monkeypatch)
+    assert (listener.done, len(listener.waiting)) == (2, 4)
+
+
+# --- The grid -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_asked_for_is_the_devices_own() -> None:
+    on_cuda, on_cpu = AttentionGrid().cases("cuda:0"), AttentionGrid().cases("cpu")
+    assert {case.precision for case in on_cuda} == {"bf16"}
+    assert {case.precision for case in on_cpu} == {"fp32"}
+    assert {case.head_dim for case in on_cuda} == {16, 32, 64, 128}
+    assert (min(case.length for case in on_cuda), max(case.length for case in on_cuda)) == (256, 65536)
+    assert len(on_cpu) < 30 < len(on_cuda)
+    assert all((case.batch, case.heads, case.causal) == (8, 1, True) for case in (*on_cuda, *on_cpu))
+
+
+def test_tiled_stops_early_unless_named() -> None:
+    def longest(grid: AttentionGrid) -> int:
+        return max(case.length for case in grid.cases("cuda:0") if case.implementation == "tiled")
+
+    assert longest(AttentionGrid()) == 8192
+    assert longest(AttentionGrid(implementation=("tiled",))) == 65536
+
+
+def test_flags_are_a_grid() -> None:
+    grid = grid_from_texts(
+        {
+            "implementation": "triton, naive,naive",
+            "length": "1_024,2048",
+            "head_dim": "64",
+            "causal": "no",
+            "seconds": "0.5",
+        }
+    )
+    cases = grid.cases("cuda:0")
+    assert [case.implementation for case in cases] == ["naive", "naive", "triton", "triton"]
+    assert {case.length for case in cases} == {1024, 2048}
+    assert not any(case.causal for case in cases)
+    assert {case.seconds for case in cases} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ({"implementation": "trito"}, "unknown implementation: `trito`"),
+        ({"length": "many"}, "not a number: `many`"),
+        ({"length": "1,,2"}, "empty value"),
+        ({"length": "0"}, "length `0` is not positive"),
+        ({"precision": "fp12"}, "unknown precision"),
+        ({"precision": "tf32", "device": "cpu"}, "`tf32` on device `cpu`"),
+        ({"seconds": "-1"}, "no span of time"),
+        ({"memory_limit": "much"}, "not an amount of memory"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(texts: dict[str, str], said: str) -> None:
+    with pytest.raises(StepscopeError, match=said):
+        grid_from_texts(texts)
