@@ -12,7 +12,7 @@ ARGS ?=
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test gpu check format clean
+.PHONY: help setup run test gpu aot check format clean
 
 help: ## this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,9 @@ gpu: setup ## the tests that need a CUDA GPU
 		echo 'error: torch finds no CUDA GPU on this machine, so the tests in tests/gpu cannot run' >&2; \
 		echo 'hint: make test    # runs all that need none' >&2; exit 2; }
 	"$(bin)/python" -m pytest tests/gpu $(ARGS)
+
+aot: setup ## compile every shipped kernel for GPUs that are not here, and check spills, shared memory and instructions
+	"$(bin)/python" tools/aot.py $(ARGS)
 
 check: setup ## formatting, lint, types, and that imports point one way
 	"$(bin)/python" -m ruff format --check .

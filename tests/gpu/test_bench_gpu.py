@@ -35,7 +35,7 @@ def test_weights_are_made_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash"])
 def test_training_lowers_the_loss(precision: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepscope.step.builder.LEARNING_RATE", 1e-2)
     step = build(case(precision=precision, attention=attention).workload, CUDA)

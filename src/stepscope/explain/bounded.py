@@ -45,7 +45,7 @@ from stepscope.explain.modules import number_layers
 from stepscope.explain.profile import UNKNOWN, Profile
 from stepscope.explain.summary import KernelTime, Summary, summarise
 from stepscope.findings import Page, Table
-from stepscope.recording.cache import cache_folder
+from stepscope.folders import cache_folder
 from stepscope.recording.kineto import device_is_cut_off
 from stepscope.recording.spill import spill_folder
 from stepscope.recording.store import Recording

@@ -14,17 +14,12 @@ from pathlib import Path
 
 import stepscope
 from stepscope.errors import StepscopeError
+from stepscope.folders import cache_folder
 from stepscope.recording import store
 from stepscope.recording.store import Recording
 
 _WORTH_S = 1.0
 _MOST_BYTES = 4 << 30
-
-
-def cache_folder() -> Path:
-    if named := os.environ.get("STEPSCOPE_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepscope"
 
 
 def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recording, Path | None]:

@@ -47,8 +47,8 @@ def test_hopper_takes_what_it_can() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"head_dim": 160}, "the head dim is 160, and it takes 48, 56, 64"),
-        ({"head_dim": 40}, "the head dim is 40"),
+        ({"head_dim": 160}, "the head dim is 160, and it takes 40, 48, 56"),
+        ({"head_dim": 32}, "the head dim is 32"),
         ({"dtype": torch.float32}, "the dtype is torch.float32, and it takes float16 and bfloat16"),
         ({"device": "cpu"}, "the tensors are on cpu, and it needs an sm_90 GPU"),
     ],

@@ -219,8 +219,9 @@ def attention_hopper_backward(
     ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and the sums of dq without its scale. MASK: causal, or a ragged end of the keys."""
-    zg = gl.program_id(1)
-    place = (zg // G, zg % G, gl.program_id(0) * KEYS)
+    tiles = gl.cdiv(num_keys, KEYS)
+    zg = gl.program_id(0) // tiles
+    place = (zg // G, zg % G, (gl.program_id(0) % tiles) * KEYS)
     sizes = (H, G, num_queries, num_keys)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
     buffers = (
@@ -259,9 +260,10 @@ def attention_hopper_prepare(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each row's log-sum-exp in base 2 and delta, the sum of o * do, padded to whole tiles; and a dQ of zeros."""
-    bh = tl.program_id(1)
+    tiles = tl.cdiv(num_queries, ROWS)
+    bh = tl.program_id(0) // tiles
     z, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
     inside = rows < num_queries
     keep = inside[:, None] & (columns < D)[None, :]
@@ -282,9 +284,10 @@ def attention_hopper_finish(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dQ from its sums in fp32, scaled, in the dtype and the memory order of q."""
-    bh = tl.program_id(1)
+    tiles = tl.cdiv(num_queries, ROWS)
+    bh = tl.program_id(0) // tiles
     z, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    rows = ((tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK_D)[None, :]
     keep = (rows < num_queries) & (columns < D)
     total = tl.load(sum_ptr + (bh.to(tl.int64) * num_queries + rows) * D + columns, mask=keep, other=0.0)

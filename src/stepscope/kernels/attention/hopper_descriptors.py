@@ -51,8 +51,3 @@ def _tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedL
 @functools.cache
 def count_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def padded_head(head_dim: int) -> int:
-    """The width of a tile for this head size; the engine fills the rest with zeros."""
-    return 64 if head_dim <= 64 else 128

@@ -7,18 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from stepscope.kernels.attention.hopper_descriptors import count_multiprocessors, describe, padded_head
+from stepscope.kernels.attention.hopper_descriptors import count_multiprocessors, describe
 from stepscope.kernels.attention.hopper_forward_kernel import attention_hopper_forward
-
-ROWS = 64  # of a consumer warpgroup
-KEYS = 128
-STAGES = 2
-MAX_REGISTERS = {2: 168, 3: 128}  # by the number of consumers, at the start; warpgroups trade registers then
-
-
-def count_consumers(width: int, *, causal: bool) -> int:
-    """Warpgroups of a program; why, in the kernel's module."""
-    return 3 if width == 64 and not causal else 2
+from stepscope.kernels.attention.hopper_tiles import FORWARD_KEYS, FORWARD_ROWS, forward_settings, padded_head
 
 
 def forward(
@@ -35,15 +26,15 @@ def forward(
     if num_keys == 0:
         return o_BHLD.zero_(), lse_BHL.fill_(math.inf)
     width = padded_head(head_dim)
-    consumers = count_consumers(width, causal=causal)
-    num_tiles = -(-num_queries // (consumers * ROWS))
+    settings = forward_settings(width, causal=causal, whole_keys=num_keys % FORWARD_KEYS == 0)
+    num_tiles = -(-num_queries // (settings["CONSUMERS"] * FORWARD_ROWS))
     # Under a causal mask a long tile and a short one make an item.
     num_items = batch * num_heads * ((num_tiles + 1) // 2 if causal else num_tiles)
     attention_hopper_forward[(min(num_items, count_multiprocessors(q_BHLD.device)),)](
-        describe(q_BHLD, ROWS, width),
-        describe(k_BGKD, KEYS, width),
-        describe(v_BGKD, KEYS, width),
-        describe(o_BHLD, ROWS, width),
+        describe(q_BHLD, FORWARD_ROWS, width),
+        describe(k_BGKD, FORWARD_KEYS, width),
+        describe(v_BGKD, FORWARD_KEYS, width),
+        describe(o_BHLD, FORWARD_ROWS, width),
         lse_BHL,
         scale,
         num_heads,
@@ -52,14 +43,6 @@ def forward(
         num_keys,
         num_tiles,
         num_items,
-        CONSUMERS=consumers,
-        ROWS=ROWS,
-        KEYS=KEYS,
-        D=width,
-        STAGES=STAGES,
-        CAUSAL=causal,
-        MASK=causal or num_keys % KEYS != 0,
-        num_warps=4,
-        maxnreg=MAX_REGISTERS[consumers],
+        **settings,
     )
     return o_BHLD, lse_BHL

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from stepscope.kernels.attention import triton_launch as launch
-from stepscope.kernels.attention.tiles import MOST_QUERIES, Tile, padded_width
+from stepscope.kernels.attention.tiles import Tile, padded_width
 from stepscope.kernels.attention.triton_backward_kernels import attention_backward_keys, attention_backward_queries
+
+ROW_ALIGNMENT = 16  # numbers: what Triton looks for in a stride
 
 
 def backward(
@@ -29,9 +31,9 @@ def backward(
     dq_BHLD, dk_BGKD, dv_BGKD = torch.empty_like(q_BHLD), torch.empty_like(k_BGKD), torch.empty_like(v_BGKD)
     if q_BHLD.numel() == 0 or k_BGKD.numel() == 0:
         return dq_BHLD.zero_(), dk_BGKD.zero_(), dv_BGKD.zero_()
-    problem = launch.arithmetic(q_BHLD.dtype, tf32=tf32), q_BHLD.shape[-1], causal, q_BHLD.device
-    queries_tile = launch.tile_for("backward_queries", *problem)
-    keys_tile = launch.tile_for("backward_keys", *problem)
+    problem = launch.arithmetic(q_BHLD.dtype, tf32=tf32), q_BHLD.shape[-1], q_BHLD.device
+    queries_tile = launch.tile_for("backward_queries", *problem, causal=causal)
+    keys_tile = launch.tile_for("backward_keys", *problem, causal=causal)
     settings = launch.Settings(causal=causal, scale=scale, tf32=tf32)
     rows = row_values(lse_BHL)
     with launch.on_device(q_BHLD):
@@ -41,9 +43,9 @@ def backward(
 
 
 def row_values(lse_BHL: Tensor) -> Tensor:
-    """Room for what the first kernel leaves for the second: (B·H, 2, rows padded to whole tiles)."""
+    """Room for what the first kernel leaves for the second: (B·H, 2, queries padded so that each row is aligned)."""
     batch, num_heads, num_queries = lse_BHL.shape
-    padded = -(-num_queries // MOST_QUERIES) * MOST_QUERIES
+    padded = -(-num_queries // ROW_ALIGNMENT) * ROW_ALIGNMENT
     return torch.empty(batch * num_heads, 2, padded, dtype=torch.float32, device=lse_BHL.device)
 
 
@@ -118,7 +120,7 @@ def launch_keys(
         launch.source(do_BHLD, tile.block_m, width),
         dk_BGKD,
         dv_BGKD,
-        launch.row_source(rows, tile.block_m),
+        launch.row_source(rows, num_queries, tile.block_m),
         q_BHLD.stride(),
         k_BGKD.stride(),
         v_BGKD.stride(),

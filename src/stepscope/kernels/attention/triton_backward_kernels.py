@@ -6,9 +6,9 @@ up between programs, so the same input gives the same bits. The price is seven m
 with atomic additions to dQ makes five: 14·L·K·D FLOPs a head instead of 10 (half of it when causal).
 
 The first kernel also leaves what the second needs of each row: delta = rowsum(o · do), from the stored o, and the
-log-sum-exp in base 2. One launch less than a kernel of its own for delta, and do is read once less. Both are in
-`rows`, (B·H, 2, padded queries), each head's rows padded to a multiple of every tile, the log-sum-exp with +inf: a row
-beyond the last has no weight, and the loads need no mask and are aligned.
+log-sum-exp in base 2. One launch less than a kernel of its own for delta, and do is read once less. Both are in `rows`,
+(B·H, 2, padded queries), padded so that every head's numbers are aligned. A row beyond the last reads as zero, here as
+in q and do, and then adds nothing whatever its weight.
 
 One loop with a branch around the mask, for the reason given in `triton_forward_kernels`.
 """
@@ -40,10 +40,10 @@ def attention_backward_queries(
     do_MD = load_tile(do, do_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, False)
     o_MD = load_tile(o, o_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, False)
     delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
-    lse_M = tl.load(lse + sequence * num_queries + query_M, mask=query_M < num_queries, other=float("inf"))
+    lse_M = tl.load(lse + sequence * num_queries + query_M, mask=query_M < num_queries, other=0.0)
     lse2_M = lse_M * LOG2_E
-    tl.store(rows + (2 * sequence) * padded_queries + query_M, lse2_M)
-    tl.store(rows + (2 * sequence + 1) * padded_queries + query_M, delta_M)
+    tl.store(rows + (2 * sequence) * padded_queries + query_M, lse2_M, mask=query_M < num_queries)
+    tl.store(rows + (2 * sequence + 1) * padded_queries + query_M, delta_M, mask=query_M < num_queries)
     q_MD = load_tile(q, q_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, False)
     dq_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     scale2 = scale * LOG2_E
@@ -92,8 +92,8 @@ def attention_backward_keys(
             do_MD = load_tile(
                 do, do_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, WHOLE_QUERIES
             )
-            lse2_M = load_row(rows, padded_queries, 2 * sequence, first_query, BLOCK_M)
-            delta_M = load_row(rows, padded_queries, 2 * sequence + 1, first_query, BLOCK_M)
+            lse2_M = load_row(rows, padded_queries, 2 * sequence, first_query, num_queries, BLOCK_M, WHOLE_QUERIES)
+            delta_M = load_row(rows, padded_queries, 2 * sequence + 1, first_query, num_queries, BLOCK_M, WHOLE_QUERIES)
             # Scores and weights are transposed, keys by queries: they are the left operand of the last two products.
             scores_NM = multiply(k_ND, q_MD.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)
             weights_NM = tl.math.exp2(scores_NM * scale2 - lse2_M[None, :])

@@ -23,7 +23,7 @@ def forward(
     if q_BHLD.numel() == 0:
         return o_BHLD, lse_BHL
     kind = launch.arithmetic(q_BHLD.dtype, tf32=tf32)
-    tile = launch.tile_for("forward", kind, q_BHLD.shape[-1], causal, q_BHLD.device)
+    tile = launch.tile_for("forward", kind, q_BHLD.shape[-1], q_BHLD.device, causal=causal)
     settings = launch.Settings(causal=causal, scale=scale, tf32=tf32)
     with launch.on_device(q_BHLD):
         launch_forward(q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, tile, settings)

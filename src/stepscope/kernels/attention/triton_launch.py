@@ -46,14 +46,14 @@ def input_precision(kind: Arithmetic) -> str:
 
 
 @cache
-def tile_for(stage: Pass, kind: Arithmetic, head_dim: int, causal: bool, device: torch.device) -> Tile:
+def tile_for(stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool) -> Tile:
     """The tile that was tuned on this GPU if there is one, and the table's otherwise."""
-    key = tile_key(stage, kind, head_dim, causal, device)
+    key = tile_key(stage, kind, head_dim, device, causal=causal)
     chosen = tuned_tiles(torch.cuda.get_device_name(device)).get(key) if device.type == "cuda" else None
     return chosen or tiles.choose(key)
 
 
-def tile_key(stage: Pass, kind: Arithmetic, head_dim: int, causal: bool, device: torch.device) -> TileKey:
+def tile_key(stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool) -> TileKey:
     return TileKey(
         stage=stage,
         arithmetic=kind,
@@ -80,12 +80,12 @@ def source(x_BHLD: Tensor, rows: int, width: int) -> Tensor | TensorDescriptor:
     return TensorDescriptor(x_BHLD, shape, strides, [1, 1, rows, width])
 
 
-def row_source(rows: Tensor, block: int) -> Tensor | TensorDescriptor:
-    """A table of rows, as a kernel reads `block` numbers of one."""
+def row_source(rows: Tensor, length: int, block: int) -> Tensor | TensorDescriptor:
+    """A table of rows of this length, padded, as a kernel reads `block` numbers of one."""
     if not has_copy_engine(rows.device):
         return rows
-    width = rows.shape[-1]
-    return TensorDescriptor(rows, [rows.numel() // width, width], [width, 1], [1, block])
+    padded = rows.shape[-1]
+    return TensorDescriptor(rows, [rows.numel() // padded, length], [padded, 1], [1, block])
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:

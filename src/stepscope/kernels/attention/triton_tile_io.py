@@ -16,8 +16,7 @@ def load_tile(
     source, strides, batch, head, start, length,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows from `start` on, HEAD_DIM padded to WIDTH. Zero beyond; WHOLE promises that no row is beyond
-    `length`."""
+    """ROWS rows from `start` on, HEAD_DIM padded to WIDTH. Zero beyond `length`, which WHOLE promises to be far."""
     if isinstance(source, tl.tensor_descriptor):
         tile = source.load([batch, head, start, 0]).reshape([ROWS, WIDTH])
     else:
@@ -36,12 +35,17 @@ def load_tile(
 
 
 @triton.jit
-def load_row(source, stride, index, start, ROWS: tl.constexpr):
-    """ROWS numbers from `start` on of row `index` of a table, which holds them all."""
+def load_row(source, stride, index, start, length, ROWS: tl.constexpr, WHOLE: tl.constexpr):
+    """ROWS numbers from `start` on of row `index` of a table. Zero beyond `length`, which WHOLE promises to be far."""
     if isinstance(source, tl.tensor_descriptor):
         row = source.load([index, start]).reshape([ROWS])
     else:
-        row = tl.load(source + _wide(index) * stride + start + tl.arange(0, ROWS))
+        place = start + tl.arange(0, ROWS)
+        pointers = source + tl.cast(index, tl.int64) * stride + place
+        if WHOLE:
+            row = tl.load(pointers)
+        else:
+            row = tl.load(pointers, mask=place < length, other=0.0)
     return row
 
 
@@ -62,10 +66,6 @@ def store_tile(
 
 @triton.jit
 def _address(base, strides, batch, head, start, row, column):
-    first = base + _wide(batch) * strides[0] + _wide(head) * strides[1] + _wide(start) * strides[2]
-    return first + row.to(tl.int64)[:, None] * strides[2] + column.to(tl.int64)[None, :] * strides[3]
-
-
-@triton.jit
-def _wide(index):
-    return tl.cast(index, tl.int64)
+    first = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    first += tl.cast(start, tl.int64) * strides[2]
+    return base + first + row.to(tl.int64)[:, None] * strides[2] + column.to(tl.int64)[None, :] * strides[3]

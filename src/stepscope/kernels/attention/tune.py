@@ -7,7 +7,7 @@ Outputs differ in their last bits between tiles, so the comparison is by the siz
 
 # B batch, H heads, L length, D head dim.
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,46 +52,48 @@ def tune(problem: TuneProblem, *, device: torch.device, report: Callable[[Trial]
     if device.type != "cuda":
         raise ValueError(f"`device` must be a CUDA GPU, not `{device}`")
     trials: list[Trial] = []
-    for trial in _trials(problem, device):
-        trials.append(trial)
-        if report is not None:
-            report(trial)
-    tuned.keep(torch.cuda.get_device_name(device), _fastest(trials))
+    with torch.cuda.device(device):
+        for trial in _trials(problem, device):
+            trials.append(trial)
+            if report is not None:
+                report(trial)
+    tuned.keep(torch.cuda.get_device_name(device), fastest(trials))
     launch.tile_for.cache_clear()
     return trials
 
 
 def _trials(problem: TuneProblem, device: torch.device) -> Iterator[Trial]:
     kind = launch.arithmetic(problem.dtype, tf32=problem.tf32)
-    inputs = _Inputs(problem, device)
+    run = _Run(problem, device)
     for stage in tiles.PASSES:
-        key = launch.tile_key(stage, kind, problem.head_dim, problem.causal, device)
-        expected = tuple(x.clone() for x in inputs.run(stage, tiles.choose(key)))
+        key = launch.tile_key(stage, kind, problem.head_dim, device, causal=problem.causal)
+        run.launch(stage, tiles.choose(key))
+        expected = [result.clone() for result in run.results(stage)]
         for tile in tiles.candidates(key):
-            yield _try(inputs, key, tile, expected)
+            yield _try(run, key, tile, expected)
+        run.launch(stage, tiles.choose(key))  # whatever the last candidate left: the next pass reads it
 
 
-def _try(inputs: "_Inputs", key: TileKey, tile: Tile, expected: tuple[Tensor, ...]) -> Trial:
+def _try(run: "_Run", key: TileKey, tile: Tile, expected: list[Tensor]) -> Trial:
+    results = run.results(key.stage)
+    for result in results:
+        result.zero_()
     try:
-        results = inputs.run(key.stage, tile)
+        run.launch(key.stage, tile)
     except OutOfResources as problem:
         return Trial(key=key, tile=tile, milliseconds=None, problem=str(problem))
-    off = max(_difference(a, b) for a, b in zip(results, expected, strict=True))
-    if not off <= TOLERANCES[key.arithmetic]:
-        return Trial(key=key, tile=tile, milliseconds=None, problem=f"its result is off by {off:.1e}")
-    median = do_bench(lambda: inputs.run(key.stage, tile), return_mode="median")
+    differences = [_difference(a, b) for a, b in zip(results, expected, strict=True)]
+    if not all(difference <= TOLERANCES[key.arithmetic] for difference in differences):
+        return Trial(key=key, tile=tile, milliseconds=None, problem=f"its result is off: {differences}")
+    median = do_bench(lambda: run.launch(key.stage, tile), return_mode="median")
     return Trial(key=key, tile=tile, milliseconds=median)
 
 
-def _fastest(trials: list[Trial]) -> dict[TileKey, Tile]:
-    best: dict[TileKey, Trial] = {}
-    for trial in trials:
-        if trial.milliseconds is None:
-            continue
-        leader = best.get(trial.key)
-        if leader is None or leader.milliseconds is None or trial.milliseconds < leader.milliseconds:
-            best[trial.key] = trial
-    return {key: trial.tile for key, trial in best.items()}
+def fastest(trials: Iterable[Trial]) -> dict[TileKey, Tile]:
+    """The best tile of each key that has one that ran."""
+    timed = [(trial.milliseconds, trial) for trial in trials if trial.milliseconds is not None]
+    # From the slowest to the fastest: what is put in last stays.
+    return {trial.key: trial.tile for _, trial in sorted(timed, key=lambda pair: pair[0], reverse=True)}
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
@@ -99,36 +101,29 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - wide).norm() / wide.norm())
 
 
-class _Inputs:
+class _Run:
     """Tensors of a problem, and one pass at a time over them with a given tile."""
 
     def __init__(self, problem: TuneProblem, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
         shape = (problem.batch, problem.num_heads, problem.length, problem.head_dim)
-        self.q, self.k, self.v, self.do = (
-            torch.randn(shape, device=device, generator=generator).to(problem.dtype) for _ in range(4)
-        )
+        q, k, v, do = (torch.randn(shape, device=device, generator=generator).to(problem.dtype) for _ in range(4))
+        self.inputs, self.do = (q, k, v), do
         self.settings = launch.Settings(causal=problem.causal, scale=problem.head_dim**-0.5, tf32=problem.tf32)
-        self.o, self.lse = triton_forward.forward(
-            self.q, self.k, self.v, causal=problem.causal, scale=self.settings.scale, tf32=problem.tf32
-        )
+        self.o, self.lse = torch.empty_like(q), torch.empty(shape[:-1], device=device)
+        self.dq, self.dk, self.dv = (torch.empty_like(x) for x in self.inputs)
         self.rows = triton_backward.row_values(self.lse)
-        self.dq, self.dk, self.dv = (torch.empty_like(x) for x in (self.q, self.k, self.v))
-        # The second backward kernel reads what the first leaves in `rows`.
-        self.run("backward_queries", self._default("backward_queries"))
 
-    def run(self, stage: Pass, tile: Tile) -> tuple[Tensor, ...]:
-        """The results of one pass, overwritten by the next run of it."""
-        inputs = (self.q, self.k, self.v)
+    def results(self, stage: Pass) -> list[Tensor]:
+        return {"forward": [self.o], "backward_queries": [self.dq], "backward_keys": [self.dk, self.dv]}[stage]
+
+    def launch(self, stage: Pass, tile: Tile) -> None:
+        """Fill the results of a pass. Each pass needs what the one before it in `PASSES` left."""
         if stage == "forward":
-            triton_forward.launch_forward(*inputs, self.o, self.lse, tile, self.settings)
-            return (self.o,)
-        if stage == "backward_queries":
-            triton_backward.launch_queries(self.do, *inputs, self.o, self.lse, self.dq, self.rows, tile, self.settings)
-            return (self.dq,)
-        triton_backward.launch_keys(self.do, *inputs, self.dk, self.dv, self.rows, tile, self.settings)
-        return self.dk, self.dv
-
-    def _default(self, stage: Pass) -> Tile:
-        kind = launch.arithmetic(self.q.dtype, tf32=self.settings.tf32)
-        return launch.tile_for(stage, kind, self.q.shape[-1], self.settings.causal, self.q.device)
+            triton_forward.launch_forward(*self.inputs, self.o, self.lse, tile, self.settings)
+        elif stage == "backward_queries":
+            triton_backward.launch_queries(
+                self.do, *self.inputs, self.o, self.lse, self.dq, self.rows, tile, self.settings
+            )
+        else:
+            triton_backward.launch_keys(self.do, *self.inputs, self.dk, self.dv, self.rows, tile, self.settings)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.folders import cache_folder
 from stepscope.kernels.attention.tiles import Tile, TileKey
 
 
@@ -23,9 +24,6 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def tiles_path() -> Path:
-    # Imported here: the folder's module brings tables along, which a process that only runs kernels does without.
-    from stepscope.recording.cache import cache_folder
-
     return cache_folder() / "tiles.json"
 
 

@@ -1,0 +1,94 @@
+"""The table of tiles, what a user's own tuning puts over it, and the choice that tuning makes."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepscope.errors import StepscopeError
+from stepscope.kernels.attention import tiles, triton_launch, tune, tuned
+from stepscope.kernels.attention.tiles import ARITHMETICS, PASSES, WIDTHS, Architecture, Tile, TileKey
+from stepscope.kernels.attention.tune import Trial, TuneProblem
+
+ARCHITECTURES: tuple[Architecture, ...] = ("hopper", "ampere")
+KEY = TileKey(stage="forward", arithmetic="half", width=64, causal=True, architecture="hopper")
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path))
+    tuned.tuned_tiles.cache_clear()
+    return tmp_path
+
+
+def test_every_kind_of_problem_has_tiles_that_the_kernels_take() -> None:
+    for stage, arithmetic, width, causal, architecture in product(
+        PASSES, ARITHMETICS, WIDTHS, (False, True), ARCHITECTURES
+    ):
+        key = TileKey(stage=stage, arithmetic=arithmetic, width=width, causal=causal, architecture=architecture)
+        for tile in tiles.candidates(key):
+            assert min(tile.block_m, tile.block_n) >= 16
+        assert len(set(tiles.candidates(key))) == len(tiles.candidates(key))
+        assert tiles.choose(key) == tiles.candidates(key)[0]
+
+
+@pytest.mark.parametrize(("head_dim", "width"), [(1, 16), (16, 16), (17, 32), (80, 128), (128, 128), (160, 256)])
+def test_heads_are_padded_to_a_power_of_two(head_dim: int, width: int) -> None:
+    assert tiles.padded_width(head_dim) == width
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), "hopper"), ((8, 0), "ampere"), ((12, 0), "ampere")])
+def test_a_gpu_without_hoppers_shared_memory_gets_small_tiles(capability: tuple[int, int], expected: str) -> None:
+    assert tiles.architecture(capability) == expected
+
+
+def test_tuned_tiles_come_back_for_the_same_gpu_only(cache_folder: Path) -> None:
+    path = tuned.keep("NVIDIA H200", {KEY: Tile(64, 32, 4, 2)})
+    assert path == cache_folder / "tiles.json"
+    assert tuned.tuned_tiles("NVIDIA H200") == {KEY: Tile(64, 32, 4, 2)}
+    assert tuned.tuned_tiles("NVIDIA A100") == {}
+
+
+def test_a_second_tuning_replaces_its_keys_and_keeps_the_others(cache_folder: Path) -> None:
+    other = TileKey(stage="backward_keys", arithmetic="tf32", width=64, causal=True, architecture="hopper")
+    tuned.keep("a", {KEY: Tile(64, 32, 4, 2), other: Tile(16, 16, 4, 1)})
+    tuned.keep("b", {KEY: Tile(32, 32, 4, 1)})
+    tuned.keep("a", {KEY: Tile(128, 64, 8, 3)})
+    assert tuned.tuned_tiles("a") == {KEY: Tile(128, 64, 8, 3), other: Tile(16, 16, 4, 1)}
+    assert tuned.tuned_tiles("b") == {KEY: Tile(32, 32, 4, 1)}
+
+
+@pytest.mark.parametrize("content", ["not JSON", "[{}]", '[{"gpu": 3}]'])
+def test_a_damaged_file_is_an_error_and_not_passed_over(cache_folder: Path, content: str) -> None:
+    (cache_folder / "tiles.json").write_text(content)
+    with pytest.raises(StepscopeError, match="cannot read the tuned tiles"):
+        tuned.tuned_tiles("NVIDIA H200")
+
+
+def test_a_tuned_tile_comes_before_the_tables(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    tuned.keep("NVIDIA H200", {KEY: Tile(16, 16, 1, 1)})
+    device = torch.device("cuda", 7)
+    try:
+        assert triton_launch.tile_for("forward", "half", 60, device, causal=True) == Tile(16, 16, 1, 1)
+        assert triton_launch.tile_for("forward", "half", 60, device, causal=False) == tiles.choose(KEY)
+    finally:
+        triton_launch.tile_for.cache_clear()
+
+
+def test_tuning_takes_the_fastest_that_ran() -> None:
+    trials = [
+        Trial(key=KEY, tile=Tile(16, 16, 4, 1), milliseconds=2.0),
+        Trial(key=KEY, tile=Tile(32, 16, 4, 1), milliseconds=None, problem="too large"),
+        Trial(key=KEY, tile=Tile(64, 16, 4, 1), milliseconds=1.0),
+        Trial(key=KEY, tile=Tile(128, 16, 4, 1), milliseconds=3.0),
+    ]
+    assert tune.fastest(trials) == {KEY: Tile(64, 16, 4, 1)}
+
+
+def test_tuning_needs_a_gpu() -> None:
+    problem = TuneProblem(head_dim=64, dtype=torch.bfloat16, causal=True)
+    with pytest.raises(ValueError, match=r"`device` must be a CUDA GPU, not `cpu`"):
+        tune.tune(problem, device=torch.device("cpu"))

@@ -1,0 +1,182 @@
+"""Flash attention on a GPU: every backend of ours against float64, three ways, and the same bits a hundred times."""
+
+# B batch, H query heads, G key/value heads, L queries, K keys, D head dim.
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepscope.kernels import flash_attention
+from stepscope.kernels.attention import triton_backward, triton_forward, triton_launch, tune, tuned
+from stepscope.nn import functional
+from tests.cpu.accuracy import Op, assert_three_way, normal
+
+CUDA = torch.device("cuda", 0)
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability(CUDA)[0] == 9
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="for Hopper alone")
+
+# B, H, G, L, K, D: whole tiles; odd lengths; grouped; more keys than queries; more queries than keys (blind rows).
+SHAPES = [
+    (1, 2, 2, 512, 512, 128),
+    (2, 2, 1, 517, 517, 64),
+    (1, 4, 2, 300, 711, 128),
+    (1, 4, 1, 711, 300, 64),
+    (2, 1, 1, 1, 400, 64),
+    (3, 2, 2, 130, 129, 128),
+]
+# Head sizes that no tile has, and the smallest and largest.
+OTHER_HEADS = [(1, 2, 1, 333, 400, head_dim) for head_dim in (8, 40, 80, 160, 256)]
+
+
+def make_inputs(shape: tuple[int, ...]) -> list[Tensor]:
+    batch, num_heads, num_groups, num_queries, num_keys, head_dim = shape
+    keys = (batch, num_groups, num_keys, head_dim)
+    return [normal(batch, num_heads, num_queries, head_dim), normal(*keys, seed=2), normal(*keys, seed=3)]
+
+
+def on_gpu(backend: str | None, *, causal: bool, deterministic: bool = False) -> Op:
+    """Attention on the GPU of tensors that are on the CPU; the reference when no backend is named."""
+
+    def run(*inputs: Tensor) -> Tensor:
+        q, k, v = (x.to(CUDA) for x in inputs)
+        if backend is None:
+            return functional.attention(q, k, v, causal=causal).cpu()
+        return flash_attention(q, k, v, causal=causal, backend=backend, deterministic=deterministic).cpu()
+
+    return run
+
+
+def check(backend: str, inputs: list[Tensor], *, dtype: torch.dtype, causal: bool) -> None:
+    assert_three_way(on_gpu(backend, causal=causal), on_gpu(None, causal=causal), inputs, dtype=dtype)
+
+
+@either_mask
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["triton", "tiled"])
+def test_outputs_and_gradients_match_the_reference(
+    backend: str, dtype: torch.dtype, shape: tuple[int, ...], causal: bool
+) -> None:
+    check(backend, make_inputs(shape), dtype=dtype, causal=causal)
+
+
+@needs_hopper
+@either_mask
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_hopper_matches_the_reference(dtype: torch.dtype, shape: tuple[int, ...], causal: bool) -> None:
+    check("hopper", make_inputs(shape), dtype=dtype, causal=causal)
+
+
+@pytest.mark.parametrize("shape", OTHER_HEADS, ids=lambda shape: str(shape[-1]))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_triton_takes_every_head_size(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    check("triton", make_inputs(shape), dtype=dtype, causal=True)
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [40, 56, 72, 80, 96, 120])
+def test_hopper_pads_other_head_sizes(head_dim: int) -> None:
+    check("hopper", make_inputs((1, 4, 2, 333, 400, head_dim)), dtype=torch.bfloat16, causal=True)
+
+
+@either_mask
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_hopper)])
+def test_a_real_shape_matches_the_reference(backend: str, causal: bool) -> None:
+    check(backend, make_inputs((1, 4, 2, 4096, 4096, 128)), dtype=torch.bfloat16, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_hopper)])
+def test_strided_inputs_give_the_same_bits_as_dense_ones(backend: str, dtype: torch.dtype) -> None:
+    if backend == "hopper" and dtype == torch.float32:
+        pytest.skip("hopper has no fp32")
+    fused = normal(2, 300, 3, 4, 64).to(CUDA, dtype)
+    q, k, v = (x.transpose(1, 2) for x in fused.unbind(2))
+    strided = flash_attention(q, k, v, causal=True, backend=backend)
+    dense = flash_attention(q.contiguous(), k.contiguous(), v.contiguous(), causal=True, backend=backend)
+    assert torch.equal(strided, dense)
+    assert strided.transpose(1, 2).is_contiguous()
+
+
+def test_triton_reads_rows_whose_last_stride_is_not_one() -> None:
+    q, k, v = (x.to(CUDA, torch.bfloat16) for x in make_inputs((1, 2, 2, 200, 200, 64)))
+    turned = [x.transpose(-2, -1).contiguous().transpose(-2, -1) for x in (q, k, v)]
+    assert torch.equal(
+        flash_attention(*turned, causal=True, backend="triton"), flash_attention(q, k, v, causal=True, backend="triton")
+    )
+
+
+def test_tf32_is_less_accurate_than_fp32_and_close() -> None:
+    q, k, v = (x.float() for x in make_inputs((1, 2, 2, 512, 512, 64)))
+    truth = functional.attention(q.double(), k.double(), v.double(), causal=True)
+    moved = [x.to(CUDA) for x in (q, k, v)]
+    off = {}
+    for tf32 in (False, True):
+        o, _ = triton_forward.forward(*moved, causal=True, scale=0.125, tf32=tf32)
+        off[tf32] = (o.cpu().double() - truth).abs().max().item()
+    assert off[False] < 1e-5
+    assert 1e-5 < off[True] < 1e-2
+
+
+@either_mask
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_triton_gives_the_same_bits_a_hundred_times(dtype: torch.dtype, head_dim: int, causal: bool) -> None:
+    shape = (2, 4, 2, 1000, 1000, head_dim)
+    q, k, v = (x.to(CUDA, dtype) for x in make_inputs(shape))
+    do = normal(*q.shape, seed=4).to(CUDA, dtype)
+    settings = {"causal": causal, "scale": head_dim**-0.5, "tf32": False}
+
+    def run() -> list[Tensor]:
+        o, lse = triton_forward.forward(q, k, v, **settings)
+        return [o, lse, *triton_backward.backward(do, q, k, v, o, lse, **settings)]
+
+    first = run()
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+
+
+@needs_hopper
+@either_mask
+def test_hopper_forward_and_deterministic_gradients_repeat_a_hundred_times(causal: bool) -> None:
+    leaves = [x.to(CUDA, torch.bfloat16).requires_grad_() for x in make_inputs((2, 4, 2, 1000, 1000, 128))]
+    do = normal(2, 4, 1000, 128, seed=4).to(CUDA, torch.bfloat16)
+    expected_o = flash_attention(*leaves, causal=causal, backend="hopper")
+
+    def gradients() -> tuple[Tensor, ...]:
+        o = flash_attention(*leaves, causal=causal, deterministic=True)
+        return torch.autograd.grad(o, leaves, do)
+
+    expected = gradients()
+    for _ in range(100):
+        assert torch.equal(flash_attention(*leaves, causal=causal, backend="hopper"), expected_o)
+        assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["by descriptor", "by pointer"])
+def test_offsets_beyond_two_gigaelements_are_reached(dtype: torch.dtype) -> None:
+    num_heads, length, head_dim = 36, 1 << 20, 64  # 2.4e9 elements: the last head starts beyond 2**31
+    q = torch.zeros(1, num_heads, length, head_dim, dtype=dtype, device=CUDA)[:, :, :256]
+    k = torch.randn(1, num_heads, 256, head_dim, device=CUDA).to(dtype)
+    q[:, -1] = 1.0
+    o = flash_attention(q, k, k, backend="triton")
+    expected = flash_attention(q[:, -1:].contiguous(), k[:, -1:], k[:, -1:], backend="triton")
+    assert torch.equal(o[:, -1:], expected)
+
+
+def test_tuning_keeps_tiles_that_are_then_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path))
+    tuned.tuned_tiles.cache_clear()
+    problem = tune.TuneProblem(head_dim=64, dtype=torch.bfloat16, causal=True, length=1024)
+    trials = tune.tune(problem, device=CUDA)
+    assert all(trial.milliseconds is not None for trial in trials), [trial.problem for trial in trials]
+    kept = tuned.tuned_tiles(torch.cuda.get_device_name(CUDA))
+    assert {key.stage for key in kept} == {"forward", "backward_queries", "backward_keys"}
+    check("triton", make_inputs((1, 2, 2, 200, 200, 64)), dtype=torch.bfloat16, causal=True)
+    tuned.tuned_tiles.cache_clear()
+    triton_launch.tile_for.cache_clear()

@@ -1,0 +1,172 @@
+"""Every kernel configuration that stepscope ships, as the ahead-of-time compiler takes it. `aot.py` compiles and
+judges them.
+
+A launcher lets Triton find an argument's type and alignment at the first call; here they are written down. Strides are
+multiples of 16 elements, the last is one, and lengths are anything: what a model's tensors look like.
+"""
+
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[1] / "src"
+PACKAGES = ("stepscope.kernels", "stepscope.kernels.attention")
+
+
+def _import_without_torch() -> None:
+    """Make the kernels' modules importable where there is no torch: their packages' own `__init__` imports it."""
+    sys.path.insert(0, str(SOURCE))
+    for name in PACKAGES:
+        package = types.ModuleType(name)
+        package.__path__ = [str(SOURCE.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+
+
+_import_without_torch()
+
+from shipped_hopper import hopper  # noqa: E402
+from stepscope.kernels.attention import tiles  # noqa: E402
+from stepscope.kernels.attention.tiles import Arithmetic, Pass, Tile, TileKey  # noqa: E402
+from stepscope.kernels.attention.triton_backward_kernels import (  # noqa: E402
+    attention_backward_keys,
+    attention_backward_queries,
+)
+from stepscope.kernels.attention.triton_forward_kernels import attention_forward  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipped:
+    """One kernel as it is shipped. A signature names each argument's type, "constexpr" for those in `constants`.
+
+    `aligned` and the keys of `constants` are argument names, or places: (argument,) or (argument, member of a tuple).
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    options: dict[str, Any]
+    arch: int
+    product: str  # the instruction of the tensor cores that must be there
+    most_spilled: int  # bytes
+    aligned: tuple[Any, ...] = ()
+    gluon: bool = False
+    sample: bool = False  # one of the dozen that `make test` compiles
+
+
+def shipped() -> list[Shipped]:
+    """All of them."""
+    return [*_triton(), *(Shipped(**arguments) for arguments in hopper())]
+
+
+KERNELS = {
+    "forward": attention_forward,
+    "backward_queries": attention_backward_queries,
+    "backward_keys": attention_backward_keys,
+}
+# What a launcher passes by descriptor where there is a copy engine.
+DESCRIBED: dict[Pass, tuple[str, ...]] = {
+    "forward": ("q", "k", "v"),
+    "backward_queries": ("k", "v"),
+    "backward_keys": ("q", "do", "rows"),
+}
+ARCHITECTURES: dict[int, tiles.Architecture] = {80: "ampere", 90: "hopper"}
+
+
+def _triton() -> Iterator[Shipped]:
+    for arch, architecture in ARCHITECTURES.items():
+        for stage in tiles.PASSES:
+            for arithmetic in tiles.ARITHMETICS:
+                for width in tiles.WIDTHS:
+                    for causal in (False, True):
+                        key = TileKey(
+                            stage=stage, arithmetic=arithmetic, width=width, causal=causal, architecture=architecture
+                        )
+                        yield triton_entry(key, tiles.choose(key), arch)
+
+
+def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
+    """A Triton kernel with one tile, for lengths that no tile divides."""
+    kernel = KERNELS[key.stage]
+    element = "bf16" if key.arithmetic == "half" else "fp32"
+    described = DESCRIBED[key.stage] if arch >= 90 else ()
+    if key.stage == "forward" and key.arithmetic != "half":
+        described = tuple(name for name in described if name != "q")
+    constants: dict[Any, Any] = {
+        "HEAD_DIM": key.width,
+        "WIDTH": key.width,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "CAUSAL": key.causal,
+        "WHOLE_QUERIES" if key.stage == "backward_keys" else "WHOLE_KEYS": False,
+        "PRECISION": "tf32x3" if key.arithmetic == "tf32x3" else "tf32",
+    }
+    signature: dict[str, Any] = {}
+    aligned: list[Any] = []
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in described:
+            signature[name] = _descriptor(name, element, tile, key.width)
+        elif name.endswith("_strides"):
+            signature[name] = ("i32", "i32", "i32", "constexpr")
+            constants[index, 3] = 1
+            aligned += [(index, member) for member in range(3)]
+        else:
+            signature[name] = _scalar_or_pointer(name, element)
+            if signature[name].startswith("*") or name == "padded_queries":
+                aligned.append((index,))
+    mask = "causal" if key.causal else "full"
+    return Shipped(
+        name=f"triton {key.stage} {key.arithmetic} {key.width} {mask} sm_{arch}",
+        kernel=kernel,
+        signature=signature,
+        constants=constants,
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        arch=arch,
+        aligned=tuple(aligned),
+        product="HGMMA" if arch >= 90 and (element == "bf16" or _is_asynchronous(key.stage, tile)) else "HMMA",
+        most_spilled=_MOST_SPILLED.get((key.stage, key.arithmetic, key.width), USUALLY_SPILLED),
+        # What a Transformer in bf16 uses, on both architectures: with Hopper's own kernels a dozen.
+        sample=key.arithmetic == "half" and key.width == 128 and key.causal,
+    )
+
+
+def _descriptor(name: str, element: str, tile: Tile, width: int) -> str:
+    if name == "rows":
+        return f"tensordesc<fp32[1, {tile.block_m}]>"
+    rows = tile.block_n if name in ("k", "v") else tile.block_m
+    return f"tensordesc<{element}[1, 1, {rows}, {width}]>"
+
+
+def _scalar_or_pointer(name: str, element: str) -> str:
+    if name in ("lse", "rows"):
+        return "*fp32"
+    if name == "scale":
+        return "fp32"
+    return f"*{element}" if name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") else "i32"
+
+
+def _is_asynchronous(stage: Pass, tile: Tile) -> bool:
+    """Hopper's own products have 64 rows and four warps; with fewer, as fp32 is fastest, Triton takes Ampere's."""
+    return tile.num_warps >= 4 and (tile.block_n if stage == "backward_keys" else tile.block_m) >= 64
+
+
+# A few registers of addresses that are spilled before a loop and read after it cost nothing.
+USUALLY_SPILLED = 64
+# Wide heads in fp32, where every operand is two and every sum has a second one: no tile was found that keeps everything
+# in registers, and of those measured on an H200 these were the fastest all the same.
+_MOST_SPILLED: dict[tuple[Pass, Arithmetic, int], int] = {
+    ("forward", "tf32x3", 128): 320,
+    ("forward", "tf32x3", 256): 1024,
+    ("backward_queries", "tf32x3", 128): 768,
+    ("backward_queries", "tf32x3", 256): 1024,
+    ("backward_keys", "tf32", 256): 192,
+    ("backward_keys", "tf32x3", 32): 192,
+    ("backward_keys", "tf32x3", 64): 320,
+    ("backward_keys", "tf32x3", 128): 1024,
+    ("backward_keys", "tf32x3", 256): 1536,
+}
