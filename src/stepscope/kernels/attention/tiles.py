@@ -73,8 +73,8 @@ def choose(key: TileKey) -> Tile:
 
 _Table = dict[tuple[Pass, Arithmetic], dict[int, tuple[Tile, ...]]]
 
-# Measured on an H200. fp32 is fastest with fewer than 64 rows or fewer than four warps, where Triton takes Ampere's kind
-# of product: Hopper's wants both parts of every operand written back to shared memory.
+# Measured on an H200. fp32 is fastest with fewer than 64 rows or fewer than four warps, where Triton takes Ampere's
+# kind of product: Hopper's wants both parts of every operand written back to shared memory.
 _HOPPER: _Table = {
     ("forward", "half"): {
         16: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2)),
