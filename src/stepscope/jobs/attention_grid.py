@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.attention import IMPLEMENTATIONS, AttentionCase, Implementation
+from stepscope.recording.attention import AttentionCase, Implementation
 from stepscope.spec import Precision, SpecError, parse_bytes
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit: int | None = None
 
     def cases(self, device: str) -> tuple[AttentionCase, ...]:
-        """All cases on `device`, those of one implementation together, each once."""
+        """All cases on `device`, each once: those of one implementation together, in the order they were named."""
         defaults = _ON_CPU if device == "cpu" else _ON_CUDA
         product = itertools.product(
             self.implementation or defaults.implementation,
@@ -84,8 +84,7 @@ class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
             for implementation, precision, head_dim, length in product
             if self.implementation or implementation != "tiled" or length <= LONGEST_TILED
         )
-        in_order = sorted(dict.fromkeys(cases), key=lambda case: IMPLEMENTATIONS.index(case.implementation))
-        return tuple(in_order)
+        return tuple(dict.fromkeys(cases))
 
 
 def grid_from_texts(texts: Mapping[str, str]) -> AttentionGrid:
