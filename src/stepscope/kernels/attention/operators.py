@@ -88,8 +88,11 @@ def _run_backward(
 
 
 def _device(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    """Triton launches on the current device. Nearly always that is the tensors' own, and then nothing is to be done:
+    to change it to itself takes microseconds."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 @cache

@@ -36,9 +36,8 @@ def backward(
     keys_tile = launch.tile_for("backward_keys", *problem, causal=causal)
     settings = launch.Settings(causal=causal, scale=scale, tf32=tf32)
     rows = row_values(lse_BHL)
-    with launch.on_device(q_BHLD):
-        launch_queries(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, dq_BHLD, rows, queries_tile, settings)
-        launch_keys(do_BHLD, q_BHLD, k_BGKD, v_BGKD, dk_BGKD, dv_BGKD, rows, keys_tile, settings)
+    launch_queries(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, dq_BHLD, rows, queries_tile, settings)
+    launch_keys(do_BHLD, q_BHLD, k_BGKD, v_BGKD, dk_BGKD, dv_BGKD, rows, keys_tile, settings)
     return dq_BHLD, dk_BGKD, dv_BGKD
 
 

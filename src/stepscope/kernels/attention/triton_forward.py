@@ -25,8 +25,7 @@ def forward(
     kind = launch.arithmetic(q_BHLD.dtype, tf32=tf32)
     tile = launch.tile_for("forward", kind, q_BHLD.shape[-1], q_BHLD.device, causal=causal)
     settings = launch.Settings(causal=causal, scale=scale, tf32=tf32)
-    with launch.on_device(q_BHLD):
-        launch_forward(q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, tile, settings)
+    launch_forward(q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, tile, settings)
     return o_BHLD, lse_BHL
 
 

@@ -6,7 +6,6 @@ looked up once and kept.
 
 # B batch, H heads, L length, D head dim.
 
-import contextlib
 from dataclasses import dataclass
 from functools import cache
 
@@ -86,13 +85,6 @@ def row_source(rows: Tensor, length: int, block: int) -> Tensor | TensorDescript
         return rows
     padded = rows.shape[-1]
     return TensorDescriptor(rows, [rows.numel() // padded, length], [padded, 1], [1, block])
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current GPU: make it x's, which it nearly always is already."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
 
 
 def _architecture(device: torch.device) -> tiles.Architecture:
