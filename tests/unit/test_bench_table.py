@@ -1,5 +1,7 @@
 """The table of a sweep: what varies is a column, what is shared is said once, like is compared with like."""
 
+import msgspec
+
 from stepscope.explain.bench import bench_figure, bench_table, sizes_table
 from stepscope.findings import Cell, Table
 from stepscope.recording.bench import Doubt
@@ -24,6 +26,15 @@ def test_only_what_varies_is_a_column_and_the_rest_is_in_the_title() -> None:
     assert "Test GPU" in table.title
     table = bench_table([row(batch=4), row(batch=8)])
     assert "batch" in shown(table)
+
+
+def test_kernels_that_flash_took_stand_beside_the_case() -> None:
+    chosen, none = row(attention="flash"), row(attention="naive")
+    assert chosen.measurement is not None
+    measurement = msgspec.structs.replace(chosen.measurement, attention_kernels=("hopper", "triton"))
+    table = bench_table([none, msgspec.structs.replace(chosen, measurement=measurement), row("oom")])
+    assert cells(table, "attention_kernels") == [None, "hopper, triton", None]
+    assert "attention_kernels" not in shown(table)
 
 
 def test_speedup_is_against_fp32_of_the_same_case() -> None:

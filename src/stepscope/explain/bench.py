@@ -166,8 +166,14 @@ def _rate_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
             Column(key="parameters", label="parameters", kind="count", detail=True),
             lambda row: _of(row, "parameters"),
         ),
+        (Column(key="attention_kernels", label="attention kernels", detail=True), _attention_kernels),
     )
     return [(column, [read(row) for row in rows]) for column, read in kinds]
+
+
+def _attention_kernels(row: BenchRow) -> Cell:
+    """Which kernels `flash` took: it chooses by the GPU, the dtype and the head size."""
+    return ", ".join(row.measurement.attention_kernels) or None if row.measurement else None
 
 
 def _tokens_per_s(row: BenchRow) -> Cell:

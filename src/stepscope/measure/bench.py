@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from stepscope import cost
+from stepscope.kernels.attention import chosen_backends
 from stepscope.measure.failures import is_out_of_memory
 from stepscope.measure.flops import count_forward_flops
 from stepscope.measure.memory import HostMemory, limit_memory
@@ -60,6 +61,7 @@ def measure(
         peak_bytes=peak_bytes,
         peak_kind="rss above start" if host else "cuda allocator",
         reserved_bytes=reserved_bytes,
+        attention_kernels=tuple(sorted({backend for backend, _ in chosen_backends()})),
     )
     return measurement, (*doubts, *more)
 

@@ -66,6 +66,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     peak_kind: PeakKind
     reserved_bytes: int | None = None
     has_tokens: bool = True  # False where batch times context says nothing about the step
+    attention_kernels: tuple[str, ...] = ()  # what `--attention flash` took
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
