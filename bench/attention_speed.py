@@ -121,6 +121,9 @@ def main() -> int:
     arguments = parser.parse_args()
     source = read(arguments.source) if arguments.source else measure(arguments.only, arguments.rounds, arguments.out)
     rows = list(source)
+    if not rows:
+        print(f"error: no case's name has `{arguments.only}` in it", file=sys.stderr)
+        return 2
     if arguments.plot:
         draw(rows, arguments.plot)
     return print_table(rows)
@@ -145,11 +148,12 @@ def measure(only: str, rounds: int, out: Path | None) -> Iterator[dict[str, Any]
     for case in cases():
         if only not in case.name:
             continue
-        for row in measure_case(case, rounds):
+        for figures in measure_case(case, rounds):
+            row = common | figures
             print(f"{case.name} {row['direction']}: {describe_row(row)}", flush=True)
             if out is not None:
                 with out.open("a") as lines:
-                    lines.write(json.dumps(common | row) + "\n")
+                    lines.write(json.dumps(row) + "\n")
             yield row
 
 

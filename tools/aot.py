@@ -1,4 +1,4 @@
-"""Compiles every shipped kernel for GPUs that are not there, and judges what comes out. `make aot`.
+"""Compiles the shipped kernels for GPUs that are not there, and judges what comes out. `make aot`.
 
 Whether a kernel is fast is decided by things that ptxas does quietly: it spills registers, it serialises asynchronous
 matrix products, it takes more shared memory than a GPU has. All of that is known without a GPU. The verdicts differ

@@ -1,5 +1,5 @@
-"""Every kernel configuration that stepscope ships, as the ahead-of-time compiler takes it. `aot.py` compiles and
-judges them.
+"""The kernels that stepscope ships, as the ahead-of-time compiler takes them: with their default tiles, and for lengths
+that no tile divides, which is the harder case. `aot.py` compiles and judges them.
 
 A launcher lets Triton find an argument's type and alignment at the first call; here they are written down. Strides are
 multiples of 16 elements, the last is one, and lengths are anything: what a model's tensors look like.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stepscope.cost.attention import need_of_attention
+from stepscope.kernels.attention.problem import RefusedError
 from stepscope.measure import attention as measure
 from stepscope.measure.attention import measure_cases
 from stepscope.measure.attention_check import check, say_wrong
@@ -104,9 +105,6 @@ def test_repetitions_or_seconds_whichever_comes_first() -> None:
     assert [len(one.samples_ns) for one in by_number] == [7, 7, 7]
     by_time = time_attention(problem, repetitions=10**9, seconds=0.002)
     assert all(5 <= len(one.samples_ns) < 10_000 for one in by_time)
-    forward, backward, both = (min(one.samples_ns) for one in by_number)
-    assert 0 < forward < both
-    assert 0 < backward < both
 
 
 def test_backward_is_timed_without_its_forward() -> None:
@@ -155,7 +153,7 @@ def test_running_out_of_memory_costs_its_own_case(monkeypatch: pytest.MonkeyPatc
 def test_what_an_implementation_cannot_do_is_said_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if length == 32:
-            raise ValueError("`backend` `hopper` cannot run this: D 80")
+            raise RefusedError("`backend` `hopper` cannot run this: D 80")
         return reference(q, k, v)
 
     assert outcomes(monkeypatch, attend, 16, 32)[1] == ("unsupported", "`backend` `hopper` cannot run this: D 80")

@@ -61,12 +61,11 @@ def test_flash_keeps_its_output_and_a_number_a_query(implementation: Implementat
 
 
 def test_peaks_of_our_kernels_are_what_their_launchers_take() -> None:
-    queries, padded = 2 * 100, 2 * 128
+    queries = 2 * 100
     kept = queries * (16 * 2 + 4)
     gradients = 3 * queries * 16 * 2
-    rows = 2 * padded * 4
-    assert need_of_attention(case("triton")).peak_bytes == kept + gradients + rows
-    assert need_of_attention(case("hopper")).peak_bytes == kept + gradients + rows + queries * 16 * 4
+    assert need_of_attention(case("triton")).peak_bytes == kept + gradients + 2 * (2 * 112) * 4
+    assert need_of_attention(case("hopper")).peak_bytes == kept + gradients + 2 * (2 * 128) * 4 + queries * 16 * 4
     assert need_of_attention(case("sdpa-cudnn")).peak_bytes == kept + gradients
     assert need_of_attention(case("sdpa-cudnn")).peak_bound == "at least"
 

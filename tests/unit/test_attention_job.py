@@ -53,8 +53,8 @@ class Silent:
 class Workers:
     """In the place of the processes. `end` says how a case ends its process, if it does."""
 
-    def __init__(self, end: Callable[[AttentionCase], Result | Died | None]) -> None:
-        self._end = end
+    def __init__(self, end: Callable[[AttentionCase], Result | Died | None], at_last: Result | Died | None) -> None:
+        self._end, self._at_last = end, at_last
         self.requests: list[MeasureAttention] = []
 
     def __enter__(self) -> "Workers":
@@ -71,16 +71,17 @@ class Workers:
             if (ended := self._end(case)) is not None:
                 return Ended(answer=ended, log=b"what it said")
             on_part(AttentionMeasured(outcome=AttentionOutcome(status="ok")))
-        return Ended(answer=AttentionDone(), log=b"")
+        return Ended(answer=self._at_last or AttentionDone(), log=b"")
 
 
 def run(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     end: Callable[[AttentionCase], Result | Died | None] = lambda _: None,
+    at_last: Result | Died | None = None,
     **more: Any,
 ) -> tuple[tuple[AttentionRow, ...], Workers, Silent]:
-    workers, listener = Workers(end), Silent()
+    workers, listener = Workers(end, at_last), Silent()
     monkeypatch.setattr(job, "Workers", lambda: workers)
     rows = AttentionSweep(folder=folder, command="stepscope attention", **more).run(GRID, listener)
     return rows, workers, listener
@@ -117,6 +118,16 @@ def test_a_case_that_ends_its_process_is_a_row_and_another_process_goes_on_behin
     ]
     log = tmp_path / "logs" / f"{rows[1].key}.log"
     assert log.exists() == (status != "oom")
+
+
+@pytest.mark.parametrize(
+    "ended", [Failed(message="RuntimeError: an old error"), Died(status="crash", reason="at exit")]
+)
+def test_a_process_that_fails_after_its_last_case_leaves_the_rows_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Result | Died
+) -> None:
+    rows, _, _ = run(tmp_path, monkeypatch, at_last=ended)
+    assert [row.status for row in rows] == ["ok"] * 6
 
 
 def test_bad_input_found_by_a_worker_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

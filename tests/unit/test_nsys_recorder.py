@@ -13,7 +13,7 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs import nsys as recorder
-from stepscope.measure.nsys_target import NsysRequest, Recorded, Refused, answer_path
+from stepscope.measure.nsys_target import NsysRequest, Recorded, RefusedError, answer_path
 from stepscope.recording import nsys, store
 from stepscope.recording.recorded import RecordedRun
 from stepscope.spec import Case, build_case
@@ -131,7 +131,7 @@ def test_without_nsys_it_says_how_to_record(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_the_program_refused_is_the_error(stand_in: StandIn, tmp_path: Path) -> None:
-    refused = Refused(message="no device `cuda:7`", detail="torch sees 1", hint="stepscope doctor", bad_input=True)
+    refused = RefusedError(message="no device `cuda:7`", detail="torch sees 1", hint="stepscope doctor", bad_input=True)
     stand_in.set(answer=msgspec.json.encode(refused).decode(), code=2)
     with pytest.raises(StepscopeError, match="no device `cuda:7`") as raised:
         record(tmp_path / "out")
@@ -197,6 +197,6 @@ def test_the_program_answers_even_a_request_that_it_cannot_read(tmp_path: Path) 
         [sys.executable, "-P", "-m", "stepscope.measure.nsys_target", str(path)], capture_output=True, check=False
     )
     assert done.returncode == 1
-    answer = msgspec.json.decode(answer_path(path).read_bytes(), type=Recorded | Refused)
-    assert isinstance(answer, Refused)
+    answer = msgspec.json.decode(answer_path(path).read_bytes(), type=Recorded | RefusedError)
+    assert isinstance(answer, RefusedError)
     assert "case" in answer.message

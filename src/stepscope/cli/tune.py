@@ -33,4 +33,5 @@ def tune(
         )
     show(render(table, format_, width=terminal_width()))
     say(f"kept: {path}")
-    say(f"next: stepscope attention --implementation triton,sdpa-flash --head-dim {head_dim} --precision {precision}")
+    shape = f"--head-dim {head_dim} --precision {precision}" + ("" if causal else " --no-causal")
+    say(f"next: stepscope attention --implementation triton {shape} --fresh")

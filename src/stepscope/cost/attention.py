@@ -33,7 +33,8 @@ from stepscope.recording.attention import AttentionCase
 Bound = Literal["exact", "at least"]
 EXACT_BEFORE_BACKWARD = ("naive", "tiled", "triton", "hopper")
 EXACT_PEAK = ("naive", "triton", "hopper")
-_TILE_ROWS = 128
+# To how many rows the launchers round what they keep of each: whole tiles, or aligned rows.
+_ROUNDED_TO = {"hopper": 128, "triton": 16}
 # Those that keep all weights, L² of them a head.
 _QUADRATIC = ("compiled", "sdpa-math")
 ATTENTION_CONVENTION = (
@@ -108,7 +109,8 @@ class _Counter:
     """Makes terms. `w` in a formula is the width of an element of q."""
 
     def __init__(self, case: AttentionCase) -> None:
-        padded = -(-case.length // _TILE_ROWS) * _TILE_ROWS
+        rows = _ROUNDED_TO.get(case.implementation, 1)
+        padded = -(-case.length // rows) * rows
         self._symbols = {"B": case.batch, "H": case.heads, "L": case.length, "D": case.head_dim, "P": padded}
         self._width = case.element_bytes
         self.causal = case.causal

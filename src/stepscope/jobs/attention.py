@@ -18,7 +18,7 @@ from stepscope.cost.attention import flops_of_attention
 from stepscope.errors import StepscopeError
 from stepscope.jobs.attention_grid import AttentionGrid
 from stepscope.jobs.messages import AttentionDone, AttentionMeasured, Failed, MeasureAttention
-from stepscope.jobs.process import Workers, require_torch
+from stepscope.jobs.process import Ended, Workers, require_torch
 from stepscope.jobs.sweep import RESULTS_NAME, Listener, judge, keep_log, look_at
 from stepscope.recording.attention import AttentionCase, AttentionOutcome, AttentionRow
 from stepscope.recording.bench import Environment, case_key
@@ -99,11 +99,17 @@ class _Turn:
             else:
                 if isinstance(ended.answer, Failed) and ended.answer.bad_input:
                     raise StepscopeError(ended.answer.message, detail=ended.answer.detail, hint=ended.answer.hint)
-                status, reason = judge(ended.answer)
-                if status in _PROCESS_ENDED:
-                    keep_log(self.sweep.folder, self.waiting[0].key, ended.log)
-                self._keep(AttentionOutcome(status=status, reason=reason))
+                self._blame(ended)
         return self._rows
+
+    def _blame(self, ended: Ended) -> None:
+        """The case that ran is the one that failed. After the last there is none: all rows are there, and stand."""
+        if not self.waiting:
+            return
+        status, reason = judge(ended.answer)
+        if status in _PROCESS_ENDED:
+            keep_log(self.sweep.folder, self.waiting[0].key, ended.log)
+        self._keep(AttentionOutcome(status=status, reason=reason))
 
     def _start(self) -> None:
         self._started, self._clock = datetime.now(UTC), time.monotonic()

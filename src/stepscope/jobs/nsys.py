@@ -23,7 +23,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.process import require_torch
-from stepscope.measure.nsys_target import NsysAnswer, NsysRequest, Recorded, Refused, answer_path
+from stepscope.measure.nsys_target import NsysAnswer, NsysRequest, Recorded, RefusedError, answer_path
 from stepscope.recording.lines import writing
 from stepscope.recording.nsys_export import REPORT_ENDING, export
 from stepscope.spec import Case
@@ -162,7 +162,7 @@ def _run(command: list[str], answer: Path) -> Recorded:
             _end(process)
         said = _last_words(output)
     heard = _hear(answer)
-    if isinstance(heard, Refused):
+    if isinstance(heard, RefusedError):
         raise StepscopeError(heard.message, detail=heard.detail, hint=heard.hint)
     if returncode or heard is None:
         ended = f"exited with {returncode}" if returncode >= 0 else f"was ended by {signal.Signals(-returncode).name}"

@@ -29,10 +29,17 @@ def tune_tiles(
             detail="tiles are measured on the GPU that they are for",
             hint="stepscope doctor",
         )
+    from stepscope.kernels.attention.choice import has_kernel
     from stepscope.kernels.attention.tune import TuneProblem, tune
     from stepscope.kernels.attention.tuned import tiles_path
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    if not has_kernel(torch.device("cuda"), dtype):
+        raise StepscopeError(
+            f"the Triton kernels do not run on this GPU: `{torch.cuda.get_device_name()}`",
+            detail="they need triton and a compute capability of 8.0",
+            hint="stepscope doctor",
+        )
     problem = TuneProblem(head_dim=head_dim, dtype=dtype, causal=causal, length=length, tf32=precision == "tf32")
     trials = tune(problem, device=torch.device("cuda"), report=lambda trial: on_trial(_name(trial)))
     mask = "causal" if causal else "no mask"
@@ -74,5 +81,8 @@ def make_table(trials: Iterable["Trial"], title: str) -> Table:
             Column(key="problem", label="problem"),
         ),
         rows=tuple(rows),
-        notes=("The fastest of each pass is kept, and used from now on for this head dim, precision and mask.",),
+        notes=(
+            "The fastest of each pass is kept, and used from now on for this precision and mask, and for all head dims "
+            "that round up to the same power of two.",
+        ),
     )

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from stepscope.kernels.attention.problem import RefusedError
 from stepscope.measure.attention_problem import AttentionProblem, Unsupported
 from stepscope.nn import functional
 from stepscope.recording.attention import Accuracy
@@ -49,7 +50,7 @@ def _run(problem: AttentionProblem, rows: int) -> list[Tensor]:
     upstream_BHLD[-1:, :, -rows:] = problem.upstream[-1:, :, -rows:]
     try:
         out_BHLD = problem.forward()
-    except ValueError as error:
+    except RefusedError as error:
         raise Unsupported(str(error)) from error
     dq_BHLD, dk_BHLD, dv_BHLD = torch.autograd.grad(out_BHLD, problem.inputs, upstream_BHLD)
     return [out_BHLD[-1:, :, -rows:].detach(), dq_BHLD[-1:, :, -rows:], dk_BHLD[-1:], dv_BHLD[-1:]]

@@ -34,7 +34,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
     environment: Environment
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+class RefusedError(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """It did not run to its end. `bad_input` where the user can mend it."""
 
     message: str
@@ -43,7 +43,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     bad_input: bool = False
 
 
-NsysAnswer = Recorded | Refused
+NsysAnswer = Recorded | RefusedError
 
 
 def answer_path(request: Path) -> Path:
@@ -60,14 +60,14 @@ def main(arguments: list[str]) -> int:
     try:
         answer = record(msgspec.json.decode(path.read_bytes(), type=NsysRequest))
     except StepscopeError as error:
-        answer = Refused(message=error.message, detail=error.detail, hint=error.hint, bad_input=True)
+        answer = RefusedError(message=error.message, detail=error.detail, hint=error.hint, bad_input=True)
     except BaseException as error:  # noqa: BLE001  # a model may call sys.exit, too
         traceback.print_exc()
         line = next(iter(str(error).splitlines()), "")[:300]
         message = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {line}"
-        answer = Refused(message=message, detail=line if message == "out of memory" else "")
+        answer = RefusedError(message=message, detail=line if message == "out of memory" else "")
     answer_path(path).write_bytes(msgspec.json.encode(answer))
-    if isinstance(answer, Refused):
+    if isinstance(answer, RefusedError):
         sys.stderr.write(f"error: {answer.message}\n{answer.detail}\n")
         return Exit.BAD_INPUT if answer.bad_input else Exit.GATE_FAILED
     return Exit.OK

@@ -206,6 +206,17 @@ def test_the_last_stride_may_be_any_and_a_gradient_may_be_expanded() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000], ids=["of the hardware", "of PyTorch"])
+@pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
+@pytest.mark.usefixtures("small_tiles")
+def test_no_nan_is_lost(where: int, bits: int) -> None:
+    """A step that went wrong must be seen to. The two have other bits, and fp32 is taken apart by its bits."""
+    tensors = [x.float() for x in (*make_inputs((1, 1, 1, 20, 20, 16)), normal(1, 1, 20, 16, seed=4))]
+    tensors[where][0, 0, 7, 3] = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    results = run(tensors[0], tensors[1], tensors[2], tensors[3], causal=False)
+    assert any(result.isnan().any() for result in (results if where == 3 else results[:1]))
+
+
 @either_mask
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 @pytest.mark.usefixtures("small_tiles")

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stepscope.kernels import flash_attention
 from stepscope.kernels.attention import choice, chosen_backends
 from stepscope.kernels.attention.problem import Problem
+from stepscope.kernels.attention.tma import is_tma_able
 from stepscope.nn import functional
 
 
@@ -200,4 +201,4 @@ def blank(*shape: int) -> Tensor:
     ids=["dense", "BLHD", "padded", "odd rows", "shifted", "columns", "ones", "expanded", "one number"],
 )
 def test_what_the_copy_engine_reads(x: Tensor, able: bool) -> None:
-    assert choice.is_tma_able(x) is able
+    assert is_tma_able(x) is able

@@ -256,6 +256,14 @@ def test_the_compiler_takes_it_whole_and_gives_the_same() -> None:
     assert ours[0].stride() == plain[0].stride()
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_scale_may_change_from_call_to_call_of_compiled_code() -> None:
+    q, k, v = (x.detach() for x in qkv(1, 2, 5, 8))
+    compiled = torch.compile(lambda scale: TILED(q, k, v, scale=scale), fullgraph=True, backend="eager")
+    for scale in (0.1, 0.2, 0.3):
+        assert torch.equal(compiled(scale), TILED(q, k, v, scale=scale))
+
+
 def set_by_the_older_name(tf32: bool) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
@@ -389,8 +397,10 @@ BAD: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], type[Exception], str]
         ValueError,
         "`k` has 3 heads and `q` has 4; key/value heads must divide query heads",
     ),
+    "no query heads": ((tensor(1, 0, 2, 3),) * 3, {}, ValueError, "`q` has shape .1, 0, 2, 3., which has no heads"),
     "no heads": ((tensor(1, 4, 2, 3), *(tensor(1, 0, 2, 3),) * 2), {}, ValueError, "`k` has 0 heads"),
     "negative scale": ((tensor(2, 3),) * 3, {"scale": -1.0}, ValueError, "`scale` is -1.0.*maximum of a row is taken"),
+    "no number for a scale": ((tensor(2, 3),) * 3, {"scale": float("nan")}, ValueError, "`scale` is nan"),
     "endless scale": ((tensor(2, 3),) * 3, {"scale": float("inf")}, ValueError, "`scale` is inf"),
     "no scale": ((tensor(2, 3),) * 3, {"scale": "1"}, TypeError, "`scale` must be a number, not str"),
     "a mask": ((tensor(2, 3),) * 3, {"causal": tensor(2, 2)}, TypeError, "`causal` must be True or False"),
@@ -409,6 +419,18 @@ def test_a_bad_argument_is_named(case: str, backend: str) -> None:
 def test_the_gpu_function_says_that_it_needs_a_gpu() -> None:
     with pytest.raises(ValueError, match="triton: the tensors are on cpu, and it needs a CUDA GPU"):
         FlashAttention.apply(*qkv(1, 1, 3, 4))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "trito"])
+def test_the_gpu_function_takes_flash_backends_alone(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown `backend` `{backend}`"):
+        FlashAttention.apply(*qkv(1, 1, 3, 4), False, None, backend)  # type: ignore[no-untyped-call]  # noqa: FBT003
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled", "sdpa", "naive"])
+def test_shapes_come_out_where_there_is_no_memory(backend: str) -> None:
+    q, k, v = (x.detach().to("meta") for x in qkv(2, 3, 5, 8))
+    assert flash_attention(q, k, v, causal=True, backend=backend).shape == q.shape
 
 
 @pytest.mark.parametrize("backend", set(BACKENDS) - {*ON_CPU, "compiled"})

@@ -16,11 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from stepscope.errors import nearest
 from stepscope.kernels.attention.plain import PLAIN, SDPA
-from stepscope.kernels.attention.problem import Problem
+from stepscope.kernels.attention.problem import Problem, RefusedError
+from stepscope.kernels.attention.tma import is_tma_able
 
 KERNELS = ("hopper", "triton")  # on a GPU
 FLASH = (*KERNELS, "tiled")
@@ -30,15 +30,14 @@ BACKENDS = ("auto", *FLASH, *PLAIN)
 # traffic. Sizes at which that still beats `triton` on an H200: at 48 by 1.2, forward, and at 80 by 1.5; at 32 they are
 # even, and at 16 `triton` wins.
 HOPPER_HEAD_DIMS = frozenset(range(40, 129, 8))
-_TMA_ALIGNMENT = 16  # bytes, of the first element and of every stride but the last
 
 _chosen: Counter[tuple[str, str]] = Counter()
 
 
-def check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        close = nearest(str(backend), BACKENDS)
-        guess = f"did you mean `{close}`?" if close else f"expected one of {', '.join(BACKENDS)}"
+def check_backend(backend: str, among: tuple[str, ...] = BACKENDS) -> None:
+    if backend not in among:
+        close = nearest(str(backend), among)
+        guess = f"did you mean `{close}`?" if close else f"expected one of {', '.join(among)}"
         raise ValueError(f"unknown `backend` `{backend}`: {guess}")
 
 
@@ -46,7 +45,7 @@ def require(backend: str, problem: Problem, *, deterministic: bool = False) -> N
     """Raises where the backend cannot take the problem."""
     reason = refusal(backend, problem, deterministic=deterministic)
     if reason is not None:
-        raise ValueError(f"`backend` `{backend}` cannot run this: {reason}")
+        raise RefusedError(f"`backend` `{backend}` cannot run this: {reason}")
 
 
 def refusal(backend: str, problem: Problem, *, deterministic: bool = False) -> str | None:
@@ -66,7 +65,7 @@ def choose(problem: Problem, *, deterministic: bool = False, among: tuple[str, .
             _chosen[backend, "; ".join(reasons)] += 1
             return backend
         reasons.append(f"{backend}: {reason}")
-    raise ValueError(f"no `backend` can run this: {'; '.join(reasons)}")
+    raise RefusedError(f"no `backend` can run this: {'; '.join(reasons)}")
 
 
 def preferences(device: torch.device) -> tuple[str, ...]:
@@ -92,17 +91,6 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def is_tma_able(x: Tensor) -> bool:
-    """Whether the copy engine of Hopper can read a 16-bit tensor: rows dense, everything else on 16 bytes. A dimension
-    of one is never stepped over, so its stride does not matter."""
-    sizes, strides = x.shape, x.stride()
-    if (strides[-1] != 1 and sizes[-1] != 1) or x.data_ptr() % _TMA_ALIGNMENT:
-        return False
-    elements = _TMA_ALIGNMENT // x.element_size()
-    outer = zip(sizes[:-1], strides[:-1], strict=True)
-    return not any(size != 1 and (stride <= 0 or stride % elements) for size, stride in outer)
-
-
 # --- What each backend refuses ---
 
 
@@ -111,8 +99,9 @@ def _varies(backend: str, problem: Problem) -> str | None:
     if backend == "hopper":
         return "its backward pass is not deterministic"
     atomic = backend in ("sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn") and problem.q_BHLD.is_cuda
-    if atomic and not torch.are_deterministic_algorithms_enabled():
-        return "its backward pass is deterministic only under `torch.use_deterministic_algorithms`"
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if atomic and not strict:
+        return "its backward pass is deterministic only under `torch.use_deterministic_algorithms(True)`"
     return None
 
 

@@ -105,6 +105,7 @@ class FlashAttention(torch.autograd.Function):
         backend: str = "auto",
         deterministic: bool | None = None,
     ) -> Tensor:
+        choice.check_backend(backend, among=("auto", *choice.FLASH))
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         return _forward(ctx, q, k, v, is_causal, scale, backend, deterministic)

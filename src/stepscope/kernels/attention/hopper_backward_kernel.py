@@ -33,6 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from stepscope.kernels.attention.hopper_barriers import make_barriers
+from stepscope.kernels.attention.hopper_visibility import find_last_keys
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 KEYS = gl.constexpr(128)  # of a program
 OWN_KEYS = gl.constexpr(64)  # of a consumer warpgroup
@@ -68,13 +71,10 @@ def _next_tile(h, tile, first, end):
 
 @gluon.jit
 def _mask(p, key, tile, num_queries, num_keys, ROWS: gl.constexpr, S: gl.constexpr, CAUSAL: gl.constexpr):
-    """Weights (keys, rows) with those of unseen keys zero. The last row sees all keys."""
+    """Weights (keys, rows) with those of unseen keys zero."""
     keys = key + gl.arange(0, OWN_KEYS, gl.SliceLayout(1, S))
     rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S))
-    if CAUSAL:
-        last_keys = gl.minimum(rows + (num_keys - num_queries), num_keys - 1)
-    else:
-        last_keys = gl.where(rows >= 0, num_keys - 1, 0)
+    last_keys = find_last_keys(rows, num_queries, num_keys, CAUSAL)
     return gl.where(keys[:, None] <= last_keys[None, :], p, 0.0)
 
 
@@ -162,6 +162,7 @@ def _consume(
         h, tile = _next_tile(h, tile, first, end)
     # Only this warpgroup has read its half of V, and only its copies have read its dQ: their room is free.
     v.store(dv.to(dtype))
+    fence_async_shared()
     tma.store_wait(0)
     dk_buf = dq_buf._reinterpret(dtype, [1, 1, OWN_KEYS, D], dk_desc.layout)
     dk_buf.reshape([OWN_KEYS, D]).store((dk * scale).to(dtype))
@@ -204,14 +205,6 @@ def _produce(
         h, tile = _next_tile(h, tile, first, end)
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["scale", "H", "G", "num_queries", "num_keys"])
 def attention_hopper_backward(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, H, G,
@@ -235,12 +228,12 @@ def attention_hopper_backward(
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_desc.layout),
     )
     barriers = (
-        _barriers(1, 1),  # kv_full
-        _barriers(STAGES, 1),  # q_full, with the log-sum-exp
-        _barriers(STAGES, 2),  # q_empty
-        _barriers(STAGES, 1),  # do_full, with delta
-        _barriers(STAGES, 2),  # do_empty
-        _barriers(2, 2),  # ds_full
+        make_barriers(1, 1),  # kv_full
+        make_barriers(STAGES, 1),  # q_full, with the log-sum-exp
+        make_barriers(STAGES, 2),  # q_empty
+        make_barriers(STAGES, 1),  # do_full, with delta
+        make_barriers(STAGES, 2),  # do_empty
+        make_barriers(2, 2),  # ds_full
     )
     base2 = scale * LOG2_E
     gl.warp_specialize([
@@ -272,7 +265,7 @@ def attention_hopper_prepare(
     do = tl.load(do_ptr + z * do_z + h * do_h + wide * do_l + columns[None, :] * do_d, mask=keep, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * num_queries + rows, mask=inside, other=float("inf"))
-    tl.store(lse2_ptr + bh.to(tl.int64) * padded + rows, lse * 1.4426950408889634)
+    tl.store(lse2_ptr + bh.to(tl.int64) * padded + rows, lse * LOG2_E)
     tl.store(delta_ptr + bh.to(tl.int64) * padded + rows, delta)
     dq = dq_ptr + (bh.to(tl.int64) * num_queries + wide) * D + columns[None, :]
     tl.store(dq, tl.zeros([ROWS, BLOCK_D], tl.float32), mask=keep)

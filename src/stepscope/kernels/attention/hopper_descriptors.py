@@ -1,4 +1,4 @@
-"""Tensors as the bulk copy engine (TMA) sees them. Which it can see at all, `choice.is_tma_able` says."""
+"""Tensors as the bulk copy engine (TMA) sees them. Which it can see at all, `tma.is_tma_able` says."""
 
 # B batch, H heads, L length, D head dim.
 
@@ -9,19 +9,15 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-NEVER_TAKEN = 16  # a stride that passes every check
+from stepscope.kernels.attention.tma import tma_strides
 
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 def describe(x_BHLD: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """x in tiles of rows × columns of one head. What lies outside reads as zero and is not written."""
-    # The step of a dimension of one element is never taken, but the driver checks it.
-    sizes, strides = list(x_BHLD.shape), list(x_BHLD.stride())
-    if 1 in sizes:
-        strides = [NEVER_TAKEN if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)]
-    strides[-1] = 1
-    return _describe(x_BHLD, sizes, strides, [1, 1, rows, columns], _tile_layout(rows, columns, x_BHLD.dtype))
+    layout = _tile_layout(rows, columns, x_BHLD.dtype)
+    return _describe(x_BHLD, list(x_BHLD.shape), tma_strides(x_BHLD), [1, 1, rows, columns], layout)
 
 
 def describe_rows(x_NL: Tensor, length: int) -> TensorDescriptor:
@@ -32,7 +28,7 @@ def describe_rows(x_NL: Tensor, length: int) -> TensorDescriptor:
 def _describe(
     x: Tensor, sizes: list[int], strides: list[int], block: list[int], layout: gl.NVMMASharedLayout
 ) -> TensorDescriptor:
-    """A descriptor without its constructor, whose checks were made already (`choice.is_tma_able`) and take six times
+    """A descriptor without its constructor, whose checks were made already (`tma.is_tma_able`) and take six times
     as long as the rest. A backward pass has nine descriptors, and on short sequences the host is what one waits for."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base, descriptor.shape, descriptor.strides = x, sizes, strides

@@ -31,6 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from stepscope.kernels.attention.hopper_barriers import make_barriers
+from stepscope.kernels.attention.hopper_visibility import find_last_keys
+
 thread_barrier = gl.thread_barrier if triton.__version__.startswith("3.6") else gl.barrier
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -69,15 +72,6 @@ def _count_key_tiles(row, num_queries, num_keys, ALL_ROWS: gl.constexpr, KEYS: g
         whole = num_keys // KEYS
     total = gl.maximum(1, gl.cdiv(end, KEYS))
     return total, total - gl.minimum(whole, total - 1)
-
-
-@gluon.jit
-def _last_keys(rows, num_queries, num_keys, CAUSAL: gl.constexpr):
-    """The last key that each row sees. A mask is aligned at the end: the last row sees all keys."""
-    if CAUSAL:
-        return gl.minimum(rows + (num_keys - num_queries), num_keys - 1)
-    else:
-        return gl.where(rows >= 0, num_keys - 1, 0)
 
 
 @gluon.jit
@@ -167,7 +161,7 @@ def _consume(
             count, masked = _count_key_tiles(row, num_queries, num_keys, CONSUMERS * ROWS, KEYS, CAUSAL)
             row += CONSUMER * ROWS
             rows = row + gl.arange(0, ROWS, s_rows)
-            last_keys = _last_keys(rows, num_queries, num_keys, CAUSAL)
+            last_keys = find_last_keys(rows, num_queries, num_keys, CAUSAL)
             maximum = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
             total = gl.full([ROWS], 0.0, gl.float32, s_rows)
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
@@ -249,14 +243,6 @@ def _produce(
             tiles += 1
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
-
-
 # No variants for lengths of one or of multiples of 16: they would gain nothing and cost seconds of compilation each.
 @gluon.jit(do_not_specialize=["scale", "H", "G", "num_queries", "num_keys", "num_tiles", "num_items"])
 def attention_hopper_forward(
@@ -273,12 +259,12 @@ def attention_hopper_forward(
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     barriers = (
-        _barriers(CONSUMERS, 1),  # q_full
-        _barriers(CONSUMERS, 1),  # q_empty
-        _barriers(STAGES, 1),  # k_full
-        _barriers(STAGES, 1),  # v_full
-        _barriers(STAGES, CONSUMERS),  # empty: a K, and the V before it
-        _barriers(CONSUMERS, 1),  # turns
+        make_barriers(CONSUMERS, 1),  # q_full
+        make_barriers(CONSUMERS, 1),  # q_empty
+        make_barriers(STAGES, 1),  # k_full
+        make_barriers(STAGES, 1),  # v_full
+        make_barriers(STAGES, CONSUMERS),  # empty: a K, and the V before it
+        make_barriers(CONSUMERS, 1),  # turns
     )
     sizes = (H, G, num_queries, num_keys, num_tiles, num_items)
     base2 = scale * LOG2_E

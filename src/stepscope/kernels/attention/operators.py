@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.kernels.attention import choice, tiled
 from stepscope.kernels.attention.problem import Problem
+from stepscope.kernels.attention.tma import is_tma_able
 
 _library = torch.library.Library("stepscope", "DEF")  # type: ignore[no-untyped-call]  # registrations last as long as it does
 _library.define(  # type: ignore[no-untyped-call]
@@ -78,7 +79,7 @@ def _run_backward(
         backend = choice.choose(problem, deterministic=deterministic, among=choice.KERNELS)
     elif backend == "hopper" and deterministic:
         backend = "triton"
-    if backend == "hopper" and not choice.is_tma_able(do_BHLD):
+    if backend == "hopper" and not is_tma_able(do_BHLD):
         do_BHLD = do_BHLD.contiguous()  # the gradient of a sum, say, is one number seen many times
     with _device(q_BHLD):
         gradients: tuple[Tensor, Tensor, Tensor] = _load(backend, "backward").backward(

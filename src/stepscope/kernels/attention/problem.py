@@ -21,6 +21,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NAMES = ("q", "k", "v")
 
 
+class RefusedError(ValueError):
+    """What was asked for is understood, and cannot be done: by this backend, or by any."""
+
+
 class Problem(NamedTuple):
     """One call of attention. A tuple rather than a dataclass: one is made per call, and microseconds count."""
 
@@ -54,7 +58,7 @@ class Problem(NamedTuple):
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as `torch.autocast` wants them for a product: all in its dtype, float64 aside. As for SDPA."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
@@ -81,7 +85,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() < 2:
         raise ValueError(f"`q` has shape {tuple(q.shape)}; attention takes (..., length, head dim)")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
-        raise ValueError(f"`q` has head dim {q.shape[-1]}; attention takes 1 to {MAX_HEAD_DIM}")
+        raise RefusedError(f"`q` has head dim {q.shape[-1]}; attention takes 1 to {MAX_HEAD_DIM}")
+    if q.dim() > 3 and q.shape[-3] == 0:
+        raise ValueError(f"`q` has shape {tuple(q.shape)}, which has no heads")
 
 
 def _check_against_q(name: str, x: Tensor, q: Tensor) -> None:
@@ -109,7 +115,7 @@ def choose_scale(scale: float | None, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"`scale` must be a number, not {type(scale).__name__}")
-    if not (math.isfinite(scale) and scale >= 0):
+    if not 0 <= scale < math.inf:  # not `isfinite`, which a compiler cannot trace
         raise ValueError(
             f"`scale` is {scale}; it must be finite and not negative, as the maximum of a row is taken before scaling"
         )

@@ -7,8 +7,8 @@ candidates here on the GPU at hand when it is asked to, and what it finds is kep
 in it.
 
 A tile must not spill registers in its loop, and on Hopper must not make ptxas serialise the matrix products (four
-warps with 128×128 do); `make aot` checks both. Of those that pass, several small programs on a multiprocessor hide one
-another's softmax, which is why four warps often beat eight. In fp32 every operand is a high and a low part
+warps with 128×128 do); `make aot` checks both for the first of each. Of those that pass, several small programs on a
+multiprocessor hide one another's softmax, which is why four warps often beat eight. In fp32 every operand is a high and a low part
 (`triton_product.py`), so tiles are small, and at a head of 256 smaller than Hopper's own matrix products, which begin
 at 64 rows.
 """

@@ -32,11 +32,12 @@ SMALLEST_SCALE = tl.constexpr(1e-37)
 
 
 @triton.jit
-def locate(num_blocks, num_heads, LONGEST_LAST: tl.constexpr):
-    """(block, head, batch) of this program; blocks of one head are neighbours, the longest first."""
+def locate(num_blocks, num_heads, GROWING: tl.constexpr):
+    """(block, head, batch) of this program; blocks of one head are neighbours, the longest first. GROWING: a later
+    block has more to do."""
     program = tl.program_id(0)
     block = program % num_blocks
-    if LONGEST_LAST:
+    if GROWING:
         block = num_blocks - 1 - block
     sequence = program // num_blocks
     return block, sequence % num_heads, sequence // num_heads

@@ -14,11 +14,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.kernels.attention import tiles
-from stepscope.kernels.attention.choice import is_tma_able
 from stepscope.kernels.attention.tiles import Arithmetic, Pass, Tile, TileKey
+from stepscope.kernels.attention.tma import is_tma_able, tma_strides
 from stepscope.kernels.attention.tuned import tuned_tiles
 
-NEVER_TAKEN = 16  # a stride that passes every check
 # The interpreter has no architecture; it runs any tile.
 INTERPRETED_AS: tiles.Architecture = "hopper"
 
@@ -72,11 +71,7 @@ def source(x_BHLD: Tensor, rows: int, width: int) -> Tensor | TensorDescriptor:
     """x as a kernel reads it: by descriptor where the GPU and the strides allow it, otherwise by pointer."""
     if not has_copy_engine(x_BHLD.device) or not is_tma_able(x_BHLD):
         return x_BHLD
-    shape = list(x_BHLD.shape)
-    # The step of a dimension of one element is never taken, but it is checked.
-    strides = [NEVER_TAKEN if size == 1 else stride for size, stride in zip(shape, x_BHLD.stride(), strict=True)]
-    strides[-1] = 1
-    return TensorDescriptor(x_BHLD, shape, strides, [1, 1, rows, width])
+    return TensorDescriptor(x_BHLD, list(x_BHLD.shape), tma_strides(x_BHLD), [1, 1, rows, width])
 
 
 def row_source(rows: Tensor, length: int, block: int) -> Tensor | TensorDescriptor:

@@ -28,7 +28,9 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
 def _split(x):
     """A high and a low part whose sum is x to 24 bits, each with the eleven bits of tf32."""
     high = _round(x)
-    return high, _round(x - high)
+    low = x - high
+    # A NaN stays one: rounding would carry that of the hardware, all bits set, over into a zero.
+    return high, tl.where(low == low, _round(low), low)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ They come before the table in `tiles.py`. Nothing is measured when a kernel firs
 usual case, and one that cannot be read is an error, because to pass over it would run other tiles than the user chose.
 """
 
+import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -39,7 +40,7 @@ def keep(gpu: str, found: Mapping[TileKey, Tile]) -> Path:
     known = {(entry.gpu, entry.key): entry for entry in _read(path)}
     known |= {(gpu, key): _Entry(gpu=gpu, key=key, tile=tile) for key, tile in found.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".new")
+    written = path.with_suffix(f".{os.getpid()}.new")
     written.write_bytes(msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1))
     written.replace(path)
     tuned_tiles.cache_clear()
