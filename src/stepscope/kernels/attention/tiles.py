@@ -8,9 +8,9 @@ in it.
 
 A tile must not spill registers in its loop, and on Hopper must not make ptxas serialise the matrix products (four
 warps with 128×128 do); `make aot` checks both for the first of each. Of those that pass, several small programs on a
-multiprocessor hide one another's softmax, which is why four warps often beat eight. In fp32 every operand is a high and a low part
-(`triton_product.py`), so tiles are small, and at a head of 256 smaller than Hopper's own matrix products, which begin
-at 64 rows.
+multiprocessor hide one another's softmax, which is why four warps often beat eight. In fp32 every operand is a high
+and a low part (`triton_product.py`), so tiles are small, and mostly smaller than Hopper's own matrix products, which
+begin at 64 rows.
 """
 
 from dataclasses import dataclass

@@ -26,14 +26,8 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _split(x):
-    """A high and a low part whose sum is x to 24 bits, each with the eleven bits of tf32."""
-    high = _round(x)
-    low = x - high
-    # A NaN stays one: rounding would carry that of the hardware, all bits set, over into a zero.
-    return high, tl.where(low == low, _round(low), low)
-
-
-@triton.jit
-def _round(x):
-    """x to the nearest tf32. The tensor cores would cut its last 13 bits off, and of the low part two that count."""
-    return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    """A high and a low part of x. The high one is x to the nearest tf32, so that the low one has twelve bits; the tensor
+    cores cut the last of these off. Were the high part cut off too, the low one would lose two, and always upwards.
+    A NaN is one in the low part, whatever rounding makes of it in the high one."""
+    high = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    return high, x - high
