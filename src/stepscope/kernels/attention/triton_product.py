@@ -26,8 +26,8 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _split(x):
-    """A high and a low part of x. The high one is x to the nearest tf32, so that the low one has twelve bits; the tensor
-    cores cut the last of these off. Were the high part cut off too, the low one would lose two, and always upwards.
+    """A high and a low part of x. The high one is x to the nearest tf32, so that the low one has twelve bits, of which
+    the tensor cores cut off the last. Were the high part cut off as well, the low one would lose two, always upwards.
     A NaN is one in the low part, whatever rounding makes of it in the high one."""
     high = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
     return high, x - high
