@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROUNDS = 5
 WARMUP_MS, MEASURED_MS = 10, 30
@@ -116,21 +116,31 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="append a JSON line for each case and direction")
     parser.add_argument("--from", dest="source", type=Path, help="print the table of such a file; measures nothing")
     parser.add_argument("--only", default="", help="cases whose name has this in it, such as `bf16 causal`")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, choices=range(1, 101), metavar="N", default=ROUNDS)
     parser.add_argument("--plot", type=Path, help="draw the rates in bf16: .png, .svg, .pdf or .html")
     arguments = parser.parse_args()
     source = read(arguments.source) if arguments.source else measure(arguments.only, arguments.rounds, arguments.out)
     rows = list(source)
     if not rows:
-        print(f"error: no case's name has `{arguments.only}` in it", file=sys.stderr)
-        return 2
+        fail("no rows" if arguments.source else f"no case's name has `{arguments.only}` in it")
     if arguments.plot:
         draw(rows, arguments.plot)
     return print_table(rows)
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    return map(json.loads, path.read_text().splitlines())
+def read(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        if all(row["benchmark"] == "attention_speed" for row in rows):
+            return rows
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        fail(f"cannot read `{path}`: {problem!r}")
+    return fail(f"not a file of this benchmark: `{path}`")
+
+
+def fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def measure(only: str, rounds: int, out: Path | None) -> Iterator[dict[str, Any]]:
@@ -140,6 +150,8 @@ def measure(only: str, rounds: int, out: Path | None) -> Iterator[dict[str, Any]
 
     from stepscope.measure.environment import describe
 
+    if not torch.cuda.is_available():
+        fail("torch finds no CUDA GPU here; `--from bench/results/attention_speed_h200.jsonl` shows what one did")
     common = {
         "benchmark": "attention_speed",
         "command": shlex.join(["python", *sys.argv]),

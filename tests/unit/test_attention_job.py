@@ -208,6 +208,8 @@ def test_flags_are_a_grid() -> None:
         ({"precision": "fp12"}, "unknown precision"),
         ({"precision": "tf32", "device": "cpu"}, "`tf32` on device `cpu`"),
         ({"seconds": "-1"}, "no span of time"),
+        ({"seconds": "0"}, "no span of time"),
+        ({"seed": "99999999999999999999999"}, "too large"),
         ({"memory_limit": "much"}, "not an amount of memory"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
@@ -155,6 +156,17 @@ def test_what_programs_read_has_every_column_once() -> None:
     keys = [column.key for column in table.columns]
     assert {"forward_p20_ms", "both_p80_ms", "peak_formula", "dq_error", "status", "reason"} <= set(keys)
     assert len(keys) == len(set(keys))
+
+
+def test_rows_of_one_shape_say_what_tells_them_apart() -> None:
+    plain = attend()
+    more = ({"seed": 5}, {"seconds": 3.0}, {"repetitions": 7}, {"memory_limit": 8_000_000_000})
+    others = [msgspec.structs.replace(plain, case=msgspec.structs.replace(plain.case, **one)) for one in more]
+    table = attention_table([plain, *others], part="time")
+    assert {"seed", "seconds", "repetitions", "memory_limit"} <= set(shown(table))
+    assert cells(table, "memory_limit").count("8 GB") == 1
+    assert len({point.panel for point in attention_figure([plain, *others], "both").points}) == 5
+    assert "seed" not in shown(attention_table([plain], part="time"))
 
 
 def test_a_case_in_words() -> None:

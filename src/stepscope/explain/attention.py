@@ -144,6 +144,10 @@ def _case_fields(rows: Sequence[AttentionRow]) -> list[_Field]:
         field("implementation", "implementation", lambda row: row.case.implementation, "text"),
         field("device_name", "device", lambda row: row.environment.driver_name, "text"),
         field("torch", "torch", lambda row: row.environment.torch, "text"),
+        field("repetitions", "at most", lambda row: row.case.repetitions, "count"),
+        field("seconds", "seconds", lambda row: f"{row.case.seconds:g}", "text"),
+        field("seed", "seed", lambda row: str(row.case.seed), "text"),
+        field("memory_limit", "held to", _say_limit, "text"),
     ]
 
 
@@ -335,8 +339,17 @@ _WORDS: tuple[Callable[[AttentionRow], str], ...] = (
     lambda row: row.case.precision,
     lambda row: row.environment.driver_name,
     lambda row: f"torch {row.environment.torch}",
-    lambda row: f"held to {row.case.memory_limit / 1e9:g} GB" if row.case.memory_limit else "",
+    lambda row: f"held to {_say_limit(row)}" if row.case.memory_limit else "",
 )
+# What may tell rows apart and is not worth a word where it does not.
+_FINER_WORDS: tuple[Callable[[AttentionRow], str], ...] = (
+    lambda row: f"{row.case.repetitions} times or {row.case.seconds:g} s",
+    lambda row: f"seed {row.case.seed}",
+)
+
+
+def _say_limit(row: AttentionRow) -> str:
+    return f"{row.case.memory_limit / 1e9:g} GB" if row.case.memory_limit else ""
 
 
 def say_shared(rows: Sequence[AttentionRow]) -> str:
@@ -347,7 +360,7 @@ def say_shared(rows: Sequence[AttentionRow]) -> str:
 
 def say_differing(row: AttentionRow, rows: Sequence[AttentionRow]) -> str:
     """What tells this row apart from others, in a line; empty where nothing does."""
-    words = [word(row) for word in _WORDS if len({word(other) for other in rows}) > 1]
+    words = [word(row) for word in (*_WORDS, *_FINER_WORDS) if len({word(other) for other in rows}) > 1]
     return ", ".join(text for text in words if text)
 
 

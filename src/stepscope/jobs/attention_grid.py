@@ -78,7 +78,7 @@ class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
                 device=device,
                 seed=self.seed,
                 repetitions=self.repetitions,
-                seconds=self.seconds or defaults.seconds,
+                seconds=defaults.seconds if self.seconds is None else self.seconds,
                 memory_limit=self.memory_limit,
             )
             for implementation, precision, head_dim, length in product

@@ -122,7 +122,7 @@ def attention(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *, causal: bool, s
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     scores_BGSK = attention_scores(q_BHLD, k_BGLD, causal=causal, scale=scale)
     out_BGSD = attention_values(softmax(scores_BGSK, dim=-1), v_BGLD)
-    return out_BGSD.reshape(-1, num_heads, num_queries, v_BGLD.shape[-1])
+    return out_BGSD.reshape(q_BHLD.shape[0], num_heads, num_queries, v_BGLD.shape[-1])
 
 
 def attention_scores(q_BHLD: Tensor, k_BGLD: Tensor, *, causal: bool, scale: float) -> Tensor:
@@ -132,7 +132,7 @@ def attention_scores(q_BHLD: Tensor, k_BGLD: Tensor, *, causal: bool, scale: flo
     # A group's query heads are stacked along the length: one product serves them all, and no key is copied.
     # The queries are scaled rather than the scores: fewer elements, and fp16 scores overflow later.
     heads_per_group = num_heads // num_groups
-    q_BGSD = (q_BHLD * scale).reshape(-1, num_groups, heads_per_group * num_queries, head_dim)
+    q_BGSD = (q_BHLD * scale).reshape(q_BHLD.shape[0], num_groups, heads_per_group * num_queries, head_dim)
     scores_BGSK = q_BGSD @ k_BGLD.transpose(-2, -1)
     if causal:
         mask_SK = causal_mask(num_queries, num_keys, q_BHLD.device).repeat(heads_per_group, 1)

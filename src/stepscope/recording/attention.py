@@ -56,6 +56,8 @@ class AttentionCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SpecError(f"{name} `{value}` is not positive", detail="expected 1 or more")
+        if not -(2**63) <= self.seed < 2**63:
+            raise SpecError(f"seed `{self.seed}` is too large", detail="expected 64 bits", hint="--seed 0")
         if not 0 < self.seconds < float("inf"):
             raise SpecError(f"seconds `{self.seconds}` is no span of time", hint="--seconds 1")
         if self.precision == "tf32" and self.device == "cpu":

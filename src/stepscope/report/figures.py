@@ -8,6 +8,7 @@ scripts inline, so a figure can be made on a cluster node and opened on a train.
 
 import json
 import os
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def _write_atomically(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise StepscopeError(
             f"the figure cannot be written: `{path}`",
             detail=error.strerror or "",

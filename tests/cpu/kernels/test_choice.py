@@ -98,8 +98,10 @@ def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch: pytest.Monkey
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert choice.refusal("triton", problem(device="cpu")) == "the tensors are on cpu, and it needs a CUDA GPU"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choice.refusal("triton", problem(device="cpu")) is None
-    assert choice.choose(problem(device="cpu"), among=choice.KERNELS) == "triton"
+    half = problem(device="cpu", dtype=torch.float16)
+    assert choice.refusal("triton", half) is None
+    assert choice.choose(half, among=choice.KERNELS) == "triton"
+    assert choice.refusal("triton", problem(device="cpu")) == "Triton's interpreter computes products of bf16 wrongly"
 
 
 @pytest.mark.usefixtures("gpu")

@@ -400,6 +400,7 @@ BAD: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], type[Exception], str]
     "no query heads": ((tensor(1, 0, 2, 3),) * 3, {}, ValueError, "`q` has shape .1, 0, 2, 3., which has no heads"),
     "no heads": ((tensor(1, 4, 2, 3), *(tensor(1, 0, 2, 3),) * 2), {}, ValueError, "`k` has 0 heads"),
     "negative scale": ((tensor(2, 3),) * 3, {"scale": -1.0}, ValueError, "`scale` is -1.0.*maximum of a row is taken"),
+    "a scale beyond floats": ((tensor(2, 3),) * 3, {"scale": 10**400}, ValueError, "`scale` is 1000"),
     "no number for a scale": ((tensor(2, 3),) * 3, {"scale": float("nan")}, ValueError, "`scale` is nan"),
     "endless scale": ((tensor(2, 3),) * 3, {"scale": float("inf")}, ValueError, "`scale` is inf"),
     "no scale": ((tensor(2, 3),) * 3, {"scale": "1"}, TypeError, "`scale` must be a number, not str"),
@@ -425,6 +426,28 @@ def test_the_gpu_function_says_that_it_needs_a_gpu() -> None:
 def test_the_gpu_function_takes_flash_backends_alone(backend: str) -> None:
     with pytest.raises(ValueError, match=f"unknown `backend` `{backend}`"):
         FlashAttention.apply(*qkv(1, 1, 3, 4), False, None, backend)  # type: ignore[no-untyped-call]  # noqa: FBT003
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled", "sdpa", "naive"])
+def test_a_scale_of_zero_averages_what_is_seen(backend: str) -> None:
+    q, k, v = qkv(1, 2, 5, 8)
+    out = flash_attention(q, k, v, causal=True, scale=0, backend=backend)
+    expected = v.cumsum(-2) / torch.arange(1, 6)[:, None]
+    torch.testing.assert_close(out, expected)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled", "sdpa", "naive"])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 5), (5, 0), (0, 0)])
+def test_no_queries_and_no_keys_are_lengths_too(num_queries: int, num_keys: int, backend: str) -> None:
+    q, k = torch.ones(2, 2, num_queries, 8), torch.ones(2, 2, num_keys, 8)
+    if num_keys == 0 and backend in ("sdpa", "naive"):
+        with pytest.raises(ValueError, match="there are no keys"):
+            flash_attention(q, k, k, backend=backend)
+    else:
+        out = flash_attention(q, k, k, backend=backend)
+        assert out.shape == q.shape
+        assert not out.any()
 
 
 @pytest.mark.parametrize("backend", ["auto", "tiled", "sdpa", "naive"])

@@ -119,9 +119,11 @@ def _triton_lacks(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "it has no float64"
     if device.type != "cuda":
-        interpreted = device.type == "cpu" and is_interpreting()
-        return None if interpreted else f"the tensors are on {device.type}, and it needs a CUDA GPU"
-    if _capability(device) < (8, 0):
+        if device.type != "cpu" or not is_interpreting():
+            return f"the tensors are on {device.type}, and it needs a CUDA GPU"
+        if dtype == torch.bfloat16:
+            return "Triton's interpreter computes products of bf16 wrongly"
+    elif _capability(device) < (8, 0):
         return f"the GPU is {_architecture(device)}, and it needs sm_80 or later"
     return None
 

@@ -11,6 +11,7 @@ what is checked here.
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
 
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
         if x.dtype not in DTYPES:
             raise TypeError(f"`{name}` is {x.dtype}; attention takes float16, bfloat16, float32 or float64")
     if not isinstance(causal, bool):
-        raise TypeError(f"`causal` must be True or False, not {causal!r}")
+        raise TypeError(f"`causal` must be True or False, not {type(causal).__name__}")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -115,7 +116,7 @@ def choose_scale(scale: float | None, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"`scale` must be a number, not {type(scale).__name__}")
-    if not 0 <= scale < math.inf:  # not `isfinite`, which a compiler cannot trace
+    if not 0 <= scale <= sys.float_info.max:  # not `isfinite`, which a compiler cannot trace
         raise ValueError(
             f"`scale` is {scale}; it must be finite and not negative, as the maximum of a row is taken before scaling"
         )
