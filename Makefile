@@ -31,13 +31,13 @@ setup: ## make .venv with the pinned packages; at once if it is up to date
 run: setup ## the main job: `stepscope bench` over its default grid, on the GPU if there is one
 	"$(bin)/stepscope" bench $(ARGS)
 
-# The tests of the command line spend their time in other processes, so most of them run beside the rest, and those of the
-# documentation after it; one thread each, because two that wait for each other at every small operation take longer than
+# The tests of the command line spend their time in other processes, so most of them run beside the rest, with those of
+# kernels to make the two even, and those of the documentation after it; one thread each, because two that wait for each other at every small operation take longer than
 # one. The output of what runs beside comes when all is done.
 test: setup ## all tests that need no GPU
 	@export OMP_NUM_THREADS=1; said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
-	"$(bin)/python" -m pytest -p no:cacheprovider tests/cli --ignore tests/cli/test_docs.py $(ARGS) >"$$said" 2>&1 & beside=$$!; \
-	"$(bin)/python" -m pytest tests/unit tests/cpu tests/browser tests/cli/test_docs.py $(ARGS); here=$$?; \
+	"$(bin)/python" -m pytest -p no:cacheprovider tests/cli tests/cpu/kernels --ignore tests/cli/test_docs.py $(ARGS) >"$$said" 2>&1 & beside=$$!; \
+	"$(bin)/python" -m pytest tests/unit tests/cpu --ignore tests/cpu/kernels tests/browser tests/cli/test_docs.py $(ARGS); here=$$?; \
 	wait $$beside; there=$$?; cat "$$said"; \
 	if [ $$here -eq 5 ]; then exit $$there; elif [ $$there -eq 5 ]; then exit $$here; fi; exit $$((here | there)) # 5: none chosen
 
