@@ -24,6 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from stepscope.cost.operators import attention_flops
+from stepscope.cost.products import BACKWARD_PRODUCTS
+
 ROUNDS = 5
 WARMUP_MS, MEASURED_MS = 10, 30
 CHECKED_ROWS = 128
@@ -50,8 +53,15 @@ class Case:
         return f"{self.dtype} {'causal' if self.causal else 'full'} {shape}"
 
     def tflop(self, direction: str) -> float:
-        forward = 4 * self.batch * self.heads * self.length**2 * self.head_dim / (2 if self.causal else 1)
-        return forward * (1 if direction == "forward" else 2.5) / 1e12
+        forward = attention_flops(
+            batch=self.batch,
+            heads=self.heads,
+            queries=self.length,
+            keys=self.length,
+            head_dim=self.head_dim,
+            causal=self.causal,
+        )
+        return forward * (1 if direction == "forward" else BACKWARD_PRODUCTS) / 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

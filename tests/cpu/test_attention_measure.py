@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stepscope.cost.attention import need_of_attention
+from stepscope.kernels.attention import choice, hopper_backward, hopper_forward, triton_backward, triton_forward
 from stepscope.kernels.attention.problem import RefusedError
 from stepscope.measure import attention as measure
 from stepscope.measure.attention import measure_cases
@@ -190,3 +191,27 @@ def test_what_cannot_fit_by_far_is_not_tried() -> None:
     (outcome,) = measure_cases([case], on_stage=lambda _: pytest.fail("it was tried"))
     assert outcome.status == "oom"
     assert outcome.reason.startswith("not tried: it takes 197,632 GiB")
+
+
+class Launched:
+    """In the place of a kernel: takes its arguments and leaves memory as it is."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize("length", [100, 128, 130])
+@pytest.mark.parametrize("implementation", ["triton", "hopper"])
+def test_launchers_take_the_memory_of_the_closed_form(
+    implementation: Implementation, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kernel works in is its launcher's, so without a GPU the launchers can be weighed without their kernels."""
+    for module in (hopper_forward, hopper_backward, triton_forward, triton_backward):
+        for name in [name for name in vars(module) if name.startswith("attention_")]:
+            monkeypatch.setattr(module, name, Launched())
+    monkeypatch.setattr(hopper_forward, "count_multiprocessors", lambda _: 132)
+    monkeypatch.setitem(choice._REFUSALS, implementation, lambda _: None)
+    case = make_case(implementation=implementation, length=length, head_dim=64, precision="bf16")
+    memory, need = weigh(make_problem(case, CPU)), need_of_attention(case)
+    assert (need.before_backward_bound, need.peak_bound) == ("exact", "exact")
+    assert (memory.before_backward_bytes, memory.peak_bytes) == (need.before_backward_bytes, need.peak_bytes)

@@ -14,9 +14,10 @@ import torch
 
 from stepscope.cost.attention import need_of_attention
 from stepscope.explain.statistics import summarise
+from stepscope.kernels.attention.problem import RefusedError
 from stepscope.measure.attention_check import check, say_wrong
 from stepscope.measure.attention_memory import weigh
-from stepscope.measure.attention_problem import Unsupported, make_problem
+from stepscope.measure.attention_problem import make_problem
 from stepscope.measure.attention_timing import Timed, time_attention
 from stepscope.measure.failures import is_out_of_memory, say_in_a_line
 from stepscope.measure.memory import limit_memory
@@ -51,7 +52,7 @@ def _measure_or_explain(case: AttentionCase, device: torch.device, *, on_stage: 
         return AttentionOutcome(status="oom", reason=f"{NOT_TRIED}: {hopeless}")
     try:
         return _measure(case, device, on_stage)
-    except Unsupported as error:
+    except RefusedError as error:
         return AttentionOutcome(status="unsupported", reason=str(error))
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):

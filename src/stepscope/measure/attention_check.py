@@ -14,8 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from stepscope.kernels.attention.problem import RefusedError
-from stepscope.measure.attention_problem import AttentionProblem, Unsupported
+from stepscope.measure.attention_problem import AttentionProblem
 from stepscope.nn import functional
 from stepscope.recording.attention import Accuracy
 
@@ -48,10 +47,7 @@ def say_wrong(accuracies: tuple[Accuracy, ...]) -> str:
 def _run(problem: AttentionProblem, rows: int) -> list[Tensor]:
     upstream_BHLD = torch.zeros_like(problem.upstream)
     upstream_BHLD[-1:, :, -rows:] = problem.upstream[-1:, :, -rows:]
-    try:
-        out_BHLD = problem.forward()
-    except RefusedError as error:
-        raise Unsupported(str(error)) from error
+    out_BHLD = problem.forward()
     dq_BHLD, dk_BHLD, dv_BHLD = torch.autograd.grad(out_BHLD, problem.inputs, upstream_BHLD)
     return [out_BHLD[-1:, :, -rows:].detach(), dq_BHLD[-1:, :, -rows:], dk_BHLD[-1:], dv_BHLD[-1:]]
 

@@ -15,10 +15,6 @@ from stepscope.recording.attention import AttentionCase
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Unsupported(Exception):  # noqa: N818  # it is an answer
-    """The implementation says that it cannot do the case, and why."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
     """All are (B, H, L, D); `upstream` is the gradient of the output. The three inputs want gradients."""

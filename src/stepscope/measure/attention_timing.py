@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from stepscope.measure.attention_problem import AttentionProblem
+from stepscope.measure.timing import elapsed_ns, make_event
 
 _WARMUPS = 3
 _FEWEST = 5
@@ -78,7 +79,7 @@ def _time_on_cuda(piece: _Piece, flush: torch.Tensor, repetitions: int, seconds:
 
 def _repeat(piece: _Piece, flush: torch.Tensor, count: int) -> tuple[tuple[int, ...], int]:
     """The samples, and how much longer than the host the device had to work in the end."""
-    starts, ends = [_event() for _ in range(count)], [_event() for _ in range(count)]
+    starts, ends = [make_event() for _ in range(count)], [make_event() for _ in range(count)]
     torch.cuda.synchronize(flush.device)
     for start, end in zip(starts, ends, strict=True):
         ready = piece.prepare()
@@ -90,9 +91,4 @@ def _repeat(piece: _Piece, flush: torch.Tensor, count: int) -> tuple[tuple[int, 
     issued = time.perf_counter_ns()
     torch.cuda.synchronize(flush.device)
     lag_ns = time.perf_counter_ns() - issued
-    elapsed_ms = [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
-    return tuple(round(one * 1e6) for one in elapsed_ms), lag_ns
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return tuple(elapsed_ns(start, end) for start, end in zip(starts, ends, strict=True)), lag_ns

@@ -61,7 +61,7 @@ def _time_on_host(step: Step, samples: Samples) -> None:
 
 def _time_on_cuda(step: Step, samples: Samples) -> None:
     stream = torch.cuda.current_stream(step.device)
-    events = [_event() for _ in range(len(step.phases) + 1)]
+    events = [make_event() for _ in range(len(step.phases) + 1)]
     torch.cuda.synchronize(step.device)
     start = time.perf_counter_ns()
     events[0].record(stream)
@@ -72,16 +72,16 @@ def _time_on_cuda(step: Step, samples: Samples) -> None:
     torch.cuda.synchronize(step.device)
     end = time.perf_counter_ns()
     for (name, _), before, after in zip(step.phases, events, events[1:], strict=False):
-        samples.phases_ns[name].append(_elapsed_ns(before, after))
-    samples.step_ns.append(_elapsed_ns(events[0], events[-1]))
+        samples.phases_ns[name].append(elapsed_ns(before, after))
+    samples.step_ns.append(elapsed_ns(events[0], events[-1]))
     samples.host_step_ns.append(end - start)
     samples.enqueue_ns.append(issued - start)
 
 
-def _event() -> torch.cuda.Event:
+def make_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _elapsed_ns(before: torch.cuda.Event, after: torch.cuda.Event) -> int:
+def elapsed_ns(before: torch.cuda.Event, after: torch.cuda.Event) -> int:
     milliseconds: float = before.elapsed_time(after)
     return round(milliseconds * 1e6)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from stepscope.cost.operators import attention_flops
+from stepscope.cost.products import BACKWARD_PRODUCTS
 from stepscope.kernels.attention import choice, tiled
 from stepscope.kernels.attention.problem import Problem
 from stepscope.kernels.attention.tma import is_tma_able
@@ -131,15 +133,14 @@ def _refuse_twice(_ctx: Any, *_gradients: Tensor) -> None:
 def _count_forward(q_shape: Any, k_shape: Any, _v: Any, causal: bool, *_: Any, **__: Any) -> int:
     """Two products, and half of them under a causal mask, as for SDPA in `measure.flops`."""
     batch, heads, queries, head_dim = q_shape
-    full = 4 * batch * heads * queries * k_shape[2] * head_dim
-    return int(full) // 2 if causal else int(full)
+    return attention_flops(batch=batch, heads=heads, queries=queries, keys=k_shape[2], head_dim=head_dim, causal=causal)
 
 
 def _count_backward(
     _do: Any, q_shape: Any, k_shape: Any, v_shape: Any, _o: Any, _lse: Any, causal: bool, *_: Any, **__: Any
 ) -> int:
     """Five products, the scores being made again."""
-    return _count_forward(q_shape, k_shape, v_shape, causal) * 5 // 2
+    return int(_count_forward(q_shape, k_shape, v_shape, causal) * BACKWARD_PRODUCTS)
 
 
 _library.impl("flash_attention_forward", _run_forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

@@ -85,15 +85,8 @@ def launch_queries(
         num_queries,
         num_keys,
         rows.shape[-1],
-        HEAD_DIM=head_dim,
-        WIDTH=width,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        CAUSAL=settings.causal,
         WHOLE_KEYS=num_keys % tile.block_n == 0,
-        PRECISION=launch.input_precision(launch.arithmetic(q_BHLD.dtype, tf32=settings.tf32)),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **launch.constants(q_BHLD, tile, settings),
     )
 
 
@@ -132,13 +125,6 @@ def launch_keys(
         num_queries,
         num_keys,
         rows.shape[-1],
-        HEAD_DIM=head_dim,
-        WIDTH=width,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        CAUSAL=settings.causal,
         WHOLE_QUERIES=num_queries % tile.block_m == 0,
-        PRECISION=launch.input_precision(launch.arithmetic(q_BHLD.dtype, tf32=settings.tf32)),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **launch.constants(q_BHLD, tile, settings),
     )

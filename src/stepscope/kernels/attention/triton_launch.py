@@ -8,6 +8,7 @@ looked up once and kept.
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,21 @@ def arithmetic(dtype: torch.dtype, *, tf32: bool) -> Arithmetic:
 def input_precision(kind: Arithmetic) -> str:
     """What `tl.dot` is told. It looks at this for fp32 alone, where its own default is tf32."""
     return "tf32" if kind == "half" else kind
+
+
+def constants(q_BHLD: Tensor, tile: Tile, settings: Settings) -> dict[str, Any]:
+    """What all three kernels are compiled for."""
+    head_dim = q_BHLD.shape[-1]
+    return {
+        "HEAD_DIM": head_dim,
+        "WIDTH": tiles.padded_width(head_dim),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "CAUSAL": settings.causal,
+        "PRECISION": input_precision(arithmetic(q_BHLD.dtype, tf32=settings.tf32)),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
 
 @cache
