@@ -1,6 +1,6 @@
 """What a call of attention takes the host, and what the first one takes to compile.
 
-The work on the device is short, so that the host is what one waits for. The first calls find an empty cache of Triton's.
+The work on the device is short, so that the host is what one waits for. First calls find an empty cache of Triton's.
 
     python bench/attention_host_time.py                                  # on a GPU: hopper or triton, beside SDPA
     python bench/attention_host_time.py --device cpu --backend tiled     # only to see that it runs
