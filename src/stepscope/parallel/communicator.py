@@ -1,0 +1,313 @@
+"""Every collective of this package goes through a `Communicator`: named, written into the journal, and timed.
+
+Over `torch.distributed` alone, a failed collective says "Connection closed by peer" and nothing of which rank or which
+tensor. Here it has a name and a number, and the error says who fell behind and where. The same place knows when a
+collective began, when it ended, and how long anybody had to wait for it: communication, and communication that was
+not hidden.
+
+CUDA tensors go over gloo by way of the host's memory, which is for tests and for machines without NCCL.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepscope.errors import StepscopeError
+from stepscope.parallel.exchange import Exchange
+from stepscope.parallel.journal import FOLDER_VARIABLE, Journal, blame
+
+T = TypeVar("T")
+# torch 2.13 gave these two new names.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+class Work(Protocol):
+    """What can be waited for."""
+
+    def wait(self) -> object: ...
+
+
+class CollectiveError(StepscopeError, RuntimeError):
+    """A collective that did not end on this rank, most often by another rank's fault."""
+
+
+class CommunicationTime(NamedTuple):
+    """Between two readings: how long collectives were under way, and how long this rank stood still for them."""
+
+    busy_ns: int
+    exposed_ns: int
+    issued: int
+    message_bytes: int
+
+
+class Communicator:
+    """The collectives of one process group."""
+
+    _default: ClassVar["tuple[dist.ProcessGroup, Communicator] | None"] = None
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, journal: Journal | None = None) -> None:
+        if not dist.is_initialized():
+            raise StepscopeError(
+                "no process group",
+                detail="whoever wraps a model says first which ranks there are",
+                hint="torch.distributed.init_process_group(), under torchrun --nproc-per-node 2 train.py",
+            )
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        self.backend = dist.get_backend(group)
+        folder = os.environ.get(FOLDER_VARIABLE)
+        self.journal = journal or Journal(Path(folder) if folder else None, self.rank)
+        self._clock = _CudaClock() if self.backend == "nccl" else _HostClock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._message_bytes = 0
+        self._issued = 0
+
+    @classmethod
+    def default(cls) -> "Communicator":
+        """Of torch's default process group: one object for as long as that lives."""
+        group = dist.group.WORLD
+        if group is None or cls._default is None or cls._default[0] is not group:
+            made = cls()
+            assert dist.group.WORLD is not None
+            cls._default = (dist.group.WORLD, made)
+        return cls._default[1]
+
+    def all_reduce(self, tensor: Tensor, name: str, *, average: bool = True) -> "Pending":
+        """In place. The average is the sum, divided when it is waited for."""
+        staged = self._stage(tensor)
+        pending = self._begin(
+            f"all-reduce of {name}",
+            tensor.nbytes,
+            lambda: dist.all_reduce(staged, group=self.group, async_op=True),
+        )
+        pending.finally_do(lambda: _bring_back(staged, tensor, self.world if average else 1))
+        return pending
+
+    def all_gather(self, whole: Tensor, shard: Tensor, name: str) -> "Pending":
+        """`shard` of every rank, end to end in `whole`; it may be whole's own part at this rank."""
+        _check_parts(whole, shard, self.world)
+        staged_whole, staged_shard = self._empty_or_same(whole), self._stage(shard)
+        pending = self._begin(
+            f"all-gather of {name}",
+            whole.nbytes,
+            lambda: _all_gather(staged_whole, staged_shard, group=self.group, async_op=True),
+        )
+        pending.finally_do(lambda: _bring_back(staged_whole, whole, 1))
+        return pending
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor, name: str, *, average: bool = True) -> "Pending":
+        """This rank's part of the sum of `whole` over ranks; `shard` may be that part of it. What `whole` holds
+        afterwards is undefined."""
+        _check_parts(whole, shard, self.world)
+        staged_whole, staged_shard = self._stage(whole), self._empty_or_same(shard)
+        pending = self._begin(
+            f"reduce-scatter of {name}",
+            whole.nbytes,
+            lambda: self._issue_reduce_scatter(staged_shard, staged_whole),
+        )
+        pending.finally_do(lambda: _bring_back(staged_shard, shard, self.world if average else 1))
+        return pending
+
+    def broadcast(self, tensor: Tensor, source: int, name: str) -> "Pending":
+        """From the rank `source` of this group to all."""
+        staged = self._stage(tensor)
+        pending = self._begin(
+            f"broadcast of {name}",
+            tensor.nbytes,
+            lambda: dist.broadcast(staged, group=self.group, group_src=source, async_op=True),
+        )
+        pending.finally_do(lambda: _bring_back(staged, tensor, 1))
+        return pending
+
+    def share_objects(self, value: T, name: str) -> list[T]:
+        """Small Python values of all ranks, in their order."""
+        values: list[T | None] = [None] * self.world
+        self._run(f"sharing of {name}", lambda: dist.all_gather_object(values, value, group=self.group))
+        return values  # type: ignore[return-value]
+
+    def barrier(self, name: str) -> None:
+        self._run(f"barrier {name}", lambda: dist.barrier(group=self.group))
+
+    def take_time(self) -> CommunicationTime:
+        """What was communicated since this was last called. Collectives still under way belong to the next reading."""
+        busy_ns, exposed_ns = self._clock.take()
+        taken = CommunicationTime(busy_ns, exposed_ns, self._issued, self._message_bytes)
+        self._issued = self._message_bytes = 0
+        return taken
+
+    def _issue_reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work | None:
+        if self.backend != "gloo":
+            work: dist.Work | None = _reduce_scatter(shard, whole, group=self.group, async_op=True)
+            return work
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stepscope-exchange")
+        return Exchange(self._thread, shard, whole, self.group)
+
+    def _begin(self, name: str, message_bytes: int, issue: Callable[[], Work | None]) -> "Pending":
+        self.journal.begin(name)
+        self._issued += 1
+        self._message_bytes += message_bytes
+        try:
+            work = issue()
+        except RuntimeError as error:
+            raise self._explain(name, error) from error
+        assert work is not None, "asked for asynchronous work"
+        return Pending(self, name, work, self._clock.begin(work))
+
+    def _run(self, name: str, collective: Callable[[], object]) -> None:
+        self.journal.begin(name)
+        try:
+            collective()
+        except RuntimeError as error:
+            raise self._explain(name, error) from error
+        self.journal.end()
+
+    def _explain(self, name: str, error: RuntimeError) -> CollectiveError:
+        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        return CollectiveError(
+            f"rank {self.rank} could not finish the {name}: {blame(self.journal.entries())}",
+            detail=f"the backend {self.backend} says: {reason}",
+            hint="the log of the rank named above says why it stopped",
+        )
+
+    def _stage(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, or its content in the host's memory where the backend can read no other."""
+        return tensor.cpu() if self.backend == "gloo" and tensor.is_cuda else tensor
+
+    def _empty_or_same(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu") if self.backend == "gloo" and tensor.is_cuda else tensor
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, communicator: Communicator, name: str, work: Work, span: "_Span") -> None:
+        self._communicator = communicator
+        self._name = name
+        self._work: Work | None = work
+        self._span = span
+        self._after: Callable[[], None] = lambda: None
+
+    def finally_do(self, after: Callable[[], None]) -> None:
+        self._after = after
+
+    def wait(self) -> None:
+        """Until the result is there: gloo blocks, NCCL makes the current stream wait. The second time it is nothing."""
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        communicator = self._communicator
+        try:
+            communicator._clock.wait(work, self._span)
+        except RuntimeError as error:
+            raise communicator._explain(self._name, error) from error
+        communicator.journal.end()
+        self._after()
+
+
+class _Span:
+    """When a collective was under way, in the host's nanoseconds; without an end it is not over."""
+
+    __slots__ = ("begin_ns", "end_ns")
+
+    def __init__(self) -> None:
+        self.begin_ns = time.perf_counter_ns()
+        self.end_ns: int | None = None
+
+    def close(self, _: object = None) -> None:
+        if self.end_ns is None:
+            self.end_ns = time.perf_counter_ns()
+
+
+class _HostClock:
+    """For a backend whose `wait` blocks the host."""
+
+    def __init__(self) -> None:
+        self._spans: list[_Span] = []
+        self._exposed_ns = 0
+
+    def begin(self, work: Work) -> _Span:
+        span = _Span()
+        self._spans.append(span)
+        if isinstance(work, dist.Work):
+            work.get_future().add_done_callback(span.close)
+        elif isinstance(work, Exchange):
+            work.on_done(span.close)
+        return span
+
+    def wait(self, work: Work, span: _Span) -> None:
+        begin_ns = time.perf_counter_ns()
+        work.wait()
+        self._exposed_ns += time.perf_counter_ns() - begin_ns
+        span.close()
+
+    def take(self) -> tuple[int, int]:
+        over = [span for span in self._spans if span.end_ns is not None]
+        self._spans = [span for span in self._spans if span.end_ns is None]
+        exposed_ns, self._exposed_ns = self._exposed_ns, 0
+        return _union_ns([(span.begin_ns, span.end_ns or 0) for span in over]), exposed_ns
+
+
+class _CudaClock:
+    """For NCCL, whose collectives run on a stream of their own: events say how long the current stream stood still, and
+    NCCL how long each took (`TORCH_NCCL_ENABLE_TIMING`, which `group.join` sets)."""
+
+    def __init__(self) -> None:
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._works: list[dist.Work] = []
+
+    def begin(self, work: Work) -> _Span:
+        assert isinstance(work, dist.Work), "NCCL's own"
+        self._works.append(work)
+        return _Span()
+
+    def wait(self, work: Work, span: _Span) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        work.wait()
+        after.record()
+        self._waits.append((before, after))
+        span.close()
+
+    def take(self) -> tuple[int, int]:
+        torch.cuda.synchronize()
+        exposed_ms = sum(before.elapsed_time(after) for before, after in self._waits)
+        busy_ms = sum(work._get_duration() for work in self._works) if _nccl_times() else 0.0  # type: ignore[attr-defined]
+        self._waits, self._works = [], []
+        return round(busy_ms * 1e6), round(exposed_ms * 1e6)
+
+
+def _nccl_times() -> bool:
+    return os.environ.get("TORCH_NCCL_ENABLE_TIMING") == "1"
+
+
+def _union_ns(spans: list[tuple[int, int]]) -> int:
+    """How long at least one of them was under way."""
+    total, until = 0, 0
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def _check_parts(whole: Tensor, shard: Tensor, world: int) -> None:
+    if whole.numel() != world * shard.numel() or not whole.is_contiguous() or not shard.is_contiguous():
+        raise ValueError(
+            f"`whole` has {whole.numel()} elements and `shard` {shard.numel()}: expected {world} shards, contiguous"
+        )
+
+
+def _bring_back(staged: Tensor, tensor: Tensor, divisor: int) -> None:
+    if staged is not tensor:
+        tensor.copy_(staged)
+    if divisor > 1:
+        tensor.div_(divisor)

@@ -1,0 +1,105 @@
+"""Joining a process group, and leaving it.
+
+Ranks started by us meet through a file, so that no port can be taken. Ranks started by `torchrun` or `srun` find each
+other as they are told in their environment.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from stepscope.errors import StepscopeError
+from stepscope.parallel.communicator import Communicator
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_rank() -> bool:
+    """Whether somebody started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def join(
+    *, backend: str, timeout_s: float, meeting: Path | None = None, rank: int = 0, world: int = 1
+) -> Iterator[Communicator]:
+    """Joins the ranks that meet at a file, or where there is none, those of the environment. A collective that takes
+    longer than `timeout_s` fails on every rank that waits for it."""
+    if backend == "nccl":
+        os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
+    timeout = timedelta(seconds=timeout_s)
+    if meeting is not None:
+        if backend == "gloo":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timeout)
+    else:
+        _check_environment()
+        _init_from_environment(backend, timeout)
+    communicator = Communicator.default()
+    try:
+        yield communicator
+    except BaseException as error:
+        communicator.journal.leave(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        raise
+    communicator.journal.leave()
+    dist.destroy_process_group()
+
+
+def _init_from_environment(backend: str, timeout: timedelta) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise StepscopeError(
+            f"the ranks could not meet at `{address}`",
+            detail=str(error).splitlines()[0][:300],
+            hint="another port: MASTER_PORT=29501, or torchrun --master-port 29501",
+        ) from None
+
+
+def _check_environment() -> None:
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        raise StepscopeError(
+            f"`{missing[0]}` is not set",
+            detail=f"a rank is told by {', '.join(VARIABLES)} who and where it is",
+            hint="torchrun --nproc-per-node 2 -m stepscope train",
+        )
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not rank.isdigit() or not world.isdigit() or int(rank) >= int(world):
+        raise StepscopeError(
+            f"rank `{rank}` of `{world}`",
+            detail="expected RANK to be a number below WORLD_SIZE",
+            hint="torchrun --help",
+        )
+    if rank == "0":
+        _check_port(int(os.environ["MASTER_PORT"]))
+
+
+def _check_port(port: int) -> None:
+    """Said before torch waits for its whole timeout. Under torchrun the store is the agent's own, on that very port."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise StepscopeError(
+                f"port `{port}` cannot be used: {error.strerror}",
+                detail="rank 0 listens there for the others",
+                hint=f"MASTER_PORT={port + 1}",
+            ) from None
+
+
+def choose_device(name: str, *, local_rank: int) -> torch.device:
+    """A rank's own: with `cuda` and no number, one GPU a rank, shared where there are fewer."""
+    if name != "cuda":
+        return torch.device(name)
+    return torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -1,0 +1,168 @@
+"""What every rank is doing, for whoever must say which of them is at fault.
+
+When one rank dies or hangs, the others learn only that a collective did not end. So each rank keeps, in a small file
+mapped into memory, how many collectives it has issued and finished and what the last one was; its peers, and whoever
+started them, read the files of all ranks and see who fell behind. A write is a store to memory, about a
+microsecond, and what was stored survives the process. No torch: the process that watches has none.
+"""
+
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+FOLDER_VARIABLE = "STEPSCOPE_JOURNAL"
+_HEADER = struct.Struct("<QQQQB")  # issued, finished, process, time, state
+_HOST_BYTES, _TEXT_BYTES = 64, 400
+_SIZE = _HEADER.size + _HOST_BYTES + 2 * _TEXT_BYTES
+_STATES: tuple[Literal["running", "raised", "left"], ...] = ("running", "raised", "left")
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's last word."""
+
+    rank: int
+    issued: int
+    finished: int
+    collective: str  # the last one issued
+    reason: str  # why it stops, where it could still say so
+    state: Literal["running", "raised", "left"]
+    process: int
+    host: str
+    at_ns: int  # of the last change, since the epoch
+
+    @property
+    def is_gone(self) -> bool:
+        """The process has ended; False too where that cannot be known from here."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return _is_zombie(self.process)
+
+    @property
+    def last_collective(self) -> str:
+        if self.issued == 0:
+            return "before its first collective"
+        doing = "in" if self.finished < self.issued else "after"
+        return f"{doing} collective {self.issued}, {self.collective}"
+
+
+class Journal:
+    """One rank's own. Without a folder it is kept in memory and only this rank can read it."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self._issued = 0
+        self._finished = 0
+        if folder is None:
+            self._map = mmap.mmap(-1, _SIZE)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{rank}.journal").open("w+b") as file:
+                file.truncate(_SIZE)
+                self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._put_text(_HEADER.size, socket.gethostname(), _HOST_BYTES)
+        self._put_header("running")
+
+    def begin(self, collective: str) -> None:
+        self._issued += 1
+        self._put_text(_HEADER.size + _HOST_BYTES, collective, _TEXT_BYTES)
+        self._put_header("running")
+
+    def end(self) -> None:
+        self._finished += 1
+        self._put_header("running")
+
+    def leave(self, reason: str = "") -> None:
+        """The last entry: this rank is done, or raised for `reason`."""
+        self._put_text(_HEADER.size + _HOST_BYTES + _TEXT_BYTES, reason, _TEXT_BYTES)
+        self._put_header("raised" if reason else "left")
+
+    def entries(self) -> list[Entry]:
+        """Of all ranks that can be read from here."""
+        if self.folder is None:
+            return [_read(self._map[:], self.rank)]
+        return read_journals(self.folder)
+
+    def _put_header(self, state: Literal["running", "raised", "left"]) -> None:
+        words = (self._issued, self._finished, os.getpid(), time.time_ns(), _STATES.index(state))
+        _HEADER.pack_into(self._map, 0, *words)
+
+    def _put_text(self, offset: int, text: str, size: int) -> None:
+        self._map[offset : offset + size] = text.encode()[:size].ljust(size, b"\0")
+
+
+def read_journals(folder: Path) -> list[Entry]:
+    found = [(int(path.stem), path) for path in folder.glob("*.journal") if path.stem.isdigit()]
+    return [_read(path.read_bytes(), rank) for rank, path in sorted(found)]
+
+
+def find_culprit(entries: Sequence[Entry]) -> Entry | None:
+    """The rank that the others wait for: the first that raised, else one that is gone, else the one that has issued
+    fewest collectives. None when no rank stands out."""
+    raised = [entry for entry in entries if entry.state == "raised"]
+    if raised:
+        return min(raised, key=lambda entry: entry.at_ns)
+    gone = [entry for entry in entries if entry.state == "running" and entry.is_gone]
+    if gone:
+        return gone[0]
+    if len({entry.issued for entry in entries}) < 2:
+        return None
+    return min(entries, key=lambda entry: entry.issued)
+
+
+def blame(entries: Sequence[Entry]) -> str:
+    """The culprit in words: which rank, what became of it, and its last collective."""
+    culprit = find_culprit(entries)
+    if culprit is None:
+        return "no rank stands out: " + _list(entries)
+    what = {
+        "raised": f"raised {culprit.reason}",
+        "left": "had left already",
+        "running": "died" if culprit.is_gone else "fell behind",
+    }[culprit.state]
+    return f"rank {culprit.rank} {what}, {culprit.last_collective}"
+
+
+def _list(entries: Iterable[Entry]) -> str:
+    return "; ".join(f"rank {entry.rank} {entry.last_collective}" for entry in entries)
+
+
+def _read(content: bytes, rank: int) -> Entry:
+    issued, finished, process, at_ns, state = _HEADER.unpack_from(content.ljust(_SIZE, b"\0"))
+    offset = _HEADER.size
+    texts = []
+    for size in (_HOST_BYTES, _TEXT_BYTES, _TEXT_BYTES):
+        texts.append(content[offset : offset + size].rstrip(b"\0").decode(errors="replace"))
+        offset += size
+    return Entry(
+        rank=rank,
+        issued=issued,
+        finished=finished,
+        host=texts[0],
+        collective=texts[1],
+        reason=texts[2],
+        state=_STATES[state],
+        process=process,
+        at_ns=at_ns,
+    )
+
+
+def _is_zombie(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] == "Z"

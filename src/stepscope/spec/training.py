@@ -1,0 +1,108 @@
+"""A `Training`: a workload stepped many times, by one rank or several."""
+
+import math
+
+import msgspec
+
+from stepscope.spec.choices import SpecError, Strategy, require_choice, require_positive
+from stepscope.spec.workload import ModelShape, Workload
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is trained on what, and by whom. The batch is that of all ranks together, so that another number of ranks
+    trains the same model."""
+
+    workload: Workload
+    ranks: int = 1
+    strategy: Strategy = "single"
+    bucket_mb: float = 25.0
+    shard_optimizer: bool = False
+    steps: int = 100
+    learning_rate: float = 1e-3
+    warmup_steps: int = 0
+    accumulate: int = 1
+    data: str = ""  # a text file, read as bytes; without one, tokens made from the seed
+    save_every: int = 50
+
+    def __post_init__(self) -> None:
+        require_choice("strategy", self.strategy)
+        for name in ("ranks", "steps", "accumulate", "save_every"):
+            require_positive(name, getattr(self, name))
+        if self.warmup_steps < 0:
+            raise SpecError(f"warmup_steps `{self.warmup_steps}` is negative", hint="--lr-warmup 0")
+        for name, flag in (("bucket_mb", "--bucket-mb 25"), ("learning_rate", "--lr 0.001")):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise SpecError(f"{name} `{value:g}` is not positive", detail="expected more than 0", hint=flag)
+        self._check_workload()
+        self._check_strategy()
+
+    def _check_workload(self) -> None:
+        workload = self.workload
+        if not isinstance(workload.model, ModelShape):
+            raise SpecError(
+                f"`{workload.model.name}` cannot be trained by this verb",
+                detail="it trains the built-in model; a model of your own is wrapped in your own loop",
+                hint="stepscope.parallel.DDP(model), stepscope.parallel.FSDP(model)",
+            )
+        if workload.mode != "train":
+            raise SpecError(f"mode `{workload.mode}` does not train", hint="--mode train")
+        if workload.precision == "fp16":
+            raise SpecError(
+                "precision `fp16` is not trained here",
+                detail="its loss scale would have to be agreed on by all ranks; bf16 needs none",
+                hint="--precision bf16",
+            )
+        if self.data and workload.model.vocab < 256:
+            raise SpecError(
+                f"vocab `{workload.model.vocab}` is too small for a file of bytes",
+                detail="a byte is one of 256 tokens",
+                hint="--vocab 256",
+            )
+        share = self.ranks * self.accumulate
+        if workload.batch % share:
+            parts = f"{self.ranks} ranks" + (f" of {self.accumulate} passes each" if self.accumulate > 1 else "")
+            raise SpecError(
+                f"batch `{workload.batch}` cannot be shared out to {parts}",
+                detail="every rank takes an equal part of the sequences",
+                hint=f"--batch {math.ceil(workload.batch / share) * share}",
+            )
+
+    def _check_strategy(self) -> None:
+        if self.strategy == "single" and self.ranks > 1:
+            raise SpecError(
+                f"strategy `single` with `{self.ranks}` ranks", detail="one process alone", hint="--strategy bucketed"
+            )
+        if self.shard_optimizer and self.strategy in ("single", "fsdp"):
+            raise SpecError(
+                f"a sharded optimizer with strategy `{self.strategy}`",
+                detail="there is one rank alone" if self.strategy == "single" else "fsdp shards its state already",
+                hint="--strategy bucketed --shard-optimizer",
+            )
+        if self.strategy == "fsdp" and self.workload.compile:
+            raise SpecError(
+                "compile with strategy `fsdp`",
+                detail="its weights come and go while the model runs, which compiled code does not know",
+                hint="--strategy bucketed",
+            )
+
+    @property
+    def rank_batch(self) -> int:
+        """Sequences in one pass of one rank."""
+        return self.workload.batch // (self.ranks * self.accumulate)
+
+    @property
+    def identity(self) -> "Training":
+        """What a run must keep to be the same run: how many ranks do it, in which way, for how long, is left out."""
+        workload = msgspec.structs.replace(self.workload, device="auto")
+        return msgspec.structs.replace(
+            self,
+            workload=workload,
+            ranks=1,
+            strategy="single",
+            bucket_mb=25.0,
+            shard_optimizer=False,
+            accumulate=1,
+            steps=1,
+            save_every=1,
+        )

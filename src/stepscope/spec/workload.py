@@ -1,0 +1,253 @@
+"""The `Workload`: a model and how to step it, with the named sizes."""
+
+import math
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.errors import nearest
+from stepscope.spec.choices import (
+    TOO_LARGE,
+    Attention,
+    Mode,
+    Optimizer,
+    Precision,
+    Scalar,
+    SpecError,
+    require_choice,
+    require_positive,
+)
+
+
+def _named(target: str, arguments: tuple[tuple[str, Scalar], ...]) -> str:
+    inside = ", ".join(f"{name}={value}" for name, value in arguments)
+    return f"{target}({inside})" if inside else target
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return min((*small, *(number // d for d in small)), key=lambda d: (abs(d - wanted), d))
+
+
+class Checkpointing(NamedTuple):
+    """Groups of `every` blocks are recomputed in backward; `nested` has the blocks of a group checkpointed again while
+    the group is recomputed, so that backward holds one block's activations at a time."""
+
+    every: int
+    nested: bool
+
+
+def parse_checkpoint(text: str) -> Checkpointing | None:
+    """`none`, the blocks of a group (`block` is one), or `nested:` and the blocks of a group."""
+    if text == "none":
+        return None
+    match = re.fullmatch(r"(nested:)?(-?\d+)", "1" if text == "block" else text)
+    if match is None:
+        close = nearest(text, ("none", "block", "nested:2"))
+        raise SpecError(
+            f"unknown checkpoint: `{text}`",
+            detail="expected none, a number of blocks, or nested: and a number of blocks",
+            hint=f"--checkpoint {close or 1}",
+        )
+    nested, every = match[1] is not None, int(match[2])
+    if not 1 <= every < TOO_LARGE:
+        raise SpecError(
+            f"checkpoint `{text}` is not a number of blocks",
+            detail="expected 1 or more; none is the word for no checkpointing",
+            hint="--checkpoint 1, or --checkpoint none",
+        )
+    if nested and every == 1:
+        raise SpecError(
+            f"checkpoint `{text}` nests groups of one block",
+            detail="each block would be recomputed twice and nothing saved by it",
+            hint="--checkpoint 1, or --checkpoint nested:2",
+        )
+    return Checkpointing(every, nested)
+
+
+def canonical_checkpoint(text: str) -> str:
+    """One text for one setting. Groups of one stay `block`, as results files have it whose keys are made of it."""
+    parsed = parse_checkpoint(text)
+    if parsed is None:
+        return "none"
+    return "block" if parsed.every == 1 else f"{'nested:' * parsed.nested}{parsed.every}"
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, tag="builtin", forbid_unknown_fields=True):
+    """The shape of the built-in Transformer: pre-norm, RoPE, SwiGLU, no biases, untied head unless told otherwise."""
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    vocab: int = 10_000
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "vocab"):
+            require_positive(name, getattr(self, name))
+        if self.d_model % self.num_heads:
+            near = _nearest_divisor(self.d_model, self.num_heads)
+            raise SpecError(
+                f"num_heads `{self.num_heads}` does not divide d_model `{self.d_model}`",
+                detail="every head takes an equal share of the width",
+                hint=f"--num-heads {near}",
+            )
+        if self.head_dim % 2:
+            raise SpecError(
+                f"the head size d_model / num_heads = `{self.head_dim}` is odd",
+                detail="rotary positions turn pairs of features, so a head needs an even number of them",
+                hint=f"--d-model {self.num_heads * (self.head_dim + 1)}",
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise SpecError(
+                f"num_kv_heads `{self.num_kv_heads}` does not divide num_heads `{self.num_heads}`",
+                detail="each key/value head serves an equal group of query heads",
+                hint=f"--num-kv-heads {_nearest_divisor(self.num_heads, self.num_kv_heads)}",
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def name(self) -> str:
+        """The named size this is, or its widths in a word."""
+        for name, shape in SIZES.items():
+            if msgspec.structs.replace(self, vocab=shape.vocab) == shape:
+                return name
+        grouped = "" if self.num_kv_heads == self.num_heads else f"g{self.num_kv_heads}"
+        tied = "-tied" if self.tie_embeddings else ""
+        return f"d{self.d_model}-f{self.d_ff}-l{self.num_layers}-h{self.num_heads}{grouped}{tied}"
+
+
+class Factory(msgspec.Struct, frozen=True, kw_only=True, tag="factory", forbid_unknown_fields=True):
+    """The user's own model: `package.module:function`, and the keyword arguments given with `--set`."""
+
+    target: str
+    arguments: tuple[tuple[str, Scalar], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", self.target):
+            raise SpecError(
+                f"not a factory: `{self.target}`",
+                detail="expected package.module:function, with the module importable from here",
+                hint="--model my_model:build",
+            )
+
+    @property
+    def name(self) -> str:
+        return _named(self.target, self.arguments)
+
+
+class HuggingFace(msgspec.Struct, frozen=True, kw_only=True, tag="hf", forbid_unknown_fields=True):
+    """A `transformers` architecture with random weights: a model type or a local config, and overrides of its
+    fields."""
+
+    config: str
+    arguments: tuple[tuple[str, Scalar], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.config:
+            raise SpecError("an empty `--hf`", detail="expected a model type or a config file", hint="--hf gpt2")
+
+    @property
+    def name(self) -> str:
+        return _named(self.config, self.arguments)
+
+
+def _shape(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelShape:
+    return ModelShape(d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_heads)
+
+
+SIZES: dict[str, ModelShape] = {
+    "nano": _shape(128, 512, 4, 4),
+    "small": _shape(768, 3072, 12, 12),
+    "medium": _shape(1024, 4096, 24, 16),
+    "large": _shape(1280, 5120, 36, 20),
+    "xl": _shape(1600, 6400, 48, 25),
+    "2.7B": _shape(2560, 10240, 32, 32),
+}
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One thing to run: a model and how to step it."""
+
+    model: ModelShape | Factory | HuggingFace
+    batch: int = 4
+    context: int = 128
+    precision: Precision = "fp32"
+    # `inference` builds no graph; `forward` keeps it; the last two go on to gradients and to an update.
+    mode: Mode = "train"
+    # None leaves a user's own model as it is; the built-in model always says which one it runs.
+    attention: Attention | None = None
+    compile: bool = False
+    checkpoint: str = "none"  # as `parse_checkpoint` reads it
+    optimizer: Optimizer = "adamw"
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.attention is None and isinstance(self.model, ModelShape):
+            msgspec.structs.force_setattr(self, "attention", "naive")
+        for name in ("precision", "mode", "optimizer"):
+            require_choice(name, getattr(self, name))
+        # A whole number is as good as its digits: TOML and Python write it so.
+        msgspec.structs.force_setattr(self, "checkpoint", canonical_checkpoint(str(self.checkpoint)))
+        if self.attention is not None:
+            require_choice("attention", self.attention)
+        require_positive("batch", self.batch)
+        require_positive("context", self.context)
+        if not 0 <= self.seed < TOO_LARGE:
+            raise SpecError(f"seed `{self.seed}` is out of range", detail="expected 0 to 2⁴⁸", hint="--seed 0")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise SpecError(
+                f"unknown device: `{self.device}`",
+                detail="expected auto, cpu, cuda or cuda:N",
+                hint="stepscope doctor",
+            )
+        if self.precision == "tf32" and self.device == "cpu":
+            raise SpecError(
+                "precision `tf32` on device `cpu`",
+                detail="tf32 is a mode of NVIDIA's matrix units; a CPU has none",
+                hint="--precision fp32,bf16",
+            )
+        if self.checkpoint != "none" and self.mode in ("inference", "forward"):
+            raise SpecError(
+                f"checkpoint `{self.checkpoint}` with mode `{self.mode}`",
+                detail="activation checkpointing saves memory for the backward pass, and this mode has none",
+                hint="--checkpoint none, or --mode forward-backward",
+            )
+
+    @property
+    def checkpointing(self) -> Checkpointing | None:
+        return parse_checkpoint(self.checkpoint)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens one step works on."""
+        return self.batch * self.context
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a workload is timed. Part of a case, because it changes the figures: warm-up is an axis like any other."""
+
+    warmup: int = 5
+    steps: int = 10
+    memory_limit: int | None = None  # bytes
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise SpecError(f"warmup `{self.warmup}` is negative", detail="expected 0 or more", hint="--warmup 5")
+        require_positive("steps", self.steps)
+        if self.memory_limit is not None:
+            require_positive("memory_limit", self.memory_limit)
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One point of a grid."""
+
+    workload: Workload
+    timing: Timing

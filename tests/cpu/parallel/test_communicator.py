@@ -1,0 +1,45 @@
+"""Collectives through the communicator: what they compute, count, and say when a rank is missing."""
+
+import torch
+
+from stepscope.parallel import Communicator
+from tests.cpu.parallel.ranks import run_ranks
+
+
+def _try_all(rank: int, world: int) -> dict[str, list[float]]:
+    comm = Communicator.default()
+    got: dict[str, list[float]] = {}
+    tensor = torch.full((4,), float(rank))
+    comm.all_reduce(tensor, "a").wait()
+    got["average"] = tensor.tolist()
+    tensor = torch.full((4,), float(rank))
+    comm.all_reduce(tensor, "a", average=False).wait()
+    got["sum"] = tensor.tolist()
+    whole = torch.zeros(2 * world)
+    whole[2 * rank : 2 * rank + 2] = rank + 1
+    comm.all_gather(whole, whole[2 * rank : 2 * rank + 2], "b").wait()
+    got["gathered"] = whole.tolist()
+    whole = torch.arange(2.0 * world) + rank
+    comm.reduce_scatter(whole[2 * rank : 2 * rank + 2], whole, "c", average=False).wait()
+    got["scattered"] = whole[2 * rank : 2 * rank + 2].tolist()
+    tensor = torch.full((2,), float(rank))
+    comm.broadcast(tensor, world - 1, "d").wait()
+    got["broadcast"] = tensor.tolist()
+    got["shared"] = [float(value) for value in comm.share_objects(rank * 10, "e")]
+    taken = comm.take_time()
+    got["counts"] = [taken.issued, taken.message_bytes]
+    assert taken.busy_ns > 0
+    assert taken.exposed_ns > 0
+    assert comm.take_time() == (0, 0, 0, 0)
+    return got
+
+
+def test_collectives_compute_what_their_names_say() -> None:
+    for rank, got in enumerate(run_ranks(_try_all, 3)):
+        assert got["average"] == [1.0] * 4
+        assert got["sum"] == [3.0] * 4
+        assert got["gathered"] == [1, 1, 2, 2, 3, 3]
+        assert got["scattered"] == [3 * (2 * rank) + 3, 3 * (2 * rank + 1) + 3]
+        assert got["broadcast"] == [2.0, 2.0]
+        assert got["shared"] == [0, 10, 20]
+        assert got["counts"] == [5, 16 + 16 + 24 + 24 + 8]
