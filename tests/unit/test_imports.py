@@ -13,6 +13,9 @@ LIGHT += [
     "jobs.sweep",
     "jobs.doctor",
     "jobs.attention",
+    "jobs.comm",
+    "jobs.train",
+    "jobs.slurm.bench",
     "explain.attention_figure",
 ]
 

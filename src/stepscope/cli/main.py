@@ -8,7 +8,21 @@ from typing import NoReturn
 import typer
 
 from stepscope import __version__
-from stepscope.cli import attention, bench, compare, doctor, explain, kernel, memory, precision, profile, rule, tune
+from stepscope.cli import (
+    attention,
+    bench,
+    comm,
+    compare,
+    doctor,
+    explain,
+    kernel,
+    memory,
+    precision,
+    profile,
+    rule,
+    train,
+    tune,
+)
 from stepscope.cli.options import fill_bare_flags
 from stepscope.cli.output import say
 from stepscope.errors import Exit, StepscopeError
@@ -27,6 +41,8 @@ app.command("profile")(profile.profile)
 app.command("memory")(memory.memory)
 app.command("precision")(precision.precision)
 app.command("attention")(attention.attention)
+app.command("comm")(comm.comm)
+app.command("train")(train.train)
 app.command("tune")(tune.tune)
 app.command("explain")(explain.explain)
 app.command("compare")(compare.compare)

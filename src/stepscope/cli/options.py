@@ -3,7 +3,7 @@ flag, a TOML key and a line of help at once."""
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,17 @@ import typer
 
 from stepscope.cli.memory_output import SHARE
 from stepscope.errors import StepscopeError
-from stepscope.spec import SETTINGS, Case, Grid, Setting, build_case, grid_from_flags, grid_from_toml
+from stepscope.spec import (
+    RUN_SETTINGS,
+    SETTINGS,
+    SHAPE_SETTINGS,
+    Case,
+    Grid,
+    Setting,
+    build_case,
+    grid_from_flags,
+    grid_from_toml,
+)
 
 # Flags that mean `yes` when they stand alone.
 _BARE_FLAGS = ("--compile", "--tie-embeddings")
@@ -21,17 +31,26 @@ _WITH_SHARES = ("memory", "explain")
 def takes_grid(verb: Callable[..., None]) -> Callable[..., None]:
     """Gives a verb all settings as flags, plus `--config` and `--set`, and hands them over as its argument `grid`."""
 
+    return _takes(verb, SETTINGS, _set())
+
+
+def takes_workload(verb: Callable[..., None]) -> Callable[..., None]:
+    """The same for a verb that trains the built-in model: nothing on how to time a step, nor on models of one's own."""
+    return _takes(verb, {name: setting for name, setting in (SHAPE_SETTINGS | RUN_SETTINGS).items() if name != "mode"})
+
+
+def _takes(verb: Callable[..., None], settings: Mapping[str, Setting], *more: inspect.Parameter) -> Callable[..., None]:
     def wrapper(**values: Any) -> None:
-        flags = {name: values.pop(name) for name in SETTINGS}
+        flags = {name: values.pop(name) for name in settings}
         grid = grid_from_flags(
-            {name: text for name, text in flags.items() if text is not None}, values.pop("set") or ()
+            {name: text for name, text in flags.items() if text is not None}, values.pop("set", None) or ()
         )
         config: Path | None = values.pop("config")
         verb(grid=grid_from_toml(config).override(grid) if config else grid, **values)
 
     own = [p for p in inspect.signature(verb).parameters.values() if p.name != "grid"]
     default = build_case({})
-    parameters = [*own, _config(), _set(), *(_flag(name, setting, default) for name, setting in SETTINGS.items())]
+    parameters = [*own, _config(), *more, *(_flag(name, setting, default) for name, setting in settings.items())]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     wrapper.__doc__ = verb.__doc__

@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     socket_fd, parent = (int(argument) for argument in arguments)
-    _die_with(parent)
+    die_with(parent)
     _import_torch()
     with socket.socket(fileno=socket_fd) as requests:
         while True:
@@ -46,7 +46,7 @@ def _raise_one(requests: socket.socket, request: int, answer: int, output: int) 
     if worker == 0:
         requests.close()
         os.setsid()
-        _die_with(nursery)
+        die_with(nursery)
         os.dup2(output, 1)
         os.dup2(output, 2)
         serve(request, answer)
@@ -61,7 +61,7 @@ def _raise_one(requests: socket.socket, request: int, answer: int, output: int) 
     requests.send(b"end %d" % os.waitstatus_to_exitcode(status))
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)

@@ -1,9 +1,9 @@
 """Reduce-scatter for gloo, by messages between pairs of ranks.
 
 gloo's own is an all-reduce of which each rank keeps its part: it sends twice the bytes. Here every rank sends the
-others the parts that are theirs, and adds what it gets in the order of ranks, so that the sum is the same whichever message
-came first. On loopback with 32 MB it takes a third of the time for two ranks and 0.4 of it for four. The messages are
-waited for and added up in a thread of their own, as gloo does with its collectives.
+others the parts that are theirs, and adds what it gets in the order of ranks, so that the sum does not depend on whose
+message came first. On loopback with 32 MB it takes a third of the time for two ranks and 0.4 of it for four. The
+messages are waited for and added up in a thread of their own, as gloo does with its collectives.
 """
 
 from collections.abc import Callable

@@ -99,7 +99,28 @@ def _check_port(port: int) -> None:
 
 
 def choose_device(name: str, *, local_rank: int) -> torch.device:
-    """A rank's own: with `cuda` and no number, one GPU a rank, shared where there are fewer."""
-    if name != "cuda":
-        return torch.device(name)
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    """A rank's own: one GPU a rank, shared where there are fewer, unless a device is named by its number."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if name in ("auto", "cuda"):
+        return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+    return torch.device(name)
+
+
+def choose_backend(name: str, device: str, world: int) -> str:
+    """`auto` is NCCL on GPUs and gloo on a CPU. NCCL wants a GPU for each rank, which is better said here."""
+    on_gpu = choose_device(device, local_rank=0).type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise StepscopeError(f"no device `{device}`", detail="torch sees no CUDA device", hint="--device cpu")
+    if name == "nccl" and not on_gpu:
+        raise StepscopeError("backend `nccl` on a CPU", detail="NCCL moves memory of GPUs", hint="--backend gloo")
+    if name == "gloo" or not on_gpu:
+        return "gloo"
+    local, count = int(os.environ.get("LOCAL_WORLD_SIZE", world)), torch.cuda.device_count()
+    if local > count:
+        raise StepscopeError(
+            f"`{local}` ranks and {count} GPU{'s' if count > 1 else ''}",
+            detail="NCCL wants a GPU for each rank; gloo takes what there is, by way of the host's memory",
+            hint=f"--ranks {count}, or --backend gloo",
+        )
+    return "nccl"

@@ -6,7 +6,7 @@ with a clock between phases, or a profiler with ranges around them. So no measur
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ class Step:
 
 def build(workload: Workload, device: torch.device) -> Step:
     """Weights and batch are made on `device` itself: a 2.7B model never passes through the host's memory."""
-    _set_float32_arithmetic(tf32=workload.precision == "tf32")
+    set_float32_arithmetic(tf32=workload.precision == "tf32")
     torch.manual_seed(workload.seed)
     with device:
         parts = _build_parts(workload, device)
@@ -151,17 +151,23 @@ def _build_parts(workload: Workload, device: torch.device) -> Parts:
             return build_hf(workload, config)
 
 
-def _set_float32_arithmetic(*, tf32: bool) -> None:
+def set_float32_arithmetic(*, tf32: bool) -> None:
     """fp32 means fp32: PyTorch leaves cuDNN's convolutions in tf32 unless told otherwise."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
 
 
 def _build_optimizer(name: Optimizer, module: nn.Module) -> torch.optim.Optimizer:
-    makers: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
-        "adamw": AdamW,
-        "adamw-torch": torch.optim.AdamW,
-        "adamw-fused": partial(torch.optim.AdamW, fused=True),
-        "sgd": torch.optim.SGD,
+    make, options = optimizer_of(name)
+    return make(list(module.parameters()), **{"lr": LEARNING_RATE, **options})
+
+
+def optimizer_of(name: Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class behind a name, and what is said to it besides the learning rate."""
+    choices: dict[Optimizer, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+        "adamw": (AdamW, {}),
+        "adamw-torch": (torch.optim.AdamW, {}),
+        "adamw-fused": (torch.optim.AdamW, {"fused": True}),
+        "sgd": (torch.optim.SGD, {}),
     }
-    return makers[name](list(module.parameters()), lr=LEARNING_RATE)
+    return choices[name]

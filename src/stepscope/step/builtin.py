@@ -15,7 +15,19 @@ from stepscope.step.own import Parts
 def build_builtin(workload: Workload, shape: ModelShape) -> Parts:
     """Random tokens in, the next token as target: what matters for time and memory is their shape."""
     operations = choose_operations(workload)
-    model = TransformerLM(
+    model = build_model(workload, shape, operations)
+    tokens_BL = torch.randint(shape.vocab, (workload.batch, workload.context + 1))
+    ids_BL, targets_BL = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()
+
+    def loss(logits_BLV: object) -> Tensor:
+        assert isinstance(logits_BLV, Tensor)
+        return operations.cross_entropy(logits_BLV, targets_BL)
+
+    return Parts(module=model, call=lambda run: run(ids_BL), loss=loss)
+
+
+def build_model(workload: Workload, shape: ModelShape, operations: Operations) -> TransformerLM:
+    return TransformerLM(
         vocab=shape.vocab,
         d_model=shape.d_model,
         d_ff=shape.d_ff,
@@ -26,14 +38,6 @@ def build_builtin(workload: Workload, shape: ModelShape) -> Parts:
         max_context=workload.context,
         ops=operations,
     )
-    tokens_BL = torch.randint(shape.vocab, (workload.batch, workload.context + 1))
-    ids_BL, targets_BL = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()
-
-    def loss(logits_BLV: object) -> Tensor:
-        assert isinstance(logits_BLV, Tensor)
-        return operations.cross_entropy(logits_BLV, targets_BL)
-
-    return Parts(module=model, call=lambda run: run(ids_BL), loss=loss)
 
 
 def choose_operations(workload: Workload) -> Operations:

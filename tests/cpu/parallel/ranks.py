@@ -1,9 +1,11 @@
 """Ranks for tests: forked from one process that has imported torch, joined through a file."""
 
 import multiprocessing
+import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -14,19 +16,28 @@ _CONTEXT.set_forkserver_preload(["torch._dynamo", "stepscope.parallel.group", "s
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: object, timeout_s: float = 60) -> list[Any]:
     """`function(rank, world, *arguments)` in `world` processes of one gloo group; what each returned, in order."""
+    with start_ranks(function, world, *arguments, timeout_s=timeout_s) as (_, pipes):
+        return _collect({pipe: rank for rank, pipe in enumerate(pipes)}, timeout_s)
+
+
+@contextmanager
+def start_ranks(
+    function: Callable[..., Any], world: int, *arguments: object, timeout_s: float = 60
+) -> Iterator[tuple[list[Any], list[Connection]]]:
+    """The processes, for tests that do something to them, and the pipes over which they tell how it went."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world)]
-        processes = [
-            _CONTEXT.Process(
-                target=_serve, args=(function, rank, world, arguments, pipes[rank][1], Path(folder) / "meet", timeout_s)
-            )
-            for rank in range(world)
-        ]
-        for process, (_, theirs) in zip(processes, pipes, strict=True):
+        meeting = Path(folder) / "meet"
+        processes, pipes = [], []
+        for rank in range(world):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            task = (function, rank, world, arguments, theirs, meeting, timeout_s)
+            process = _CONTEXT.Process(target=_serve, args=task)
             process.start()
             theirs.close()
+            processes.append(process)
+            pipes.append(ours)
         try:
-            return _collect({ours: rank for rank, (ours, _) in enumerate(pipes)}, timeout_s)
+            yield processes, pipes
         finally:
             for process in processes:
                 process.kill()
@@ -63,11 +74,14 @@ def _serve(
     import torch
 
     from stepscope.parallel.group import join
+    from stepscope.parallel.journal import FOLDER_VARIABLE
 
     torch.set_num_threads(1)
+    os.environ[FOLDER_VARIABLE] = str(meeting.with_name("journal"))
     try:
         with join(backend="gloo", timeout_s=timeout_s, meeting=meeting, rank=rank, world=world):
             answer = function(rank, world, *arguments)
             answers.send(("", answer))
     except BaseException:  # noqa: BLE001  # the process boundary: the test raises it again
         answers.send((traceback.format_exc(), None))
+        os._exit(1)  # threads that wait for a dead peer would hold the end up

@@ -1,0 +1,223 @@
+"""The flags of verbs that can run on a Slurm cluster, and what a person sees while jobs are waited for."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from stepscope.cli.output import printable, say, show
+from stepscope.errors import StepscopeError
+from stepscope.jobs.slurm.resources import Resources, parse_mem, parse_sbatch, parse_time_min
+
+if TYPE_CHECKING:
+    from stepscope.jobs.slurm.watch import Counts
+    from stepscope.recording.bench import BenchRow
+
+
+class SlurmChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--slurm` and its companions asked for. `array` is for grids and 1 elsewhere."""
+
+    resources: Resources
+    array: int = 1
+    print_only: bool = False
+    wait: bool = True
+
+
+def takes_slurm(*, ranks: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a verb the flags, and hands them over as its argument `slurm`: None without `--slurm`. A verb of `ranks` is
+    one job over `--nodes`; any other is a grid, dealt to an `--array` of jobs."""
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        flags = _flags(ranks=ranks)
+
+        def wrapper(**values: Any) -> None:
+            given = {flag.name: values.pop(flag.name) for flag in flags}
+            verb(slurm=_choose(given), **values)
+
+        own = [p for p in inspect.signature(verb).parameters.values() if p.name != "slurm"]
+        parameters = [*own, *flags]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        wrapper.__doc__ = verb.__doc__
+        wrapper.__name__ = verb.__name__
+        return wrapper
+
+    return decorate
+
+
+def refuse_slurm(slurm: SlurmChoice | None, why: str) -> None:
+    if slurm is not None:
+        raise StepscopeError("`--slurm` does nothing here", detail=why, hint="leave it out")
+
+
+def run_on_slurm(
+    slurm: SlurmChoice,
+    *,
+    entry: str,
+    request: str,
+    ranks: int,
+    folder: Path,
+    command: str,
+    name: str,
+    on_look: Callable[[], None] = lambda: None,
+) -> bool:
+    """Runs `entry` (`package.module:function`) in every rank of one job, and says whether it is done: it is not where
+    the script was only shown, or nobody waits. The entry gets `request`, a text, and torchrun's variables."""
+    from stepscope.jobs.slurm.ranks import SlurmRanks
+
+    job = SlurmRanks(
+        folder=folder,
+        command=command,
+        resources=slurm.resources,
+        name=name,
+        entry=entry,
+        request=request,
+        ranks=ranks,
+    )
+    if slurm.print_only:
+        show(job.script())
+        return False
+    with watching_jobs() as watcher:
+        return job.run(watcher, wait=slurm.wait, on_look=on_look)
+
+
+@contextmanager
+def watching_jobs(outcome_of: "Callable[[BenchRow], str]" = lambda _: "") -> Iterator["JobLines"]:
+    """Lines, and on a terminal a line at the bottom that changes. After Ctrl-C: the jobs go on, and it says how to end
+    them."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    watcher = _JobStatus(outcome_of) if is_terminal else JobLines(outcome_of)
+    try:
+        yield watcher
+    except KeyboardInterrupt:
+        watcher.close()
+        if numbers := " ".join(watcher.numbers):
+            say(f"interrupted: job {numbers} goes on, and the same command collects; to end it: scancel {numbers}")
+        raise
+    finally:
+        watcher.close()
+
+
+class JobLines:
+    """A line for whatever changes."""
+
+    def __init__(self, outcome_of: "Callable[[BenchRow], str]") -> None:
+        self.numbers: list[str] = []
+        self._outcome_of = outcome_of
+        self._num_rows = 0
+        self._said = ""
+
+    def plan(self, num_done: int, num_cases: int) -> None:
+        if num_done:
+            say(f"{num_done} of {num_cases} cases are done already; --fresh measures them again")
+
+    def begin(self, job_ids: Sequence[str], *, submitted: str | None) -> None:
+        self.numbers = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+        if submitted is not None:
+            say(f"submitted: job {submitted}")
+        if before := [number for number in self.numbers if number != submitted]:
+            say(f"submitted before and not collected yet: job {' '.join(before)}")
+
+    def finish(self, row: "BenchRow") -> None:
+        from stepscope.explain.cases import brief, describe_case
+        from stepscope.jobs.sweep import LOGS_NAME
+
+        self._num_rows += 1
+        outcome = self._outcome_of(row) if row.status == "ok" else f"{row.status}: {brief(row.reason)}"
+        log = "" if row.status in ("ok", "oom") else f" ({LOGS_NAME}/{row.key}.log)"
+        say(printable(f"{describe_case(row.case)}: {outcome}{log}"))
+
+    def fail(self, text: str) -> None:
+        say(printable(text))
+
+    def news(self, counts: "Counts") -> None:
+        named = {"queued": counts.queued, "running": counts.running, "done": counts.done, "failed": counts.failed}
+        parts = [f"{count} {name}" for name, count in named.items() if count]
+        if counts.reason:
+            parts[0] += f" ({counts.reason})"
+        rows = f"; {self._num_rows} row{'s' if self._num_rows != 1 else ''} collected" if self._num_rows else ""
+        text = f"jobs: {', '.join(parts)}{rows}"
+        if text != self._said:
+            self._said = text
+            self._show(text)
+
+    def close(self) -> None:
+        pass
+
+    def _show(self, text: str) -> None:
+        say(text)
+
+
+class _JobStatus(JobLines):
+    """The last line stays where it is, with something that turns."""
+
+    def __init__(self, outcome_of: "Callable[[BenchRow], str]") -> None:
+        super().__init__(outcome_of)
+        from rich.console import Console
+
+        self._status = Console(stderr=True, highlight=False).status("looking at the jobs")
+
+    def close(self) -> None:
+        self._status.stop()
+
+    def _show(self, text: str) -> None:
+        # Not before the jobs are submitted: its thread would take a Ctrl-C that has to wait until then.
+        self._status.start()
+        self._status.update(text)
+
+
+def _choose(given: dict[str, Any]) -> SlurmChoice | None:
+    if not given.pop("slurm"):
+        for name, value in given.items():
+            if value:
+                raise StepscopeError(
+                    f"`--{name.replace('_', '-')}` does nothing without --slurm",
+                    detail="it says what to ask of a cluster",
+                    hint="add --slurm, or leave it out",
+                )
+        return None
+    print_only, wait, array = given.pop("print_sbatch"), not given.pop("no_wait"), given.pop("array", None) or 1
+    time, mem = given.pop("time"), given.pop("mem")
+    fields = {name: value for name, value in given.items() if value is not None and name != "sbatch"}
+    if time is not None:
+        fields["time_min"] = parse_time_min(time)
+    if mem is not None:
+        fields["mem"] = parse_mem(mem)
+    resources = Resources(**fields, sbatch=parse_sbatch(given["sbatch"] or ()))
+    return SlurmChoice(resources=resources, array=array, print_only=print_only, wait=wait)
+
+
+def _flags(*, ranks: bool) -> list[inspect.Parameter]:
+    many = "Nodes of the job; the ranks are spread evenly." if ranks else "Jobs that share the grid.  [default: 1]"
+    return [
+        _switch("slurm", "Run on a Slurm cluster, and collect the results here."),
+        _option("partition", str, "NAME", "With --slurm: where to run."),
+        _option("gpus", int, "N", "GPUs a node.  [default: none]", least=0),
+        _option("time", str, "TIME", "Limit of a job, such as 2:00:00.  [default: 60 minutes]"),
+        _option("nodes" if ranks else "array", int, "N", many, least=1),
+        _option("cpus", int, "N", "CPUs a task.", least=1),
+        _option("mem", str, "SIZE", "Memory a node, such as 64G."),
+        _option("account", str, "NAME", "Who pays."),
+        _option("qos", str, "NAME", "Quality of service."),
+        _option("constraint", str, "TEXT", "Features that nodes must have."),
+        _option("sbatch", list[str], "KEY=VALUE", "Any other option of sbatch; may be repeated."),
+        _switch("print_sbatch", "Show the script that would be submitted, and submit nothing."),
+        _switch("no_wait", "Submit and leave; the same command collects later."),
+    ]
+
+
+def _option(name: str, kind: Any, metavar: str, text: str, least: int | None = None) -> inspect.Parameter:
+    option = typer.Option(f"--{name}", metavar=metavar, help=text, min=least)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _switch(name: str, text: str) -> inspect.Parameter:
+    option = typer.Option(f"--{name.replace('_', '-')}", help=text)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])

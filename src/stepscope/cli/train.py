@@ -1,0 +1,148 @@
+"""`stepscope train`: train the built-in model on one rank or several, and see what communication costs."""
+
+import os
+import shlex
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepscope.cli.options import refuse_settings, takes_workload
+from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, run_on_slurm, takes_slurm
+from stepscope.report.formats import Format
+from stepscope.spec import Grid
+
+if TYPE_CHECKING:
+    from stepscope.jobs.train import TrainJob, TrainResult
+
+
+class Way(StrEnum):
+    """What `--strategy` accepts."""
+
+    SINGLE = "single"
+    NAIVE = "naive"
+    FLAT = "flat"
+    OVERLAP = "overlap"
+    BUCKETED = "bucketed"
+    FSDP = "fsdp"
+
+
+class Backend(StrEnum):
+    AUTO = "auto"
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+@takes_workload
+@takes_slurm(ranks=True)
+def train(
+    *,
+    grid: Grid,
+    slurm: SlurmChoice | None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes that share the batch.  [default: 1]")
+    ] = None,
+    strategy: Annotated[Way | None, typer.Option(help="How they do.  [default: bucketed, with several ranks]")] = None,
+    bucket_mb: Annotated[float, typer.Option(metavar="MB", help="Size of a bucket of gradients.")] = 25.0,
+    shard_optimizer: Annotated[
+        bool, typer.Option("--shard-optimizer", help="Each rank keeps the optimizer state of its share.")
+    ] = False,
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps in all, those of before included.")] = 100,
+    lr: Annotated[float, typer.Option(metavar="RATE", help="Learning rate.")] = 1e-3,
+    lr_warmup: Annotated[int, typer.Option(metavar="N", help="Steps over which the rate rises from 0.")] = 0,
+    accumulate: Annotated[int, typer.Option(metavar="N", help="Passes of a rank that make one step.")] = 1,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A text, read as bytes; made tokens without it.")
+    ] = None,
+    save_every: Annotated[int, typer.Option(metavar="N", help="Steps between checkpoints.")] = 50,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Log and checkpoints, to go on from.")] = Path(
+        "runs/train"
+    ),
+    from_: Annotated[
+        Path | None, typer.Option("--from", metavar="FOLDER", help="Show a run and train nothing.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew: what is in the folder is deleted.")] = False,
+    backend: Annotated[Backend, typer.Option(help="Who moves the messages.")] = Backend.AUTO,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="How long a collective may take.")
+    ] = 300.0,
+    memory: Annotated[bool, typer.Option("--memory", help="What each rank holds, against the closed form.")] = False,
+    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
+    detail: Annotated[bool, typer.Option("--detail", help="All columns.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the loss: .png, .svg, .pdf or .html.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the chart.")] = False,
+) -> None:
+    """Train the built-in model: loss, tokens a second, MFU, and how much of the communication was not hidden.
+
+    --batch is the batch of all ranks together. The same command goes on where a run stopped, also with another number
+    of ranks or another strategy. Under torchrun each process is a rank.
+    """
+    from stepscope.explain.train import loss_figure, memory_table, train_table
+    from stepscope.jobs.train import TrainJob, build_training, read_result
+    from stepscope.report.figures import check_target, save
+    from stepscope.report.tables import render
+
+    if plot is not None:
+        check_target(plot, force=force)
+    result: TrainResult | None
+    if from_ is not None:
+        refuse_settings(grid, "--from shows a run as it is")
+        refuse_slurm(slurm, "--from shows a run as it is")
+        result = read_result(from_)
+    else:
+        training = build_training(
+            grid,
+            ranks=ranks,
+            strategy=strategy.value if strategy else None,
+            bucket_mb=bucket_mb,
+            shard_optimizer=shard_optimizer,
+            steps=steps,
+            learning_rate=lr,
+            warmup_steps=lr_warmup,
+            accumulate=accumulate,
+            data=str(data) if data else "",
+            save_every=save_every,
+        )
+        command = shlex.join(["stepscope", *sys.argv[1:]])
+        job = TrainJob(
+            training=training, folder=out, command=command, backend=backend.value, fresh=fresh, timeout_s=timeout
+        )
+        result = _run(job) if slurm is None else _submit(job, slurm)
+    if result is None:  # another rank shows it, or nothing ran
+        return
+    table = memory_table(result.run, result.memory) if memory else train_table(result.run, result.rows)
+    show(render(table, format_, detail=detail, width=terminal_width()))
+    if plot is not None:
+        save(loss_figure(result.run, result.rows), plot)
+        say(f"chart: {plot}")
+    else:
+        say(f"next: stepscope train --from {shlex.quote(str(from_ or out))} --plot loss.png")
+
+
+def _run(job: "TrainJob") -> "TrainResult | None":
+    from stepscope.cli.training_progress import watching
+
+    try:
+        with watching(job.training.steps) as on_message:
+            return job.run_here(on_message) if "RANK" in os.environ else job.run(on_message)
+    except KeyboardInterrupt:
+        say("interrupted: the same command goes on from the last checkpoint")
+        raise
+
+
+def _submit(job: "TrainJob", slurm: SlurmChoice) -> "TrainResult | None":
+    from stepscope.jobs.train import ENTRY, read_result
+
+    done = job.is_done or run_on_slurm(
+        slurm,
+        entry=ENTRY,
+        request=job.as_request(submitted=not slurm.print_only),
+        ranks=job.training.ranks,
+        folder=job.folder,
+        command=job.command,
+        name="stepscope-train",
+    )
+    return read_result(job.folder) if done else None

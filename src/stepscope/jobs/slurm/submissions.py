@@ -1,0 +1,170 @@
+"""What was submitted, kept in the run's folder, and what its jobs left there."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.jobs.slurm.resources import Resources
+from stepscope.recording.lines import writing
+from stepscope.spec import Case
+
+FOLDER_NAME = "slurm"
+_MANIFEST_NAME = "submission.json"
+_SCHEMA = "stepscope.slurm/1"
+
+
+class ShareWork(msgspec.Struct, frozen=True, kw_only=True, tag="share"):
+    """A grid's cases, dealt to the jobs of an array. `retry` and `fresh` are those of the command."""
+
+    shares: tuple[tuple[Case, ...], ...]
+    retry: bool
+    fresh: bool
+    timeout_s: float | None
+
+
+class RankWork(msgspec.Struct, frozen=True, kw_only=True, tag="rank"):
+    """One job of `ranks` tasks, each of which calls `entry` (`package.module:function`) with `request`, a JSON text."""
+
+    entry: str
+    request: str
+    ranks: int
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """`ended` are the jobs, by their number, that are over and collected: nobody need look at them again."""
+
+    schema: str = _SCHEMA
+    job_id: str
+    resources: Resources
+    work: ShareWork | RankWork
+    command: str
+    submitted: str
+    ended: tuple[int, ...] = ()
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a task of a job says when it is through: the keys of its rows in the order of its cases, or what it raised.
+    `life` counts how often the job had been queued again, `ended_ns` is when."""
+
+    life: int
+    ended_ns: int
+    keys: tuple[str, ...] = ()
+    message: str = ""
+    detail: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job of a submission: Slurm's name for it, the folder that is its own, and how many tasks it has."""
+
+    id: str
+    index: int
+    folder: Path
+    tasks: int = 1
+
+    @property
+    def logs(self) -> tuple[Path, ...]:
+        """Standard output and error of each task, as submitit names them."""
+        return tuple(self.folder.parent / f"{self.id}_{task}_log.out" for task in range(self.tasks))
+
+    def outcomes(self) -> tuple[Outcome | None, ...]:
+        return tuple(_read_outcome(outcome_path(self.folder, task)) for task in range(self.tasks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A submission in its folder, `runs/bench/slurm/3`."""
+
+    folder: Path
+    submission: Submission
+
+    def jobs(self) -> tuple[Job, ...]:
+        work, job_id = self.submission.work, self.submission.job_id
+        if isinstance(work, RankWork):
+            return (Job(id=job_id, index=0, folder=self.folder / "0", tasks=work.ranks),)
+        count = len(work.shares)
+        ids = [job_id] if count == 1 else [f"{job_id}_{index}" for index in range(count)]
+        return tuple(Job(id=name, index=index, folder=self.folder / str(index)) for index, name in enumerate(ids))
+
+    def write(self) -> None:
+        write_whole(self.folder / _MANIFEST_NAME, msgspec.json.encode(self.submission) + b"\n")
+
+    def with_ended(self, job: Job) -> "Kept":
+        """This, written down, with one more job that is over."""
+        ended = (*self.submission.ended, job.index)
+        changed = Kept(folder=self.folder, submission=msgspec.structs.replace(self.submission, ended=ended))
+        changed.write()
+        return changed
+
+
+def keep(folder: Path, job_id: str, resources: Resources, work: ShareWork | RankWork, command: str) -> Kept:
+    submitted = datetime.now(UTC).isoformat(timespec="seconds")
+    submission = Submission(job_id=job_id, resources=resources, work=work, command=command, submitted=submitted)
+    kept = Kept(folder=folder, submission=submission)
+    kept.write()
+    return kept
+
+
+def read_submissions(run_folder: Path) -> list[Kept]:
+    """The newest first. A folder without a manifest is one whose submission never got through."""
+    found = []
+    for folder in sorted(_numbered(run_folder), key=lambda one: int(one.name), reverse=True):
+        path = folder / _MANIFEST_NAME
+        if not path.exists():
+            continue
+        try:
+            submission = msgspec.json.decode(path.read_bytes(), type=Submission)
+        except msgspec.DecodeError as error:
+            raise StepscopeError(
+                f"cannot read what was submitted: `{path}`",
+                detail=str(error),
+                hint=f"rm {path}    # forgets these jobs",
+            ) from None
+        if submission.schema != _SCHEMA:
+            raise StepscopeError(
+                f"submitted by another version: `{path}`",
+                detail=f"expected schema `{_SCHEMA}`, found `{submission.schema}`",
+                hint="--out FOLDER",
+            )
+        found.append(Kept(folder=folder, submission=submission))
+    return found
+
+
+def next_folder(run_folder: Path) -> Path:
+    numbers = [int(folder.name) for folder in _numbered(run_folder)]
+    return (run_folder / FOLDER_NAME / str(max(numbers, default=0) + 1)).absolute()
+
+
+def outcome_path(folder: Path, task: int) -> Path:
+    return folder / f"outcome-{task}.json"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """All of it or nothing, whoever reads and whoever dies meanwhile."""
+    part = path.with_name(path.name + ".part")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+
+
+def _numbered(run_folder: Path) -> Iterator[Path]:
+    with suppress(FileNotFoundError):
+        yield from (folder for folder in (run_folder / FOLDER_NAME).absolute().iterdir() if folder.name.isdigit())
+
+
+def _read_outcome(path: Path) -> Outcome | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Outcome)
+    except FileNotFoundError:
+        return None

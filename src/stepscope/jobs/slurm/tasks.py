@@ -1,0 +1,180 @@
+"""What runs on the compute node: small objects that submitit pickles, with nothing but text inside.
+
+A task that is queued again (preempted, `scontrol requeue`, its time up) is called again, with the same text, and goes
+on from what it left in its folder.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+from submitit import JobEnvironment
+from submitit.helpers import Checkpointable, TorchDistributedEnvironment
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.cases import describe_case
+from stepscope.jobs.process import Workers
+from stepscope.jobs.slurm.executor import holding_signals
+from stepscope.jobs.slurm.rows import forget_killed
+from stepscope.jobs.slurm.submissions import Outcome, outcome_path, write_whole
+from stepscope.jobs.sweep import RESULTS_NAME, Listener, Planned, Sweep, Timed, Waiting
+from stepscope.recording.bench import BenchRow, Row
+from stepscope.spec import Case, Grid
+
+
+class ShareRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A share of a grid. `folder` is absolute, and the job's own."""
+
+    cases: tuple[Case, ...]
+    folder: str
+    command: str
+    timeout_s: float | None
+
+
+class RankRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`entry` is `package.module:function`, and gets `request`."""
+
+    entry: str
+    request: str
+    folder: str
+
+
+class ShareTask(Checkpointable):
+    """Runs a share of a grid into a results file of the job's own."""
+
+    def __init__(self, request: ShareRequest) -> None:
+        self._text = msgspec.json.encode(request).decode()
+
+    def __call__(self) -> None:
+        request = msgspec.json.decode(self._text, type=ShareRequest)
+        folder = Path(request.folder)
+        _run(folder, 0, lambda: _run_aside(lambda: _measure(request, folder)))
+
+
+class RankTask(Checkpointable):
+    """Makes a task of the job a rank, as torchrun would: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are
+    set, and the entry is called. The port follows from the job's number."""
+
+    def __init__(self, request: RankRequest) -> None:
+        self._text = msgspec.json.encode(request).decode()
+
+    def __call__(self) -> None:
+        request = msgspec.json.decode(self._text, type=RankRequest)
+        # Not by CUDA_VISIBLE_DEVICES: a rank takes the device of its LOCAL_RANK, as under torchrun.
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        module, _, name = request.entry.partition(":")
+
+        def call() -> tuple[str, ...]:
+            getattr(import_module(module), name)(request.request)
+            return ()
+
+        _run(Path(request.folder), JobEnvironment().global_rank, call)
+
+
+class _Share(Grid, frozen=True, kw_only=True):
+    """Some cases of a grid, which need not be a product of anything."""
+
+    chosen: tuple[Case, ...]
+
+    def cases(self) -> tuple[Case, ...]:
+        return self.chosen
+
+
+class _ShareSweep(Sweep[BenchRow]):
+    """A share cannot tell a model that never builds from one that does not build at these points. So what is refused is
+    a row, like any other failure."""
+
+    def _run_one(self, one: Planned, workers: Workers, listener: Listener) -> tuple[BenchRow, StepscopeError | None]:
+        row, _ = super()._run_one(one, workers, listener)
+        return row, None
+
+
+class _Log:
+    """Who watches the sweep here: the job's log."""
+
+    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None:  # noqa: ARG002
+        self._say(f"{len(planned)} cases to run, {len(done)} done before")
+
+    def start(self, planned: Waiting) -> None:
+        assert isinstance(planned, Planned)
+        self._say(f"running {describe_case(planned.case)}")
+
+    def stage(self, name: str) -> None:
+        pass
+
+    def finish(self, row: Row) -> None:
+        self._say(f"{row.key}: {row.status} {row.reason}".rstrip())
+
+    def _say(self, text: str) -> None:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+
+def _measure(request: ShareRequest, folder: Path) -> tuple[str, ...]:
+    """The keys of the rows, in the order of the cases.
+
+    Device by device: `auto` and `cuda` may turn out to be the same one, and then a sweep over both has fewer rows
+    than cases, and nobody could tell which is whose."""
+    forget_killed(folder / RESULTS_NAME)
+    sweep = _ShareSweep(kind=Timed(), folder=folder, command=request.command, timeout_s=request.timeout_s)
+    keys: dict[Case, str] = {}
+    for device in dict.fromkeys(case.workload.device for case in request.cases):
+        chosen = tuple(case for case in request.cases if case.workload.device == device)
+        rows = sweep.run(_Share(chosen=chosen), _Log())
+        keys |= {case: row.key for case, row in zip(chosen, rows, strict=True)}
+    return tuple(keys[case] for case in request.cases)
+
+
+def _run(folder: Path, task: int, work: Callable[[], tuple[str, ...]]) -> None:
+    """The process boundary: how it ended is left in the folder, whatever it was, and Slurm learns that it failed."""
+    path = outcome_path(folder, task)
+    path.unlink(missing_ok=True)  # of an earlier life of this job
+    try:
+        keys = work()
+    except StepscopeError as error:
+        _leave(path, message=error.message, detail=error.detail, hint=error.hint)
+        raise
+    except Exception as error:
+        _leave(path, message=traceback.format_exception_only(error)[-1].strip())
+        raise
+    _leave(path, keys=keys)
+
+
+def _leave(path: Path, *, keys: tuple[str, ...] = (), message: str = "", detail: str = "", hint: str = "") -> None:
+    life = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    outcome = Outcome(life=life, ended_ns=time.time_ns(), keys=keys, message=message, detail=detail, hint=hint)
+    write_whole(path, msgspec.json.encode(outcome))
+
+
+def _run_aside(work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+    """On a thread that signals pass by, as they do the processes it starts.
+
+    Slurm sends a job's signals to all of its processes. A worker would die of them, and its case would be a row that
+    says so, though the job goes on or is queued again. What a signal means is for the main thread: submitit has it
+    queue the job again when its time is up, and lets a SIGTERM pass. That one is followed by SIGKILL after a grace that
+    is better spent measuring.
+    """
+    results: list[tuple[str, ...]] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        with holding_signals(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            try:
+                results.append(work())
+            except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
+                errors.append(error)
+
+    # A daemon: the main thread leaves at once when it has queued the job again.
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

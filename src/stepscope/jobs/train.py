@@ -1,0 +1,177 @@
+"""`stepscope train`: ranks started here, or this process as one of them."""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.jobs.rank_messages import RankMessage, Setup, Train
+from stepscope.jobs.ranks import JOURNAL_NAME, run_ranks
+from stepscope.recording.checkpoints import FOLDER_NAME, forget_all, newest
+from stepscope.recording.lines import writing
+from stepscope.recording.train import (
+    LOG_NAME,
+    MEMORY_NAME,
+    RUN_NAME,
+    TrainMemory,
+    TrainRow,
+    TrainRun,
+    data_digest,
+    read_log,
+    read_memory,
+    read_run,
+)
+from stepscope.spec import Grid, Strategy, Training, grid_from_flags
+
+DEFAULT_TIMEOUT_S = 300.0
+ENTRY = "stepscope.jobs.train:serve_request"  # what a rank on a cluster calls
+
+
+class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
+    run: TrainRun
+    rows: tuple[TrainRow, ...]
+    memory: tuple[TrainMemory, ...]
+
+
+class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
+    """How to run. `backend` is gloo, nccl, or auto: NCCL on GPUs and gloo on CPUs."""
+
+    training: Training
+    folder: Path
+    command: str
+    backend: str = "auto"
+    fresh: bool = False
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    def run(self, on_message: Callable[[RankMessage], None]) -> TrainResult:
+        """With ranks of our own, all on this machine."""
+        with _only_one(self.folder):
+            self._prepare()
+            run_ranks(
+                self._request(),
+                world=self.training.ranks,
+                backend=self.backend,
+                device=self.training.workload.device,
+                folder=self.folder,
+                timeout_s=self.timeout_s,
+                on_message=lambda _, message: on_message(message),
+            )
+        return read_result(self.folder)
+
+    def run_here(self, on_message: Callable[[RankMessage], None]) -> TrainResult | None:
+        """This process is a rank that somebody started. Rank 0 alone has the result."""
+        from stepscope.jobs.rank import serve_here
+
+        if os.environ["RANK"] == "0":
+            with _only_one(self.folder):
+                self._prepare()
+                serve_here(self._setup(), self._request(), on_message)
+            return read_result(self.folder)
+        serve_here(self._setup(), self._request(), on_message)
+        return None
+
+    @property
+    def is_done(self) -> bool:
+        """All steps are in a checkpoint of this very run."""
+        found = None if self.fresh else newest(self.folder / FOLDER_NAME)
+        if found is None or found.manifest.step != self.training.steps:
+            return False
+        return found.manifest.training == self.training.identity
+
+    def as_request(self, *, submitted: bool) -> str:
+        """This job as a text, for `ENTRY`. A fresh start is made here, once, when it is submitted: a job that is queued
+        again goes on."""
+        if submitted and self.fresh:
+            with _only_one(self.folder):
+                self._prepare()
+        there = msgspec.structs.replace(self, fresh=False, folder=self.folder.absolute())
+        return msgspec.json.encode(there, enc_hook=str).decode()
+
+    def _setup(self) -> Setup:
+        return Setup(
+            world=self.training.ranks,
+            backend=self.backend,
+            device=self.training.workload.device,
+            timeout_s=self.timeout_s,
+            journal=str(self.folder / JOURNAL_NAME),
+        )
+
+    def _request(self) -> Train:
+        data = self.training.data
+        digest = data_digest(Path(data)) if data else ""
+        return Train(training=self.training, folder=str(self.folder), command=self.command, data_digest=digest)
+
+    def _prepare(self) -> None:
+        with writing(self.folder):
+            if self.fresh:
+                forget_all(self.folder / FOLDER_NAME)
+                for name in (LOG_NAME, RUN_NAME, MEMORY_NAME):
+                    (self.folder / name).unlink(missing_ok=True)
+
+
+def serve_request(request: str) -> None:
+    """On a cluster: this process is one rank of the job that `request` describes."""
+    job = msgspec.json.decode(request, type=TrainJob, dec_hook=lambda kind, value: kind(value))
+    job.run_here(lambda _: None)
+
+
+def build_training(
+    grid: Grid, *, ranks: int | None, strategy: Strategy | None, data: str, **settings: float | bool
+) -> Training:
+    """From the flags of a verb. A rank that somebody started knows how many there are."""
+    cases = grid.cases()
+    if len(cases) != 1:
+        name = next(name for name, values in grid.axes if len(values) > 1)
+        raise StepscopeError(f"several values of `{name}`", detail="one model is trained at a time", hint="one value")
+    if data and "vocab" not in dict(grid.axes):
+        (case,) = grid.override(grid_from_flags({"vocab": "256"})).cases()
+    else:
+        (case,) = cases
+    ranks = _count_ranks(ranks)
+    strategy = strategy or ("single" if ranks == 1 else "bucketed")
+    return Training(workload=case.workload, ranks=ranks, strategy=strategy, data=data, **settings)  # type: ignore[arg-type]
+
+
+def _count_ranks(asked: int | None) -> int:
+    there = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
+    if there is None:
+        return 1 if asked is None else asked
+    if asked is not None and str(asked) != there:
+        raise StepscopeError(
+            f"`--ranks {asked}` and WORLD_SIZE `{there}`",
+            detail="whoever started this process as a rank says how many there are",
+            hint="leave --ranks out",
+        )
+    return int(there) if there.isdigit() else 1
+
+
+def read_result(folder: Path) -> TrainResult:
+    """What a run left in its folder, whole or not."""
+    run = read_run(folder)
+    if run is None:
+        raise StepscopeError(
+            f"no training run in `{folder}`", detail=f"there is no {RUN_NAME}", hint=f"stepscope train --out {folder}"
+        )
+    rows, _ = read_log(folder / LOG_NAME)
+    return TrainResult(run=run, rows=tuple(rows), memory=read_memory(folder))
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Two runs in one folder would write over each other's checkpoints."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise StepscopeError(
+            f"another training run is writing to `{folder}`", hint="wait for it, or stepscope train --out FOLDER"
+        ) from None
+    finally:
+        os.close(descriptor)

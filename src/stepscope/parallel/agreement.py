@@ -1,0 +1,88 @@
+"""Do all ranks have the same model, and batches of the same shape? If not, which rank differs, and where first.
+
+Ranks that disagree do not fail by themselves: an all-reduce of unlike tensors hangs, crashes in the backend, or
+averages what does not belong together. So they are asked before anything is exchanged. What is asked is a list of lines
+that describe one thing each; a digest goes round first, and the lines themselves only when digests differ.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from stepscope.errors import StepscopeError
+from stepscope.parallel.communicator import Communicator
+
+
+def require_same_model(communicator: Communicator, module: nn.Module) -> None:
+    """Names, shapes, dtypes, layout in memory, what is trained, what is tied: the same on every rank, or an error."""
+    require_agreement(communicator, describe_model(module), "model", hint="print(module)  # on both ranks")
+
+
+def require_same_inputs(communicator: Communicator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """The tensors among a forward pass's arguments have the same shapes and dtypes on every rank, or an error."""
+    lines = describe_inputs(args, kwargs)
+    require_agreement(communicator, lines, "input", hint="DDP(module, check_inputs=False)  # where they may differ")
+
+
+def require_agreement(communicator: Communicator, lines: Sequence[str], subject: str, *, hint: str) -> None:
+    """An error on every rank, the same one, unless all ranks brought the same lines about `subject`."""
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digests = communicator.share_objects(digest, f"the {subject}'s digest")
+    if len(set(digests)) > 1:
+        raise _disagreement(communicator.share_objects(list(lines), f"the {subject}'s description"), subject, hint)
+
+
+def describe_model(module: nn.Module) -> list[str]:
+    """A line for each parameter and buffer, under each of its names."""
+    parameters = _describe_tensors("parameter", module.named_parameters(remove_duplicate=False))
+    return [*parameters, *_describe_tensors("buffer", module.named_buffers(remove_duplicate=False))]
+
+
+def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """A line for each tensor, however deep it lies in tuples, lists and dicts."""
+    named = [(str(position), value) for position, value in enumerate(args)] + list(kwargs.items())
+    return [
+        f"argument `{name}{keystr(path)}`: {_describe(leaf)}"
+        for name, value in named
+        for path, leaf in tree_flatten_with_path(value)[0]
+        if isinstance(leaf, Tensor)
+    ]
+
+
+def _describe_tensors(kind: str, named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    first_names: dict[Tensor, str] = {}
+    for name, tensor in named:
+        first = first_names.setdefault(tensor, name)
+        if first != name:
+            yield f"{kind} `{name}`: the same as `{first}`"
+            continue
+        trained = ("", ", trained" if tensor.requires_grad else ", frozen")[kind == "parameter"]
+        yield f"{kind} `{name}`: {_describe(tensor)}{_describe_layout(tensor)}{trained}"
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _describe_layout(tensor: Tensor) -> str:
+    return "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
+
+
+def _disagreement(descriptions: list[list[str]], subject: str, hint: str) -> StepscopeError:
+    """Most ranks are taken to be right; where there is no majority, the lowest rank is."""
+    counts = Counter(tuple(lines) for lines in descriptions)
+    usual = list(counts.most_common(1)[0][0])
+    right = descriptions.index(usual)
+    odd = next(rank for rank, lines in enumerate(descriptions) if lines != usual)
+    pairs = zip_longest(usual, descriptions[odd], fillvalue="nothing further")
+    expected, found = next(pair for pair in pairs if pair[0] != pair[1])
+    return StepscopeError(
+        f"rank `{odd}` has another {subject} than rank `{right}`",
+        detail=f"first difference\nrank {right}: {expected}\nrank {odd}: {found}",
+        hint=hint,
+    )

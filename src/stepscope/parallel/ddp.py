@@ -1,0 +1,145 @@
+"""Data-parallel training: every rank has the whole model and a part of the batch, and gradients are averaged.
+
+The four strategies are one mechanism (`averaging.py`) with two settings: how many gradients share a message, and
+whether a message leaves as soon as its gradients are there or after the backward pass.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from stepscope.errors import StepscopeError
+from stepscope.parallel.agreement import require_same_inputs, require_same_model
+from stepscope.parallel.averaging import GradientAverager
+from stepscope.parallel.buckets import EDGE_BYTES, SEPARATE, TOGETHER, Limits
+from stepscope.parallel.coalesced import broadcast_tensors
+from stepscope.parallel.communicator import Communicator
+
+
+class Strategy(NamedTuple):
+    """What shares a message (None: buckets of `bucket_mb`), and whether it leaves during the backward pass."""
+
+    limits: Limits | None
+    overlapped: bool
+
+
+STRATEGIES = {
+    "naive": Strategy(SEPARATE, overlapped=False),
+    "flat": Strategy(TOGETHER, overlapped=False),
+    "overlap": Strategy(SEPARATE, overlapped=True),
+    "bucketed": Strategy(None, overlapped=True),
+}
+
+
+class DDP(nn.Module):
+    """`module`, trained by all ranks on a batch of their own each.
+
+        model = DDP(model)
+        loss(model(batch)).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+
+    After `finish_gradient_synchronization`, which every rank calls once a step, `.grad` is the average over ranks of
+    what each would have alone, a rank without a gradient counting as zero; where no rank has one, it stays None. From
+    the moment a gradient is computed until then `.grad` is None. Afterwards it is a part of a buffer that the next step
+    writes into: copy what is to be kept.
+
+    Parameters and buffers start as those of rank 0. Buffers that training changes are each rank's own from then on,
+    until `broadcast_buffers`.
+
+    `bucket_mb` is the size of a bucket in MiB, for `bucketed`. `check_inputs` compares the shapes of the first training
+    batch over ranks. `docs/parallel.md` has the details.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: str = "bucketed",
+        *,
+        bucket_mb: float = 25.0,
+        communicator: Communicator | None = None,
+        check_inputs: bool = True,
+    ) -> None:
+        super().__init__()
+        limits, overlapped = _read_strategy(strategy, bucket_mb)
+        _refuse_module(module)
+        self.module = module
+        self.strategy = strategy
+        self._communicator = communicator or Communicator.default()
+        require_same_model(self._communicator, module)
+        tensors = [*module.parameters(), *module.buffers()]
+        broadcast_tensors(self._communicator, tensors, [0] * len(tensors), "parameters and buffers")
+        self._inputs_unchecked = check_inputs
+        named = list(module.named_parameters())
+        self._frozen = [(name, param) for name, param in named if not param.requires_grad]
+        trained = [(name, param) for name, param in named if param.requires_grad]
+        self._averager = GradientAverager(trained, self._communicator, limits, overlapped=overlapped)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.training:
+            self._check_before_forward(args, kwargs)
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here add to this rank's own gradients; the next one outside sends the sum."""
+        before, self._averager.suspended = self._averager.suspended, True
+        try:
+            yield
+        finally:
+            self._averager.suspended = before
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Average gradients over ranks. Every rank calls this, also one that ran no backward pass."""
+        if self._averager.suspended:
+            raise StepscopeError(
+                "finish_gradient_synchronization was called inside of `no_sync`",
+                detail="gradients gathered there are averaged after the last backward pass, which is outside",
+                hint="leave the `with model.no_sync():` block first",
+            )
+        self._averager.finish()
+
+    def broadcast_buffers(self) -> None:
+        """Rank 0's buffers to all ranks: before an evaluation that all take part in, say. Every rank calls this."""
+        buffers = list(self.module.buffers())
+        broadcast_tensors(self._communicator, buffers, [0] * len(buffers), "buffers")
+
+    def _check_before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A recomputed forward pass is part of a backward pass, in which gradients may have come.
+        if self._averager.under_way and torch._C._current_graph_task_id() == -1:
+            raise StepscopeError(
+                "a forward pass began before the gradients of the last backward pass were averaged",
+                detail="without that, ranks would train different models",
+                hint="model.finish_gradient_synchronization()  # after backward, or backward inside of model.no_sync()",
+            )
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise StepscopeError(
+                    f"`{name}` was frozen when DDP was made, and is trained now",
+                    detail="its gradients would not be averaged",
+                    hint="model = DDP(model.module)  # anew",
+                )
+        if self._inputs_unchecked:
+            self._inputs_unchecked = False
+            require_same_inputs(self._communicator, args, kwargs)
+
+
+def _read_strategy(strategy: str, bucket_mb: float) -> tuple[Limits, bool]:
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` is one of {', '.join(STRATEGIES)}, not {strategy!r}")
+    if not bucket_mb > 0:
+        raise ValueError(f"`bucket_mb` must be positive, not {bucket_mb}")
+    limits, overlapped = STRATEGIES[strategy]
+    return limits or Limits(EDGE_BYTES, bucket_mb * 2**20), overlapped
+
+
+def _refuse_module(module: nn.Module) -> None:
+    if any(isinstance(part, DDP) for part in module.modules()):
+        raise ValueError("`module` is wrapped in DDP already, or a part of it is")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta:
+            raise ValueError(f"`module` has no values yet: `{name}` is on the meta device")

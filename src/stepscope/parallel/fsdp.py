@@ -1,0 +1,192 @@
+"""Fully sharded data parallelism: of every matrix each rank keeps a part, and the whole only while it is used.
+
+Files, from the bottom: `fsdp_plan.py` says which matrices belong together, `fsdp_flat.py` is their buffer and this
+rank's slice of it, `fsdp_unit.py` what is gathered at once, `fsdp_schedule.py` the order on which ranks agree,
+`fsdp_runner.py` follows it, `fsdp_access.py` puts all that under a module, `fsdp_vectors.py` ends a step and
+`fsdp_full.py` makes whole tensors.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from stepscope.errors import StepscopeError
+from stepscope.parallel.agreement import require_same_model
+from stepscope.parallel.coalesced import broadcast_tensors
+from stepscope.parallel.communicator import Communicator
+from stepscope.parallel.fsdp_access import serve_unit, serve_vectors, wrap_doors, wrap_root
+from stepscope.parallel.fsdp_flat import Ledger
+from stepscope.parallel.fsdp_full import FullTensors, State
+from stepscope.parallel.fsdp_plan import Plan, plan_units
+from stepscope.parallel.fsdp_runner import Runner
+from stepscope.parallel.fsdp_unit import Unit
+from stepscope.parallel.fsdp_vectors import LastMessage
+
+
+class FSDP(nn.Module):
+    """`module`, trained by all ranks on a batch of their own each, with its matrices sharded over them.
+
+        model = FSDP(model)
+        optimizer = AdamW(model.parameters())
+        loss(model(batch)).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+
+    Optimizers are made from the wrapped model: its parameters are this rank's pieces of matrices, as vectors, and the
+    module's own vectors. `compute_dtype`, if given, is what matrices are gathered in, vectors and floating-point inputs
+    are cast to, and forward and backward pass computed in; the parameters here, their gradients and their sums over
+    ranks are then fp32. Parameters and buffers start as those of rank 0.
+
+    `ledger` counts the bytes of gathered parameters. `docs/parallel.md` has the details.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        communicator: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse_dtype(compute_dtype)
+        _refuse_module(module)
+        self.module = module
+        self.compute_dtype = compute_dtype
+        self.ledger = Ledger()
+        self._communicator = communicator or Communicator.default()
+        require_same_model(self._communicator, module)
+        tensors = [*module.parameters(), *module.buffers()]
+        broadcast_tensors(self._communicator, tensors, [0] * len(tensors), "parameters and buffers")
+        del tensors
+        plan = plan_units(module)
+        self._vectors = plan.replicated
+        if compute_dtype is not None:
+            _widen(plan)
+        self._shard(plan)
+        self._full = FullTensors(self._units, self._vectors, self._communicator)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here add to this rank's own gradients, which are whole and not sharded; the next one
+        outside sends the sum."""
+        before, self._runner.is_synchronizing = self._runner.is_synchronizing, False
+        try:
+            yield
+        finally:
+            self._runner.is_synchronizing = before
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Average gradients over ranks. Every rank calls this, also one that ran no backward pass."""
+        if not self._runner.is_synchronizing:
+            raise StepscopeError(
+                "finish_gradient_synchronization was called inside of `no_sync`",
+                detail="gradients gathered there are averaged after the last backward pass, which is outside",
+                hint="leave the `with model.no_sync():` block first",
+            )
+        if self._runner.is_due:
+            self._runner.finish()
+            vectors = [member.parameter for member in self._vectors]
+            LastMessage(vectors, self._units, self._communicator).exchange()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their joint L2 norm over ranks is at most max_norm; return the norm before. Every
+        rank calls this, after `finish_gradient_synchronization`."""
+        if not max_norm > 0:
+            raise ValueError(f"`max_norm` must be positive, not {max_norm}")
+        vectors = {member.parameter for member in self._vectors}
+        sharded = [piece.grad for piece in self.parameters() if piece not in vectors and piece.grad is not None]
+        replicated = [vector.grad for vector in vectors if vector.grad is not None]
+        total = _sum_of_squares(sharded, self._device)
+        self._communicator.all_reduce(total, "the gradients' norm", average=False).wait()
+        norm = (total + _sum_of_squares(replicated, self._device)).sqrt()
+        # As `stepscope.nn.clip_grad_norm` has it, and torch.
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in sharded + replicated:
+            grad.mul_(factor.to(grad.dtype))
+        return norm.float()
+
+    def gather_full_params(self, to: int | None = None) -> dict[str, Tensor]:
+        """Whole parameters under the names of the unwrapped module, in the dtype they are trained in. Every rank calls
+        this; rank `to` gets them, or all, and the others an empty dictionary. Tied ones are there under each name."""
+        return self._full.gather_params(to)
+
+    def load_full_params(self, params: Mapping[str, Tensor]) -> None:
+        """The inverse: whole parameters, of which each rank takes its part."""
+        self._full.load_params(params)
+
+    def gather_full_state(self, optimizer: Optimizer, to: int | None = None) -> State:
+        """The optimizer's state by parameter name: tensors of a piece's shape become whole, everything else stays as it
+        is. Learning rates and the like are in `optimizer.state_dict()["param_groups"]`."""
+        return self._full.gather_state(optimizer, to)
+
+    def load_full_state(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """The inverse, for an optimizer over this model's parameters."""
+        self._full.load_state(optimizer, state)
+
+    def _shard(self, plan: Plan) -> None:
+        self._device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        self._runner = Runner(self._communicator)
+        self._units: list[Unit] = []
+        for unit_plan in plan.units:
+            unit = Unit(unit_plan, self.compute_dtype, self._communicator, self.ledger)
+            self._units.append(unit)
+            serve_unit(self._runner.manage(unit), unit, self._runner)
+            # The whole matrices go one unit after the other, so that a model that barely fits can be sharded.
+            unit_plan.members.clear()
+        if self.compute_dtype is not None:
+            serve_vectors(self._vectors, self.compute_dtype, self._runner)
+        wrap_doors(self._units, self.module, self._runner)
+        wrap_root(self.module, self.compute_dtype, self._runner)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # noqa: ARG002  # torch's signature
+        raise StepscopeError(
+            "a model in FSDP can be neither moved nor cast",
+            detail="its parameters are parts of buffers that all ranks share out among them",
+            hint="FSDP(module.to(device))  # before it is wrapped",
+        )
+
+
+def _refuse_dtype(compute_dtype: torch.dtype | None) -> None:
+    if compute_dtype is not None and not compute_dtype.is_floating_point:
+        raise TypeError(f"`compute_dtype` must be a floating-point dtype, not {compute_dtype}")
+
+
+def _refuse_module(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, FSDP):
+            raise ValueError("`module` is wrapped in FSDP already, or a part of it is")
+        if isinstance(part, nn.RNNBase):
+            raise TypeError(
+                f"`module` has `{name}`, a {type(part).__name__}, which keeps its weights in a list of its own"
+            )
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) > 1:
+        raise ValueError(f"`module` is on several devices: {', '.join(sorted(map(str, devices)))}")
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"`module` has no values yet: `{name}` is on the meta device")
+        if parameter.is_complex():
+            raise TypeError(f"`module` has complex parameters, which are not supported: `{name}`")
+
+
+def _widen(plan: Plan) -> None:
+    """Vectors are trained in fp32 too."""
+    for member in plan.replicated:
+        if member.parameter.is_floating_point():
+            member.parameter.data = member.parameter.data.to(torch.promote_types(member.parameter.dtype, torch.float32))
+
+
+def _sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
+    """In float64, in which the order of the sum over ranks does not show."""
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    total = torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
+    return total.square().sum().to(device)

@@ -1,0 +1,114 @@
+"""What a module gets when it reads its parameters, and what happens around its calls.
+
+A module's own table of parameters always lists what this rank trains: pieces and vectors. `named_parameters` and
+optimizers go through that list. Reading a parameter by its name, which is what a forward pass does, gives the
+gathered one while somebody computes with the model. It is the reading that counts and not the call of a module, so a
+head that reads the embedding's weight works, and so does a module that hands its weights to a function.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from stepscope.parallel.fsdp_plan import Member
+from stepscope.parallel.fsdp_runner import Runner, in_backward
+from stepscope.parallel.fsdp_schedule import Use
+from stepscope.parallel.fsdp_unit import Unit
+
+Read = Callable[[], Tensor]
+
+
+class ServedParameters(dict[str, nn.Parameter | None]):
+    """A module's parameters, of which some are made when they are read."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
+        super().__init__(parameters)
+        self.reads: dict[str, Read] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        read = self.reads.get(name)
+        return super().__getitem__(name) if read is None else read()
+
+
+def serve_unit(number: int, unit: Unit, runner: Runner) -> None:
+    """Register pieces in the place of parameters."""
+    for place in (place for flat in unit.flats for place in flat.places):
+        read = partial(runner.serve, number, place)
+        for site in place.sites:
+            parameters = _served(site.module)
+            parameters[site.attribute] = place.piece
+            parameters.reads[site.attribute] = read
+
+
+def serve_vectors(members: Sequence[Member], dtype: torch.dtype, runner: Runner) -> None:
+    """Vectors stay where they are in fp32 and are read in the dtype of the computation, differentiably."""
+    for member in members:
+        if not member.parameter.is_floating_point():
+            continue
+        for site in member.sites:
+            _served(site.module).reads[site.attribute] = partial(_read_cast, member.parameter, dtype, runner)
+
+
+def _read_cast(parameter: nn.Parameter, dtype: torch.dtype, runner: Runner) -> Tensor:
+    return parameter.to(dtype) if runner.is_active else parameter
+
+
+def _served(module: nn.Module) -> ServedParameters:
+    if not isinstance(module._parameters, ServedParameters):
+        module._parameters = ServedParameters(module._parameters)
+    return module._parameters
+
+
+def wrap_doors(units: Sequence[Unit], root: nn.Module, runner: Runner) -> None:
+    """Every call of a door opens its units. `forward` is replaced rather than hooked: whoever wraps it in turn, to
+    compute it again in backward, then wraps the opening along with it."""
+    order: list[Use] = []
+    for part in root.modules():
+        uses = [Use(number, unit.doors.index(part)) for number, unit in enumerate(units) if part in unit.doors]
+        if uses:
+            part.forward = _opened(part.forward, uses, runner)
+            order += uses
+    runner.assume_order(order)
+
+
+def _opened(forward: Callable[..., Any], uses: Sequence[Use], runner: Runner) -> Callable[..., Any]:
+    def run_opened(*args: Any, **kwargs: Any) -> Any:
+        surrounding = runner.open_uses
+        try:
+            runner.open(uses)
+            output = forward(*args, **kwargs)
+        finally:
+            runner.close(uses)
+        runner.watch(output, uses, surrounding)
+        return output
+
+    return run_opened
+
+
+def wrap_root(root: nn.Module, dtype: torch.dtype | None, runner: Runner) -> None:
+    """A call of the whole model is a pass through the schedule."""
+    forward = root.forward
+
+    def run_pass(*args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+        if in_backward():
+            return forward(*args, **kwargs)
+        try:
+            runner.begin_forward()
+            output = forward(*args, **kwargs)
+            runner.end_forward(output)
+        except BaseException:
+            runner.abort()
+            raise
+        return output
+
+    root.forward = run_pass
+
+
+def _cast(value: object, dtype: torch.dtype) -> object:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,0 +1,79 @@
+"""What a module's output says about its backward pass: when it begins, and whether it looks at the weights.
+
+An embedding's does not, and need not be gathered for it. The answer is read off autograd's graph behind the module's
+output: which tensors its nodes saved. Only small graphs are read. Where the answer is not to be had, it is yes: a
+gather too many costs time, one too few gives wrong gradients.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+MAX_NODES = 32
+# What a node saved, without unpacking it: under activation checkpointing, to unpack is to compute again.
+PREFIX = "_raw_saved_"
+
+
+# Leaves of an output in which no tensor can hide.
+PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
+
+
+def differentiable_leaves(output: object) -> list[Tensor]:
+    """The tensors of an output to which gradients come. To overlook them would be to compute with freed weights."""
+    leaves = list(_leaves(output))
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    opaque = [leaf for leaf in leaves if not isinstance(leaf, PLAIN)]
+    if opaque and not found and torch.is_grad_enabled():
+        raise TypeError(
+            f"FSDP finds no tensor in the {type(opaque[0]).__name__} that a module returns: expected tensors, or "
+            "tuples, lists, dicts or dataclasses of them"
+        )
+    return found
+
+
+def _leaves(output: object) -> Iterator[object]:
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            yield leaf
+
+
+def keeps_weights(outputs: Iterable[Tensor], storages: set[int]) -> bool:
+    """Whether a node behind `outputs` saved a tensor in one of `storages` (their `_cdata`), or may have."""
+    waiting = deque(output.grad_fn for output in outputs)
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > MAX_NODES or _may_keep(node, storages):
+            return True
+        waiting.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def _may_keep(node: Any, storages: set[int]) -> bool:
+    if hasattr(node, "saved_tensors"):
+        # Written in Python, which may keep a tensor in any attribute.
+        return True
+    return any(_is_hooked_or_in(saved, storages) for saved in _saved_by(node))
+
+
+def _is_hooked_or_in(saved: Any, storages: set[int]) -> bool:
+    if saved.unpack_hook is not None:
+        return True
+    return isinstance(saved.data, Tensor) and saved.data.untyped_storage()._cdata in storages
+
+
+def _saved_by(node: Any) -> Iterator[Any]:
+    for name in dir(node):
+        if name.startswith(PREFIX):
+            saved = getattr(node, name)
+            yield from saved if isinstance(saved, tuple) else (saved,)

@@ -1,0 +1,162 @@
+"""A training run as it is kept: what ran (`run.json`), a line for each step (`log.jsonl`), and memory by rank.
+
+A run that was killed goes on from its last checkpoint and does the steps after it again, so their lines are cut off
+first: the log of a run that was stopped ten times is that of one that was not.
+"""
+
+import hashlib
+import itertools
+import os
+from pathlib import Path
+from typing import IO, Literal, Self
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.recording.bench import Environment
+from stepscope.recording.lines import writing
+from stepscope.spec import Training
+
+LOG_NAME, RUN_NAME, MEMORY_NAME = "log.jsonl", "run.json", "memory.json"
+SCHEMA = "stepscope.train/1"
+IF_FULL = "the last checkpoint is whole; free some space and the same command goes on from it"
+
+# When a rank's memory is looked at: the model is there; the gradients are; the optimizer has made its state.
+Moment = Literal["model built", "before the update", "after the update"]
+
+
+class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. Times are a figure for each rank: the whole step, how long collectives were under way, and how long the
+    rank stood still for them."""
+
+    step: int  # counted from 1
+    loss: float  # the mean over all sequences of the batch
+    tokens: int
+    step_ns: tuple[int, ...]
+    communication_ns: tuple[int, ...]
+    exposed_ns: tuple[int, ...]
+    schema: str = SCHEMA
+
+
+class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank holds at one moment, in bytes. `gathered` is the most that there was of gathered weights at a time,
+    since the start; `peak` is what the allocator, or the system for a CPU, saw at most."""
+
+    rank: int
+    moment: Moment
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    peak: int
+
+
+class TrainRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for, and where it runs."""
+
+    training: Training
+    environment: Environment
+    command: str
+    data_digest: str = ""
+    schema: str = SCHEMA
+
+
+class LogFile:
+    """The lines of a run. Those after step `after`, and a last one cut short, are cut off when it is opened."""
+
+    def __init__(self, path: Path, *, after: int) -> None:
+        self.path = path
+        steps = [row.step for row in read_log(path)[0]] if path.exists() else []
+        if steps[:after] != list(range(1, after + 1)):
+            raise StepscopeError(
+                f"the log `{path}` does not have the steps of the checkpoint",
+                detail=f"expected 1 to {after}, found {len(steps)} lines",
+                hint="stepscope train --fresh, or --out FOLDER",
+            )
+        with writing(path, if_full=IF_FULL):
+            self._file: IO[bytes] = path.open("a+b")
+            self._file.seek(0)
+            self._file.truncate(sum(len(line) for line in itertools.islice(self._file, after)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with writing(self.path, if_full=IF_FULL):
+            self._file.close()
+
+    def append(self, row: TrainRow) -> None:
+        with writing(self.path, if_full=IF_FULL):
+            self._file.write(msgspec.json.encode(row) + b"\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Before a checkpoint, so that no checkpoint knows of a step that the log does not."""
+        with writing(self.path, if_full=IF_FULL):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+def read_log(path: Path) -> tuple[list[TrainRow], int]:
+    """The steps in order, and how many bytes of a last line cut short were left out."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StepscopeError(
+            f"cannot read the log: `{path}`", detail=error.strerror or "", hint="stepscope train --out FOLDER"
+        ) from None
+    rows: list[TrainRow] = []
+    lines = content.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = msgspec.json.decode(line, type=TrainRow)
+        except msgspec.DecodeError as error:
+            if number == len(lines) and not line.endswith(b"\n"):
+                return rows, len(line)
+            raise StepscopeError(
+                f"not a training log: `{path}`, line {number}",
+                detail=str(error),
+                hint=f"expected `{LOG_NAME}` from a folder of stepscope train",
+            ) from None
+        if row.schema != SCHEMA:
+            raise StepscopeError(
+                f"not a training log of this version: `{path}`, line {number}",
+                detail=f"expected schema `{SCHEMA}`, found `{row.schema}`",
+                hint="stepscope train --out FOLDER",
+            )
+        rows.append(row)
+    return rows, 0
+
+
+def data_digest(path: Path) -> str:
+    """Of a text file, so that a run does not go on with another."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise StepscopeError(
+            f"cannot read the data: `{path}`", detail=error.strerror or "", hint="--data FILE, or none for made tokens"
+        ) from None
+
+
+def read_run(folder: Path) -> TrainRun | None:
+    """None where no run has begun."""
+    path = folder / RUN_NAME
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TrainRun)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise StepscopeError(
+            f"cannot read the run: `{path}`", detail=str(error), hint="stepscope train --fresh, or --out FOLDER"
+        ) from None
+
+
+def read_memory(folder: Path) -> tuple[TrainMemory, ...]:
+    path = folder / MEMORY_NAME
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=tuple[TrainMemory, ...])
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.DecodeError) as error:
+        raise StepscopeError(f"cannot read `{path}`", detail=str(error), hint="stepscope train --fresh") from None

@@ -1,0 +1,154 @@
+"""The built-in model, wrapped for a strategy, with its optimizer: what a training run calls.
+
+Whatever the strategy, a learner's whole state can be taken out and put in under the names of the bare model. So one
+checkpoint serves any strategy on any number of ranks.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.parallel import DDP, FSDP, Communicator, ShardedOptimizer
+from stepscope.spec import ModelShape, Training
+from stepscope.step.builder import optimizer_of, set_float32_arithmetic
+from stepscope.step.builtin import build_model, choose_operations
+from stepscope.step.checkpointing import checkpoint_blocks
+
+OptimizerState = dict[str, dict[str, object]]  # by the parameter's name
+
+
+class FullState(TypedDict):
+    """Everything a run goes on from, on the host, under the bare model's names."""
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: OptimizerState
+
+
+class Learner:
+    """Gradients are summed over `add_gradients`, which has one pass of one rank's sequences, until `update`."""
+
+    def __init__(self, training: Training, communicator: Communicator, device: torch.device) -> None:
+        workload = training.workload
+        assert isinstance(workload.model, ModelShape)
+        set_float32_arithmetic(tf32=workload.precision == "tf32")
+        torch.manual_seed(workload.seed)
+        self._operations = choose_operations(workload)
+        with device:
+            self._bare: nn.Module = build_model(workload, workload.model, self._operations)
+        if workload.checkpointing is not None:
+            every, nested = workload.checkpointing
+            checkpoint_blocks(self._bare, every=every, nested=nested)
+        if workload.compile:
+            self._bare.compile(dynamic=False)
+        self._names = [name for name, _ in self._bare.named_parameters()]
+        self._training = training
+        self._communicator = communicator
+        self._device = device
+        self.model = self._wrap()
+        self.optimizer = self._make_optimizer()
+
+    def add_gradients(self, tokens_BC: Tensor, *, is_last: bool) -> Tensor:
+        """The loss of one pass, its gradients added to those that are there; the last pass of a step sends them off."""
+        with self._quiet(is_last), self._autocast():
+            logits_BCV = self.model(tokens_BC[:, :-1])
+            loss = self._operations.cross_entropy(logits_BCV, tokens_BC[:, 1:])
+        with self._quiet(is_last):
+            (loss / self._training.accumulate).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def finish_gradients(self) -> None:
+        if isinstance(self.model, DDP | FSDP):
+            self.model.finish_gradient_synchronization()
+
+    def update(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+    def forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def full_state(self, step: int) -> FullState | None:
+        """On rank 0, None on the others; every rank has to call it."""
+        if isinstance(self.model, FSDP):
+            weights = self.model.gather_full_params(to=0)
+            state = self.model.gather_full_state(self.optimizer, to=0)
+        else:
+            weights = {name: value.detach() for name, value in self._bare.named_parameters()}
+            whole = self.optimizer.state_dict()
+            state = {self._names[index]: dict(values) for index, values in whole["state"].items()}
+        if self._communicator.rank != 0:
+            return None
+        host = {name: weights[name].cpu() for name in self._names}
+        return FullState(step=step, model=host, optimizer=_state_to_host(state))
+
+    def load_full_state(self, state: FullState) -> None:
+        if isinstance(self.model, FSDP):
+            self.model.load_full_params(state["model"])
+            self.model.load_full_state(self.optimizer, state["optimizer"])
+            return
+        with torch.no_grad():
+            for name, parameter in self._bare.named_parameters():
+                parameter.copy_(state["model"][name])
+        names = self._names
+        (group,) = self.optimizer.param_groups
+        indexed = {names.index(name): values for name, values in state["optimizer"].items()}
+        self.optimizer.load_state_dict(
+            {"state": indexed, "param_groups": [{**group, "params": list(range(len(names)))}]}
+        )
+
+    def _wrap(self) -> nn.Module:
+        match self._training.strategy:
+            case "single":
+                return self._bare
+            case "fsdp":
+                dtype = torch.bfloat16 if self._training.workload.precision == "bf16" else None
+                return FSDP(self._bare, compute_dtype=dtype, communicator=self._communicator)
+            case strategy:
+                bucket_mb = self._training.bucket_mb
+                return DDP(self._bare, strategy, bucket_mb=bucket_mb, communicator=self._communicator)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        make, options = optimizer_of(self._training.workload.optimizer)
+        parameters = list(self.model.parameters())
+        options_and_rate = {"lr": self._training.learning_rate, **options}
+        if self._training.shard_optimizer:
+            return ShardedOptimizer(parameters, make, communicator=self._communicator, **options_and_rate)
+        return make(parameters, **options_and_rate)
+
+    def _quiet(self, is_last: bool) -> AbstractContextManager[object]:
+        if not is_last and isinstance(self.model, DDP | FSDP):
+            return self.model.no_sync()
+        return nullcontext()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._training.workload.precision == "bf16" and not isinstance(self.model, FSDP):
+            return torch.autocast(self._device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+
+def held_bytes(learner: Learner) -> tuple[int, int, int]:
+    """What this rank holds: parameters, gradients, the optimizer's state. Memory seen by several counts once."""
+    parameters = list(learner.model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = [value for values in learner.optimizer.state.values() for value in values.values()]
+    return (
+        _storage_bytes(parameters),
+        _storage_bytes(gradients),
+        _storage_bytes([value for value in state if isinstance(value, Tensor)]),
+    )
+
+
+def _storage_bytes(tensors: list[Tensor] | list[nn.Parameter]) -> int:
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def _state_to_host(state: Mapping[str, Mapping[str, object]]) -> OptimizerState:
+    return {
+        name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in values.items()}
+        for name, values in state.items()
+    }

@@ -1,0 +1,272 @@
+"""`--slurm` against a real Slurm of one node, which is started here and ended afterwards."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepscope.errors import StepscopeError
+from stepscope.jobs.slurm.ranks import SlurmRanks
+from stepscope.jobs.slurm.resources import Resources
+from stepscope.jobs.slurm.watch import Counts
+from tests.cli.command import TINY, kill, rows, start, stepscope
+from tests.cli.slurm_cluster import cluster, why_not
+
+pytest.importorskip("submitit", reason="submitit is not installed")
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is a Slurm")
+
+JOB = ["--slurm", "--time", "5"]
+TRAINED = ["--d-model", "16", "--d-ff", "32", "--num-layers", "1", "--num-heads", "2", "--vocab", "50"]
+TRAINED += ["--batch", "2", "--context", "8", "--device", "cpu"]
+NEVER = [*JOB, "--sbatch", "begin=now+1hour"]
+
+MODEL = """
+import time
+from pathlib import Path
+import torch
+from torch import nn
+
+def build(batch, context):
+    if context == 32:
+        raise RuntimeError("not at 32")
+    if context == 64 and not Path("go").exists():
+        with open("hanging", "a") as file:
+            file.write("x")
+        time.sleep(600)
+    return nn.Linear(4, 4), torch.randn(batch, context, 4), lambda output: output.square().mean()
+"""
+
+RANKS = """
+import os
+from pathlib import Path
+
+def add_ranks(request):
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(os.environ["RANK"]) + 1])
+    dist.all_reduce(total)
+    Path(request, os.environ["LOCAL_RANK"]).write_text(f"{total.item():g} of {os.environ['WORLD_SIZE']}")
+    dist.destroy_process_group()
+
+def fail_at_1(request):
+    if os.environ["RANK"] == "1":
+        raise ValueError("no data on this node")
+    import time
+    time.sleep(600)
+
+def wait_for_a_second_life(request):
+    Path(request, "life" + os.environ["RANK"] + os.environ.get("SLURM_RESTART_COUNT", "0")).touch()
+    if "SLURM_RESTART_COUNT" not in os.environ:
+        import time
+        time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            with cluster(tmp_path_factory.mktemp("slurm")) as configuration:
+                patch.setenv("SLURM_CONF", str(configuration))
+                yield
+        except TimeoutError as error:
+            pytest.skip(str(error))
+
+
+def test_a_grid_over_an_array_goes_on_from_a_local_run(tmp_path: Path) -> None:
+    """The rows have the keys that they have here: what is there is not measured again."""
+    here = stepscope(tmp_path, "bench", *TINY, "--context", "8")
+    assert here.returncode == 0, here.stderr
+    first = (tmp_path / "runs/bench/results.jsonl").read_text()
+    command = ["bench", *TINY, "--context", "8,16,24", *JOB, "--array", "2"]
+    shown = stepscope(tmp_path, *command, "--print-sbatch")
+    assert shown.returncode == 0, shown.stderr
+    assert not (tmp_path / "runs/bench/slurm").exists()
+    done = stepscope(tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    assert "submitted: job" in done.stderr
+    assert "2 done; 2 rows collected" in done.stderr
+    (submitted,) = tmp_path.glob("runs/bench/slurm/1/*_submission.sh")
+    assert submitted.read_text() == shown.stdout
+    assert (tmp_path / "runs/bench/results.jsonl").read_text().startswith(first)
+    assert sorted(row["case"]["workload"]["context"] for row in rows(tmp_path)) == [8, 16, 24]
+    assert rows(tmp_path)[-1]["command"] == " ".join(["stepscope", *command])
+    again = stepscope(tmp_path, *command)
+    assert "3 of 3 cases are done already" in again.stderr
+    assert "submitted" not in again.stderr
+    assert again.stdout == done.stdout
+
+
+def test_a_job_that_is_queued_again_goes_on_and_so_does_a_command_that_was_interrupted(tmp_path: Path) -> None:
+    """One job in two lives, and two commands: the first is interrupted, and the second finds its job of before, which
+    queues itself again when it is told that its time is up. A case that fails is a row."""
+    (tmp_path / "mine.py").write_text(MODEL)
+    command = ["bench", "--model", "mine:build", "--context", "16,32,64", "--device", "cpu", "--warmup", "1"]
+    command += ["--steps", "2", *JOB]
+    waiting = start(tmp_path, *command)
+    _wait_until(lambda: len(rows(tmp_path)) == 2)
+    _wait_until(partial(_has_hung, tmp_path, 1))
+    assert kill(waiting, signal.SIGINT) == 130
+    said = (tmp_path / "stderr.txt").read_text()
+    number = _manifest(tmp_path)["job_id"]
+    assert f"interrupted: job {number} goes on" in said
+    assert f"scancel {number}" in said
+    first = (tmp_path / "runs/bench/results.jsonl").read_text()
+
+    waiting = start(tmp_path, *command)
+    _slurm("scancel", "--signal=USR2", number)
+    (tmp_path / "go").touch()
+    _begin_again(number)
+    assert waiting.wait(timeout=60) == 0
+    assert f"submitted before and not collected yet: job {number}" in (tmp_path / "stderr.txt").read_text()
+    assert [row["status"] for row in rows(tmp_path)] == ["ok", "error", "ok"]
+    assert "not at 32" in rows(tmp_path)[1]["reason"]
+    assert (tmp_path / "runs/bench/results.jsonl").read_text().startswith(first), "nothing is measured twice"
+
+
+def test_jobs_of_before_are_waited_for_and_a_cancelled_one_is_named_with_its_log(tmp_path: Path) -> None:
+    command = ["bench", *TINY, "--context", "8,16", "--array", "2"]
+    left = stepscope(tmp_path, *command, *NEVER, "--no-wait")
+    assert left.returncode == 0, left.stderr
+    assert left.stdout == ""
+    number = _manifest(tmp_path)["job_id"]
+    waiting = start(tmp_path, *command, *NEVER)
+    _wait_until(lambda: "jobs: 2 queued (BeginTime)" in (tmp_path / "stderr.txt").read_text())
+    assert len(_slurm("squeue", "--noheader", "--array").splitlines()) == 2, "submitted once"
+    locked = stepscope(tmp_path, *command, *NEVER)
+    assert locked.returncode == 2
+    assert "another sweep is writing" in locked.stderr
+    _slurm("scancel", f"{number}_1")  # forgotten at once
+    _wait_until(lambda: f"job {number}_1" in (tmp_path / "stderr.txt").read_text())
+    _slurm("scancel", number)
+    assert waiting.wait(timeout=60) == 2
+    said = (tmp_path / "stderr.txt").read_text()
+    assert f"job {number}_1 is no longer known to Slurm" in said
+    assert f"job {number}_0 ended as CANCELLED" in said
+    assert f"log: {tmp_path}/runs/bench/slurm/1/{number}_0_0_log.out (there is none" in said
+    assert "the same command submits the rest" in said
+    rest = stepscope(tmp_path, *command, *NEVER, "--no-wait")
+    assert f"submitted: job {_manifest(tmp_path, 2)['job_id']}" in rest.stderr
+
+
+def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
+    refused = stepscope(tmp_path, "bench", *TINY, *JOB, "--partition", "gpus")
+    assert refused.returncode == 2
+    assert "Slurm refused the job" in refused.stderr
+    assert "invalid partition" in refused.stderr
+    assert "hint: sinfo" in refused.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_options_of_a_cluster_without_one_are_refused(tmp_path: Path) -> None:
+    done = stepscope(tmp_path, "bench", *TINY, "--partition", "debug")
+    assert done.returncode == 2
+    assert "`--partition` does nothing without --slurm" in done.stderr
+
+
+class _Watcher:
+    def begin(self, job_ids: list[str], *, submitted: str | None) -> None:
+        pass
+
+    def news(self, counts: Counts) -> None:
+        pass
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], SlurmRanks]:
+    (tmp_path / "mine_ranks.py").write_text(RANKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return lambda name: SlurmRanks(
+        folder=tmp_path / "run",
+        command="train",
+        resources=Resources(time_min=5),
+        name="ranks",
+        entry=f"mine_ranks:{name}",
+        request=str(tmp_path),
+        ranks=2,
+    )
+
+
+def test_tasks_become_ranks(tmp_path: Path, ranks: Callable[[str], SlurmRanks]) -> None:
+    job = ranks("add_ranks")
+    assert "--ntasks-per-node=2" in job.script()
+    assert job.run(_Watcher())
+    assert [(tmp_path / name).read_text() for name in "01"] == ["3 of 2", "3 of 2"]
+
+
+def test_a_rank_that_raises_is_named_and_ends_the_job(ranks: Callable[[str], SlurmRanks]) -> None:
+    job = ranks("fail_at_1")
+    assert not job.run(_Watcher(), wait=False)
+    with pytest.raises(StepscopeError, match="is at work in"):
+        ranks("add_ranks").run(_Watcher())
+    with pytest.raises(StepscopeError, match=r"rank 1 of job \d+: ValueError: no data on this node") as raised:
+        job.run(_Watcher())
+    assert "_1_log.out" in raised.value.detail
+
+
+def test_training_that_is_queued_again_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    command = ["train", *TRAINED, "--ranks", "2", "--save-every", "2", "--steps", "400", *JOB]
+    waiting = start(tmp_path, *command)
+    log, checkpoints = tmp_path / "runs/train/log.jsonl", tmp_path / "runs/train/checkpoints"
+    _wait_until(lambda: len(list(checkpoints.glob("*.json"))) == 2)
+    number = _manifest(tmp_path, verb="train")["job_id"]
+    _slurm("scontrol", "requeue", number)
+    _begin_again(number)
+    assert waiting.wait(timeout=90) == 0, (tmp_path / "stderr.txt").read_text()
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, 401))
+    logs = "".join(path.read_text() for path in tmp_path.glob(f"runs/train/slurm/1/{number}_*.out"))
+    assert "Traceback" not in logs
+    again = stepscope(tmp_path, *command)
+    assert again.returncode == 0
+    assert "submitted" not in again.stderr
+    assert "400" in again.stdout
+
+
+def test_a_job_that_is_cancelled_while_it_runs_is_named_with_its_log(
+    tmp_path: Path, ranks: Callable[[str], SlurmRanks]
+) -> None:
+    job = ranks("wait_for_a_second_life")
+    assert not job.run(_Watcher(), wait=False)
+    _wait_until((tmp_path / "life00").exists)
+    (log,) = tmp_path.glob("run/slurm/1/*_0_log.out")
+    number = log.name.partition("_")[0]
+    _slurm("scancel", number)
+    with pytest.raises(StepscopeError, match=f"job {number} ended as CANCELLED") as raised:
+        job.run(_Watcher())
+    assert raised.value.detail.startswith(f"log: {log}\n")
+
+
+def _manifest(folder: Path, number: int = 1, verb: str = "bench") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"runs/{verb}/slurm/{number}/submission.json").read_text())
+    return found
+
+
+def _has_hung(folder: Path, times: int) -> bool:
+    return (folder / "hanging").exists() and len((folder / "hanging").read_text()) == times
+
+
+def _slurm(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+
+
+def _begin_again(number: str) -> None:
+    """A job that is queued again waits for two minutes, unless somebody says otherwise. Nobody may before its last life
+    is over, nor in the second after: the node would take its new credential for the one that was just revoked."""
+    show = ["squeue", "--noheader", "--format=%T %r", f"--jobs={number}"]
+    _wait_until(lambda: _slurm(*show).strip() == "PENDING BeginTime")
+    time.sleep(2)
+    _slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

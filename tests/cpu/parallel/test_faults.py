@@ -1,0 +1,71 @@
+"""A rank that raises, dies or hangs: the others stop, and say which rank it was and what it did last."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from tests.cpu.parallel.ranks import run_ranks, start_ranks
+
+
+def _fail(rank: int, world: int, fault: str) -> None:
+    from stepscope.parallel import Communicator
+
+    communicator = Communicator.default()
+    tensor = torch.ones(4)
+    for number in range(3):
+        communicator.all_reduce(tensor, f"bucket {number}").wait()
+    if rank == 1:
+        match fault:
+            case "raises":
+                raise ValueError("the model is wrong")
+            case "dies":
+                os._exit(3)
+            case "hangs":
+                time.sleep(60)
+    communicator.all_reduce(tensor, "bucket 3").wait()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raises", "rank 1 raised ValueError: the model is wrong, after collective 3, all-reduce of bucket 2"),
+        ("dies", "rank 1 died, after collective 3, all-reduce of bucket 2"),
+        ("hangs", "rank 1 fell behind, after collective 3, all-reduce of bucket 2"),
+    ],
+)
+def test_the_others_name_the_rank_and_its_last_collective(fault: str, said: str) -> None:
+    begin = time.monotonic()
+    with start_ranks(_fail, 3, fault, timeout_s=4) as (_, pipes):
+        for rank in (0, 2):
+            failure, _ = pipes[rank].recv()
+            assert said in failure
+            assert f"rank {rank} could not finish the all-reduce of bucket 3" in failure
+    assert time.monotonic() - begin < 30
+
+
+def _disagree(rank: int, world: int, what: str) -> str:
+    from stepscope.errors import StepscopeError
+    from stepscope.parallel import DDP
+
+    model = torch.nn.Linear(4, 4 + (rank == 1 and what == "model"))
+    try:
+        DDP(model)(torch.ones(2 + (rank == 1 and what == "batch"), 4))
+    except StepscopeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["model", "batch"])
+def test_ranks_that_differ_are_told_before_anything_is_trained(what: str) -> None:
+    for said in run_ranks(_disagree, 2, what):
+        assert "rank 1" in said
+
+
+def test_a_model_is_not_wrapped_without_a_group() -> None:
+    from stepscope.errors import StepscopeError
+    from stepscope.parallel import DDP
+
+    with pytest.raises(StepscopeError, match="no process group"):
+        DDP(torch.nn.Linear(2, 2))
