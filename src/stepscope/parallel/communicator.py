@@ -9,17 +9,17 @@ CUDA tensors go over gloo by way of the host's memory, which is for tests and fo
 """
 
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stepscope.errors import StepscopeError
+from stepscope.parallel.clocks import CudaClock, HostClock, Span, Work
 from stepscope.parallel.exchange import Exchange
 from stepscope.parallel.journal import FOLDER_VARIABLE, Journal, blame
 
@@ -27,12 +27,6 @@ T = TypeVar("T")
 # torch 2.13 gave these two new names.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-
-
-class Work(Protocol):
-    """What can be waited for."""
-
-    def wait(self) -> object: ...
 
 
 class CollectiveError(StepscopeError, RuntimeError):
@@ -66,7 +60,7 @@ class Communicator:
         self.backend = dist.get_backend(group)
         folder = os.environ.get(FOLDER_VARIABLE)
         self.journal = journal or Journal(Path(folder) if folder else None, self.rank)
-        self._clock = _CudaClock() if self.backend == "nccl" else _HostClock()
+        self._clock = CudaClock() if self.backend == "nccl" else HostClock()
         self._thread: ThreadPoolExecutor | None = None
         self._message_bytes = 0
         self._issued = 0
@@ -138,7 +132,8 @@ class Communicator:
         self._run(f"barrier {name}", lambda: dist.barrier(group=self.group))
 
     def take_time(self) -> CommunicationTime:
-        """What was communicated since this was last called. Collectives still under way belong to the next reading."""
+        """What was communicated since this was last called, which the clock starts with. Collectives still under way
+        belong to the next reading."""
         busy_ns, exposed_ns = self._clock.take()
         taken = CommunicationTime(busy_ns, exposed_ns, self._issued, self._message_bytes)
         self._issued = self._message_bytes = 0
@@ -190,7 +185,7 @@ class Communicator:
 class Pending:
     """A collective under way."""
 
-    def __init__(self, communicator: Communicator, name: str, work: Work, span: "_Span") -> None:
+    def __init__(self, communicator: Communicator, name: str, work: Work, span: Span | None) -> None:
         self._communicator = communicator
         self._name = name
         self._work: Work | None = work
@@ -212,91 +207,6 @@ class Pending:
             raise communicator._explain(self._name, error) from error
         communicator.journal.end()
         self._after()
-
-
-class _Span:
-    """When a collective was under way, in the host's nanoseconds; without an end it is not over."""
-
-    __slots__ = ("begin_ns", "end_ns")
-
-    def __init__(self) -> None:
-        self.begin_ns = time.perf_counter_ns()
-        self.end_ns: int | None = None
-
-    def close(self, _: object = None) -> None:
-        if self.end_ns is None:
-            self.end_ns = time.perf_counter_ns()
-
-
-class _HostClock:
-    """For a backend whose `wait` blocks the host."""
-
-    def __init__(self) -> None:
-        self._spans: list[_Span] = []
-        self._exposed_ns = 0
-
-    def begin(self, work: Work) -> _Span:
-        span = _Span()
-        self._spans.append(span)
-        if isinstance(work, dist.Work):
-            work.get_future().add_done_callback(span.close)
-        elif isinstance(work, Exchange):
-            work.on_done(span.close)
-        return span
-
-    def wait(self, work: Work, span: _Span) -> None:
-        begin_ns = time.perf_counter_ns()
-        work.wait()
-        self._exposed_ns += time.perf_counter_ns() - begin_ns
-        span.close()
-
-    def take(self) -> tuple[int, int]:
-        over = [span for span in self._spans if span.end_ns is not None]
-        self._spans = [span for span in self._spans if span.end_ns is None]
-        exposed_ns, self._exposed_ns = self._exposed_ns, 0
-        return _union_ns([(span.begin_ns, span.end_ns or 0) for span in over]), exposed_ns
-
-
-class _CudaClock:
-    """For NCCL, whose collectives run on a stream of their own: events say how long the current stream stood still, and
-    NCCL how long each took (`TORCH_NCCL_ENABLE_TIMING`, which `group.join` sets)."""
-
-    def __init__(self) -> None:
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._works: list[dist.Work] = []
-
-    def begin(self, work: Work) -> _Span:
-        assert isinstance(work, dist.Work), "NCCL's own"
-        self._works.append(work)
-        return _Span()
-
-    def wait(self, work: Work, span: _Span) -> None:
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record()
-        work.wait()
-        after.record()
-        self._waits.append((before, after))
-        span.close()
-
-    def take(self) -> tuple[int, int]:
-        torch.cuda.synchronize()
-        exposed_ms = sum(before.elapsed_time(after) for before, after in self._waits)
-        busy_ms = sum(work._get_duration() for work in self._works) if _nccl_times() else 0.0  # type: ignore[attr-defined]
-        self._waits, self._works = [], []
-        return round(busy_ms * 1e6), round(exposed_ms * 1e6)
-
-
-def _nccl_times() -> bool:
-    return os.environ.get("TORCH_NCCL_ENABLE_TIMING") == "1"
-
-
-def _union_ns(spans: list[tuple[int, int]]) -> int:
-    """How long at least one of them was under way."""
-    total, until = 0, 0
-    for begin, end in sorted(spans):
-        total += max(0, end - max(begin, until))
-        until = max(until, end)
-    return total
 
 
 def _check_parts(whole: Tensor, shard: Tensor, world: int) -> None:

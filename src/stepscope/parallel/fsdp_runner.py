@@ -234,10 +234,12 @@ class Runner:
 
     def finish(self) -> None:
         """Every message that this step's gradients need has been sent when this returns."""
-        self._finish_backward()
-        if self._num_synchronized == 0:
-            self._begin_backward()
+        if self._backward is not None and not self._backward_synchronizes:
             self._finish_backward()
+        if self._num_synchronized == 0:
+            # Before anything is freed: what the forward pass left, other ranks did not gather again.
+            self._begin_backward()
+        self._finish_backward()
         self._num_synchronized = 0
         self._sent.clear()
         self.is_due = False

@@ -9,6 +9,7 @@ from tests.cpu.parallel.ranks import run_ranks
 def _try_all(rank: int, world: int) -> dict[str, list[float]]:
     comm = Communicator.default()
     got: dict[str, list[float]] = {}
+    comm.take_time()
     tensor = torch.full((4,), float(rank))
     comm.all_reduce(tensor, "a").wait()
     got["average"] = tensor.tolist()

@@ -30,7 +30,7 @@ def _gradients(model: FSDP) -> dict[str, Tensor | None]:
 def _gradients_after(passes: Callable[[FSDP], None]) -> dict[str, Tensor | None]:
     """Of two steps: what the first one leaves behind would show in the second."""
     model = FSDP(build("built-in"))
-    found = {}
+    found: dict[str, Tensor | None] = {}
     for step in range(2):
         model.zero_grad()
         passes(model)
