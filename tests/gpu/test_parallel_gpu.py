@@ -41,9 +41,16 @@ class Silence:
     def accounted(self, memory: tuple[TrainMemory, ...]) -> None: ...
 
 
+def _be_deterministic() -> None:
+    """Backward of an embedding adds with atomics unless told otherwise, in another order every time."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(mode=True)
+
+
 def _train(rank: int, world: int, trainings: list[Training], folder: Path) -> None:
     from stepscope.measure.training import train
 
+    _be_deterministic()
     for number, training in enumerate(trainings):
         os.environ[FOLDER_VARIABLE] = str(folder / str(number) / "journal")
         where = folder / str(number)
@@ -96,6 +103,7 @@ def _nccl(rank: int, world: int, folder: Path) -> list[tuple[int, int]]:
     """Joins NCCL beside the gloo group that the harness made."""
     from stepscope.measure.training import train
 
+    _be_deterministic()
     group = torch.distributed.new_group(backend="nccl")
     taken = []
     for number, way in enumerate(WAYS):

@@ -99,6 +99,7 @@ def _keep_run(training: Training, folder: Path, device: torch.device, command: s
 
 def _keep(path: Path, value: object) -> None:
     with writing(path, if_full=IF_FULL):
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(value))
 
 
