@@ -9,7 +9,7 @@ CUDA tensors go over gloo by way of the host's memory, which is for tests and fo
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
@@ -122,6 +122,25 @@ class Communicator:
         pending.finally_do(lambda: _bring_back(staged, tensor, 1))
         return pending
 
+    def share(self, parts: Sequence[tuple[int, Tensor]], name: str) -> list["Pending"]:
+        """Each tensor, in place, becomes what the rank that it is given with has; all of them are under way at once.
+        None of them is empty."""
+        if self.backend != "gloo":
+            return [self.broadcast(tensor, source, f"{name}, those of rank {source}") for source, tensor in parts]
+        staged = [(source, self._stage(tensor)) for source, tensor in parts]
+        pending = self._begin(
+            f"sharing of {name}",
+            sum(tensor.nbytes for _, tensor in parts),
+            lambda: Exchange.share(self._executor(), staged, self.group),
+        )
+
+        def bring_back() -> None:
+            for (_, ours), (_, tensor) in zip(staged, parts, strict=True):
+                _bring_back(ours, tensor, 1)
+
+        pending.finally_do(bring_back)
+        return [pending]
+
     def share_objects(self, value: T, name: str) -> list[T]:
         """Small Python values of all ranks, in their order."""
         values: list[T | None] = [None] * self.world
@@ -143,9 +162,12 @@ class Communicator:
         if self.backend != "gloo":
             work: dist.Work | None = _reduce_scatter(shard, whole, group=self.group, async_op=True)
             return work
+        return Exchange.reduce_scatter(self._executor(), shard, whole, self.group)
+
+    def _executor(self) -> ThreadPoolExecutor:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stepscope-exchange")
-        return Exchange(self._thread, shard, whole, self.group)
+        return self._thread
 
     def _begin(self, name: str, message_bytes: int, issue: Callable[[], Work | None]) -> "Pending":
         self.journal.begin(name)

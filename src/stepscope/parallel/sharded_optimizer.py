@@ -136,12 +136,10 @@ class ShardedOptimizer(Optimizer):
         for owner, arena in self._arenas:
             if owner == rank:
                 arena.collect()
-        name = "updated parameters of rank {}"
-        pending = [
-            self._communicator.broadcast(arena.message, owner, name.format(owner)) for owner, arena in self._arenas
-        ]
-        for (owner, arena), message in zip(self._arenas, pending, strict=True):
-            message.wait()
+        parts = [(owner, arena.message) for owner, arena in self._arenas if arena.message.numel()]
+        for pending in self._communicator.share(parts, "updated parameters"):
+            pending.wait()
+        for owner, arena in self._arenas:
             if owner != rank:
                 arena.distribute()
 

@@ -26,6 +26,10 @@ def _try_all(rank: int, world: int) -> dict[str, list[float]]:
     tensor = torch.full((2,), float(rank))
     comm.broadcast(tensor, world - 1, "d").wait()
     got["broadcast"] = tensor.tolist()
+    parts = [torch.full((4 + source,), float(rank)) for source in range(world)]
+    for pending in comm.share(list(enumerate(parts)), "f"):
+        pending.wait()
+    got["parts"] = [value for part in parts for value in set(part.tolist())]
     got["shared"] = [float(value) for value in comm.share_objects(rank * 10, "e")]
     taken = comm.take_time()
     got["counts"] = [taken.issued, taken.message_bytes]
@@ -43,4 +47,5 @@ def test_collectives_compute_what_their_names_say() -> None:
         assert got["scattered"] == [3 * (2 * rank) + 3, 3 * (2 * rank + 1) + 3]
         assert got["broadcast"] == [2.0, 2.0]
         assert got["shared"] == [0, 10, 20]
-        assert got["counts"] == [5, 16 + 16 + 24 + 24 + 8]
+        assert got["parts"] == [0, 1, 2]
+        assert got["counts"] == [6, 16 + 16 + 24 + 24 + 8 + 4 * (4 + 5 + 6)]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
-from stepscope.parallel.fsdp_schedule import (
+from stepscope.parallel.fsdp.schedule import (
     Kind,
     Operation,
     Track,

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from stepscope.errors import StepscopeError
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp_flat import Flat, Place
-from stepscope.parallel.fsdp_saved import differentiable_leaves, keeps_weights
-from stepscope.parallel.fsdp_schedule import (
+from stepscope.parallel.fsdp.flat import Flat, Place
+from stepscope.parallel.fsdp.saved import differentiable_leaves, keeps_weights
+from stepscope.parallel.fsdp.schedule import (
     PINNED,
     Kind,
     Operation,
@@ -33,7 +33,7 @@ from stepscope.parallel.fsdp_schedule import (
     forward_operations,
     without_repeats,
 )
-from stepscope.parallel.fsdp_unit import OnGradient, Unit
+from stepscope.parallel.fsdp.unit import OnGradient, Unit
 
 # Of gradients, under way at a time: one that is being sent and one that waits its turn.
 MAX_MESSAGES = 2

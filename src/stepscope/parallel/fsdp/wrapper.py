@@ -1,9 +1,8 @@
 """Fully sharded data parallelism: of every matrix each rank keeps a part, and the whole only while it is used.
 
-Files, from the bottom: `fsdp_plan.py` says which matrices belong together, `fsdp_flat.py` is their buffer and this
-rank's slice of it, `fsdp_unit.py` what is gathered at once, `fsdp_schedule.py` the order on which ranks agree,
-`fsdp_runner.py` follows it, `fsdp_access.py` puts all that under a module, `fsdp_vectors.py` ends a step and
-`fsdp_full.py` makes whole tensors.
+Files, from the bottom: `plan.py` says which matrices belong together, `flat.py` is their buffer and this rank's slice of
+it, `unit.py` what is gathered at once, `schedule.py` the order on which ranks agree, `runner.py` follows it, `access.py`
+puts all that under a module, `vectors.py` ends a step and `full.py` makes whole tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +17,13 @@ from stepscope.errors import StepscopeError
 from stepscope.parallel.agreement import require_same_model
 from stepscope.parallel.coalesced import broadcast_tensors
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp_access import serve_unit, serve_vectors, wrap_doors, wrap_root
-from stepscope.parallel.fsdp_flat import Ledger
-from stepscope.parallel.fsdp_full import FullTensors, State
-from stepscope.parallel.fsdp_plan import Plan, plan_units
-from stepscope.parallel.fsdp_runner import Runner
-from stepscope.parallel.fsdp_unit import Unit
-from stepscope.parallel.fsdp_vectors import LastMessage
+from stepscope.parallel.fsdp.access import serve_unit, serve_vectors, wrap_doors, wrap_root
+from stepscope.parallel.fsdp.flat import Ledger
+from stepscope.parallel.fsdp.full import FullTensors, State
+from stepscope.parallel.fsdp.plan import Plan, plan_units
+from stepscope.parallel.fsdp.runner import Runner
+from stepscope.parallel.fsdp.unit import Unit
+from stepscope.parallel.fsdp.vectors import LastMessage
 
 
 class FSDP(nn.Module):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from stepscope.parallel.fsdp_plan import Member
-from stepscope.parallel.fsdp_runner import Runner, in_backward
-from stepscope.parallel.fsdp_schedule import Use
-from stepscope.parallel.fsdp_unit import Unit
+from stepscope.parallel.fsdp.plan import Member
+from stepscope.parallel.fsdp.runner import Runner, in_backward
+from stepscope.parallel.fsdp.schedule import Use
+from stepscope.parallel.fsdp.unit import Unit
 
 Read = Callable[[], Tensor]
 

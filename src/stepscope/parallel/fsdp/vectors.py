@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp_flat import Flat
-from stepscope.parallel.fsdp_unit import Unit
+from stepscope.parallel.fsdp.flat import Flat
+from stepscope.parallel.fsdp.unit import Unit
 
 
 class LastMessage:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp_flat import Flat, Place
-from stepscope.parallel.fsdp_plan import Member
-from stepscope.parallel.fsdp_unit import Unit
+from stepscope.parallel.fsdp.flat import Flat, Place
+from stepscope.parallel.fsdp.plan import Member
+from stepscope.parallel.fsdp.unit import Unit
 
 State = dict[str, dict[str, Any]]
 # What a rank says of a parameter's state: for each key the dtype of what has the piece's shape, or None.

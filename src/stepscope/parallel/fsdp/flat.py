@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.parallel.communicator import Communicator, Pending
-from stepscope.parallel.fsdp_plan import Member, Site
+from stepscope.parallel.fsdp.plan import Member, Site
 
 # Elements at which parameters and slices begin: 64 bytes and more in every dtype that is trained in. The rounding of
 # matrix products depends on the alignment of their operands, and it should be that of an ordinary tensor.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp_flat import Flat, Ledger, Place
-from stepscope.parallel.fsdp_plan import Member, UnitPlan
+from stepscope.parallel.fsdp.flat import Flat, Ledger, Place
+from stepscope.parallel.fsdp.plan import Member, UnitPlan
 
 OnGradient = Callable[[Tensor], None]
 
