@@ -93,7 +93,7 @@ class Communicator:
         pending = self._begin(
             f"all-gather of {name}",
             whole.nbytes,
-            lambda: _all_gather(staged_whole, staged_shard, group=self.group, async_op=True),
+            lambda: self._issue_all_gather(staged_whole, staged_shard),
         )
         pending.finally_do(lambda: _bring_back(staged_whole, whole, 1))
         return pending
@@ -123,8 +123,7 @@ class Communicator:
         return pending
 
     def share(self, parts: Sequence[tuple[int, Tensor]], name: str) -> list["Pending"]:
-        """Each tensor, in place, becomes what the rank that it is given with has; all of them are under way at once.
-        None of them is empty."""
+        """Each tensor, in place, becomes what the rank that it is given with has; all of them are under way at once."""
         if self.backend != "gloo":
             return [self.broadcast(tensor, source, f"{name}, those of rank {source}") for source, tensor in parts]
         staged = [(source, self._stage(tensor)) for source, tensor in parts]
@@ -158,6 +157,15 @@ class Communicator:
         self._issued = self._message_bytes = 0
         return taken
 
+    def _issue_all_gather(self, whole: Tensor, shard: Tensor) -> Work | None:
+        if self.backend != "gloo":
+            work: dist.Work | None = _all_gather(whole, shard, group=self.group, async_op=True)
+            return work
+        parts = whole.detach().chunk(self.world) if whole.numel() else ()
+        if parts and parts[self.rank].data_ptr() != shard.data_ptr():
+            parts[self.rank].copy_(shard)
+        return Exchange.share(self._executor(), list(enumerate(parts)), self.group)
+
     def _issue_reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work | None:
         if self.backend != "gloo":
             work: dist.Work | None = _reduce_scatter(shard, whole, group=self.group, async_op=True)
@@ -166,7 +174,7 @@ class Communicator:
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stepscope-exchange")
+            self._thread = ThreadPoolExecutor(max_workers=2, thread_name_prefix="stepscope-exchange")
         return self._thread
 
     def _begin(self, name: str, message_bytes: int, issue: Callable[[], Work | None]) -> "Pending":

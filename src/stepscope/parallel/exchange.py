@@ -2,21 +2,28 @@
 
 Reduce-scatter: gloo's is an all-reduce of which each rank keeps its part, and sends twice the bytes. Here every rank
 sends the others the parts that are theirs, and adds what it gets in the order of ranks, so that the sum does not depend
-on whose message came first. On loopback with 32 MB it takes a third of the time for two ranks and 0.4 of it for four.
+on whose message came first.
 
-Sharing, everybody's own tensors with everybody: broadcasts that are issued together are most often done one after the
-other, with every wire busy in one direction only. Messages of all pairs are under way at once, in both directions: over
-a wire of 1 Gbit/s, two ranks take half of the time.
+Sharing, everybody's own tensors with everybody: an all-gather of parts of any size. gloo's all-gather, and broadcasts
+that are issued together, leave wires idle in one direction.
 
-Messages are waited for, and added up, in a thread of their own, as gloo does with its collectives.
+Messages go in pieces. gloo reads nothing from a connection while it is busy writing to it, so that two large messages
+in opposite directions most often take turns. Sharing 53 MB each between two ranks over 1 Gbit/s takes 878 ms with one
+message each, 445 ms in pieces, 690 ms as gloo's all-gather and 440 ms or 875 ms as two broadcasts.
+
+Messages are waited for, and added up, in threads of their own, as gloo does with its collectives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+PIECE_BYTES = 1 << 20
+Works = list[dist.Work | None]
 
 
 class Exchange:
@@ -31,15 +38,12 @@ class Exchange:
     ) -> "Exchange":
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         parts = list(whole.chunk(world)) if whole.numel() else [whole] * world
-        received: dict[int, Tensor] = {}
-        works: list[dist.Work | None] = []
-        if whole.numel():
-            # Everybody's first message goes to the next rank, so that no rank gets all of them at once.
-            for distance in range(1, world):
-                source, target = (rank - distance) % world, (rank + distance) % world
-                received[source] = torch.empty_like(shard)
-                works.append(dist.irecv(received[source], group=group, group_src=source))
-                works.append(dist.isend(parts[target], group=group, group_dst=target))
+        received = {source: torch.empty_like(shard) for source in range(world) if source != rank}
+        # Everybody's first message goes to the next rank, so that no rank gets all of them at once.
+        pairs = [((rank - distance) % world, (rank + distance) % world) for distance in range(1, world)]
+        from_others = [(source, received[source]) for source, _ in pairs]
+        to_others = [(target, parts[target]) for _, target in pairs]
+        works = _start(group, from_others, to_others)
         return cls(executor.submit(_add_up, works, shard, parts[rank], received, rank))
 
     @classmethod
@@ -48,14 +52,10 @@ class Exchange:
     ) -> "Exchange":
         """Each tensor with the rank that it comes from."""
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        works: list[dist.Work | None] = []
-        for source, tensor in parts:
-            if source != rank:
-                works.append(dist.irecv(tensor, group=group, group_src=source))
-            else:
-                targets = [(rank + distance) % world for distance in range(1, world)]
-                works += [dist.isend(tensor, group=group, group_dst=target) for target in targets]
-        return cls(executor.submit(_wait_for, works))
+        targets = [(rank + distance) % world for distance in range(1, world)]
+        from_others = [(source, tensor) for source, tensor in parts if source != rank]
+        to_others = [(target, tensor) for source, tensor in parts if source == rank for target in targets]
+        return cls(executor.submit(_wait_for, _start(group, from_others, to_others)))
 
     def wait(self) -> None:
         self._future.result()
@@ -64,14 +64,40 @@ class Exchange:
         self._future.add_done_callback(call)
 
 
-def _wait_for(works: list[dist.Work | None]) -> None:
+def _start(
+    group: dist.ProcessGroup | None, from_others: Sequence[tuple[int, Tensor]], to_others: Sequence[tuple[int, Tensor]]
+) -> Works:
+    """Tensors with the ranks that they come from and go to, piece by piece by turns. Between two ranks pieces come in
+    the order in which they were sent."""
+    works: Works = []
+    for incoming, outgoing in zip_longest(_by_turns(from_others), _by_turns(to_others)):
+        if incoming is not None:
+            works.append(dist.irecv(incoming[1], group=group, group_src=incoming[0]))
+        if outgoing is not None:
+            works.append(dist.isend(outgoing[1], group=group, group_dst=outgoing[0]))
+    return works
+
+
+def _by_turns(tensors: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """The first piece of each, then the second of each, and so on."""
+    pieces = [[(rank, piece) for piece in _cut(tensor)] for rank, tensor in tensors]
+    return (piece for piece in chain.from_iterable(zip_longest(*pieces)) if piece is not None)
+
+
+def _cut(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.numel() == 0:
+        return ()
+    return torch.split(tensor.view(-1), max(1, PIECE_BYTES // tensor.element_size()))
+
+
+def _wait_for(works: Works) -> None:
     for work in works:
         assert work is not None, "this rank is in the group"
         work.wait()
 
 
 @torch.no_grad()
-def _add_up(works: list[dist.Work | None], shard: Tensor, own: Tensor, received: dict[int, Tensor], rank: int) -> None:
+def _add_up(works: Works, shard: Tensor, own: Tensor, received: dict[int, Tensor], rank: int) -> None:
     _wait_for(works)
     in_order = [received.get(source, own) for source in range(len(received) + 1)]
     # Two summands may change places, so the first two ranks can add to their own part; for the others that would

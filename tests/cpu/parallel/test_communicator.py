@@ -49,3 +49,18 @@ def test_collectives_compute_what_their_names_say() -> None:
         assert got["shared"] == [0, 10, 20]
         assert got["parts"] == [0, 1, 2]
         assert got["counts"] == [6, 16 + 16 + 24 + 24 + 8 + 4 * (4 + 5 + 6)]
+
+
+def _scatter_sums(rank: int, world: int) -> tuple[list[float], list[float]]:
+    wholes = torch.randn(world, 8 * world, generator=torch.Generator().manual_seed(1))
+    shard = torch.empty(8)
+    Communicator.default().reduce_scatter(shard, wholes[rank].clone(), "x", average=False).wait()
+    in_order = wholes[0]
+    for other in wholes[1:]:
+        in_order = in_order + other
+    return shard.tolist(), in_order.chunk(world)[rank].tolist()
+
+
+def test_a_reduce_scatter_adds_in_the_order_of_ranks_to_the_bit() -> None:
+    for found, wanted in run_ranks(_scatter_sums, 4):
+        assert found == wanted

@@ -1,8 +1,8 @@
 """Fully sharded data parallelism: of every matrix each rank keeps a part, and the whole only while it is used.
 
-Files, from the bottom: `plan.py` says which matrices belong together, `flat.py` is their buffer and this rank's slice of
-it, `unit.py` what is gathered at once, `schedule.py` the order on which ranks agree, `runner.py` follows it, `access.py`
-puts all that under a module, `vectors.py` ends a step and `full.py` makes whole tensors.
+Files, from the bottom: `plan.py` says which matrices belong together, `flat.py` is their buffer and this rank's slice
+of it, `unit.py` what is gathered at once, `schedule.py` the order on which ranks agree, `runner.py` follows it,
+`access.py` puts all that under a module, `vectors.py` ends a step and `full.py` makes whole tensors.
 """
 
 from collections.abc import Iterator, Mapping
