@@ -31,15 +31,18 @@ setup: ## make .venv with the pinned packages; at once if it is up to date
 run: setup ## the main job: `stepscope bench` over its default grid, on the GPU if there is one
 	"$(bin)/stepscope" bench $(ARGS)
 
-# The tests of the command line spend their time in other processes, so most of them run beside the rest, with those of
-# kernels to make the two even, and those of the documentation after it; one thread each, because two that wait for each other at every small operation take longer than
-# one. The output of what runs beside comes when all is done.
+# Three at a time, one thread each, because two that wait for each other at every small operation take longer than one:
+# unit tests, those of torch and of the documentation; most of the command line and the kernels; and what mostly waits, for
+# other ranks or for a cluster. The output of the latter two comes when all is done.
+beside := tests/cli tests/cpu/kernels --ignore tests/cli/test_docs.py --ignore tests/cli/test_slurm.py --ignore tests/cli/test_train.py
+waiting := tests/cli/test_slurm.py tests/cli/test_train.py tests/cpu/parallel
 test: setup ## all tests that need no GPU
-	@export OMP_NUM_THREADS=1; said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
-	"$(bin)/python" -m pytest -p no:cacheprovider tests/cli tests/cpu/kernels --ignore tests/cli/test_docs.py $(ARGS) >"$$said" 2>&1 & beside=$$!; \
-	"$(bin)/python" -m pytest tests/unit tests/cpu --ignore tests/cpu/kernels tests/browser tests/cli/test_docs.py $(ARGS); here=$$?; \
-	wait $$beside; there=$$?; cat "$$said"; \
-	if [ $$here -eq 5 ]; then exit $$there; elif [ $$there -eq 5 ]; then exit $$here; fi; exit $$((here | there)) # 5: none chosen
+	@export OMP_NUM_THREADS=1; said=$$(mktemp -d); trap 'rm -rf "$$said"' EXIT; \
+	"$(bin)/python" -m pytest -p no:cacheprovider $(beside) $(ARGS) >"$$said/beside" 2>&1 & beside=$$!; \
+	"$(bin)/python" -m pytest -p no:cacheprovider $(waiting) $(ARGS) >"$$said/waiting" 2>&1 & waiting=$$!; \
+	"$(bin)/python" -m pytest tests/unit tests/cpu --ignore tests/cpu/kernels --ignore tests/cpu/parallel tests/browser tests/cli/test_docs.py $(ARGS); \
+	codes=$$?; wait $$beside; codes="$$codes $$?"; wait $$waiting; codes="$$codes $$?"; cat "$$said/beside" "$$said/waiting"; \
+	chosen=; for code in $$codes; do case $$code in 0) chosen=1;; 5) ;; *) exit 1;; esac; done; test -n "$$chosen" || exit 5 # 5: none chosen
 
 gpu: setup ## the tests that need a CUDA GPU
 	@"$(bin)/python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || { \

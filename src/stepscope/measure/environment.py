@@ -11,7 +11,7 @@ import torch
 
 import stepscope
 from stepscope.errors import StepscopeError
-from stepscope.hardware import find
+from stepscope.hardware import Hardware, find
 from stepscope.measure.nvml import driver_version
 from stepscope.measure.peak import measure_peaks
 from stepscope.recording.bench import Environment
@@ -47,10 +47,13 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def describe(device: torch.device, precisions: Collection[Precision]) -> Environment:
-    """The environment of `device`; peaks for `precisions` are measured when no data sheet has them."""
+def describe(device: torch.device, precisions: Collection[Precision], *, known: Hardware | None = None) -> Environment:
+    """The environment of `device`; peaks for `precisions` are measured when no data sheet has them, nor `known`, what was
+    measured of this device before."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     hardware = find(name) if device.type == "cuda" else None
+    if known is not None and known.name == name and set(precisions) <= set(known.peak_flops):
+        hardware = hardware or known
     return Environment(
         device=str(device),
         hardware=hardware or measure_peaks(name, device, precisions),

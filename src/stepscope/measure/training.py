@@ -31,6 +31,7 @@ from stepscope.recording.train import (
     TrainMemory,
     TrainRow,
     TrainRun,
+    read_run,
 )
 from stepscope.spec import Training
 from stepscope.step.learner import Learner, held_bytes
@@ -92,7 +93,10 @@ def train(
 
 
 def _keep_run(training: Training, folder: Path, device: torch.device, command: str, data_digest: str) -> None:
-    environment = describe(device, {training.workload.precision})
+    before = read_run(folder)
+    # With another number of ranks each has another share of the cores.
+    known = before.environment.hardware if before and before.training.ranks == training.ranks else None
+    environment = describe(device, {training.workload.precision}, known=known)
     run = TrainRun(training=training, environment=environment, command=command, data_digest=data_digest)
     _keep(folder / RUN_NAME, run)
 

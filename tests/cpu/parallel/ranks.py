@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "stepscope.parallel.group", "stepscope.nn"])
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "stepscope.parallel.group", "stepscope.measure.training"])
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: object, timeout_s: float = 60) -> list[Any]:
