@@ -5,6 +5,8 @@ A clock runs from its first reading on: whoever never reads it pays nothing, and
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -53,11 +55,17 @@ class HostClock:
         return span
 
     def wait(self, work: Work, span: Span | None) -> None:
-        begin_ns = time.perf_counter_ns()
-        work.wait()
-        self._exposed_ns += time.perf_counter_ns() - begin_ns
+        with self.standing_still():
+            work.wait()
         if span is not None:
             span.close()
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Whatever is done in here is done for a collective, and nothing else can be done meanwhile."""
+        begin_ns = time.perf_counter_ns()
+        yield
+        self._exposed_ns += time.perf_counter_ns() - begin_ns
 
     def take(self) -> tuple[int, int]:
         """Under way, and stood still for, since the last reading."""

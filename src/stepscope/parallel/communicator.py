@@ -83,7 +83,7 @@ class Communicator:
             tensor.nbytes,
             lambda: dist.all_reduce(staged, group=self.group, async_op=True),
         )
-        pending.finally_do(lambda: _bring_back(staged, tensor, self.world if average else 1))
+        pending.finally_do(lambda: self._bring_back(staged, tensor, self.world if average else 1))
         return pending
 
     def all_gather(self, whole: Tensor, shard: Tensor, name: str) -> "Pending":
@@ -95,7 +95,7 @@ class Communicator:
             whole.nbytes,
             lambda: self._issue_all_gather(staged_whole, staged_shard),
         )
-        pending.finally_do(lambda: _bring_back(staged_whole, whole, 1))
+        pending.finally_do(lambda: self._bring_back(staged_whole, whole, 1))
         return pending
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor, name: str, *, average: bool = True) -> "Pending":
@@ -108,7 +108,7 @@ class Communicator:
             whole.nbytes,
             lambda: self._issue_reduce_scatter(staged_shard, staged_whole),
         )
-        pending.finally_do(lambda: _bring_back(staged_shard, shard, self.world if average else 1))
+        pending.finally_do(lambda: self._bring_back(staged_shard, shard, self.world if average else 1))
         return pending
 
     def broadcast(self, tensor: Tensor, source: int, name: str) -> "Pending":
@@ -119,7 +119,7 @@ class Communicator:
             tensor.nbytes,
             lambda: dist.broadcast(staged, group=self.group, group_src=source, async_op=True),
         )
-        pending.finally_do(lambda: _bring_back(staged, tensor, 1))
+        pending.finally_do(lambda: self._bring_back(staged, tensor, 1))
         return pending
 
     def share(self, parts: Sequence[tuple[int, Tensor]], name: str) -> list["Pending"]:
@@ -135,7 +135,7 @@ class Communicator:
 
         def bring_back() -> None:
             for (_, ours), (_, tensor) in zip(staged, parts, strict=True):
-                _bring_back(ours, tensor, 1)
+                self._bring_back(ours, tensor, 1)
 
         pending.finally_do(bring_back)
         return [pending]
@@ -206,10 +206,23 @@ class Communicator:
 
     def _stage(self, tensor: Tensor) -> Tensor:
         """The tensor itself, or its content in the host's memory where the backend can read no other."""
-        return tensor.cpu() if self.backend == "gloo" and tensor.is_cuda else tensor
+        if self.backend != "gloo" or not tensor.is_cuda:
+            return tensor
+        torch.cuda.current_stream(tensor.device).synchronize()  # what computes it is no communication; the copy is
+        assert isinstance(self._clock, HostClock), "gloo's"
+        with self._clock.standing_still():
+            return tensor.cpu()
 
     def _empty_or_same(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu") if self.backend == "gloo" and tensor.is_cuda else tensor
+
+    def _bring_back(self, staged: Tensor, tensor: Tensor, divisor: int) -> None:
+        if staged is not tensor:
+            assert isinstance(self._clock, HostClock), "gloo's"
+            with self._clock.standing_still():
+                tensor.copy_(staged)
+        if divisor > 1:
+            tensor.div_(divisor)
 
 
 class Pending:
@@ -244,10 +257,3 @@ def _check_parts(whole: Tensor, shard: Tensor, world: int) -> None:
         raise ValueError(
             f"`whole` has {whole.numel()} elements and `shard` {shard.numel()}: expected {world} shards, contiguous"
         )
-
-
-def _bring_back(staged: Tensor, tensor: Tensor, divisor: int) -> None:
-    if staged is not tensor:
-        tensor.copy_(staged)
-    if divisor > 1:
-        tensor.div_(divisor)
