@@ -67,7 +67,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
     assert found.manifest.step == 1
 
 
-@pytest.mark.parametrize("calls", range(1, 6))
+@pytest.mark.parametrize("calls", range(1, 9))
 def test_a_kill_at_any_moment_leaves_the_one_before_or_the_new_one(
     tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,8 +79,8 @@ def test_a_kill_at_any_moment_leaves_the_one_before_or_the_new_one(
 
     left = calls
 
-    def count_down(name: str) -> None:
-        original = getattr(checkpoints, name)
+    def count_down(home: object, name: str) -> None:
+        original = getattr(home, name)
 
         def wrapped(*arguments: object) -> object:
             nonlocal left
@@ -89,14 +89,15 @@ def test_a_kill_at_any_moment_leaves_the_one_before_or_the_new_one(
                 raise KilledError
             return original(*arguments)
 
-        monkeypatch.setattr(checkpoints, name, wrapped)
+        monkeypatch.setattr(home, name, wrapped)
 
     for name in ("_to_disk", "_digest", "write_atomically", "_forget_old"):
-        count_down(name)
+        count_down(checkpoints, name)
+    count_down(Path, "replace")
     with contextlib.suppress(KilledError):
         _save(tmp_path, 2, b"new")
     monkeypatch.undo()
     found = newest(tmp_path)
     assert found is not None
     assert found.path.read_bytes() == {1: b"state", 2: b"new"}[found.manifest.step]
-    assert (found.manifest.step == 2) == (calls >= 5)
+    assert (found.manifest.step == 2) == (calls >= 7)

@@ -53,11 +53,11 @@ class Tokens:
 def _open_text(path: Path, context: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     size = path.stat().st_size
     text = np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
-    if size < context + 2:
+    if size < context + 1:
         raise StepscopeError(
             f"`{path}` has {size} bytes and a sequence needs {context + 1}",
             detail="a window of it, at a random place, is one sequence",
-            hint=f"a longer file, or --context {max(size - 2, 1)}",
+            hint=f"a longer file, or --context {max(size - 1, 1)}",
         )
     return text
 

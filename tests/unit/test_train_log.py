@@ -1,0 +1,55 @@
+"""The log of a training run goes on where its checkpoint is, whatever was written after it."""
+
+from pathlib import Path
+
+import pytest
+
+from stepscope.errors import StepscopeError
+from stepscope.recording.train import LogFile, TrainRow, read_log
+
+
+def _row(step: int) -> TrainRow:
+    return TrainRow(step=step, loss=float(step), tokens=8, step_ns=(5,), communication_ns=(1,), exposed_ns=(0,))
+
+
+def _write(path: Path, steps: range, tail: bytes = b"") -> None:
+    with LogFile(path, after=0) as log:
+        for step in steps:
+            log.append(_row(step))
+    with path.open("ab") as file:
+        file.write(tail)
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 6, "lo'])
+def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "log.jsonl"
+    _write(path, range(1, 6), tail)
+    with LogFile(path, after=3) as log:
+        log.append(_row(4))
+    rows, cut_bytes = read_log(path)
+    assert [row.step for row in rows] == [1, 2, 3, 4]
+    assert cut_bytes == 0
+
+
+def test_a_last_line_cut_short_is_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    _write(path, range(1, 3), b'{"step": 3')
+    rows, cut_bytes = read_log(path)
+    assert ([row.step for row in rows], cut_bytes) == ([1, 2], 10)
+
+
+def test_a_log_that_lacks_steps_of_the_checkpoint_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    _write(path, range(1, 3))
+    with pytest.raises(StepscopeError, match="does not have the steps of the checkpoint"):
+        LogFile(path, after=5)
+    with pytest.raises(StepscopeError, match="does not have the steps of the checkpoint"):
+        LogFile(tmp_path / "none.jsonl", after=1)
+
+
+@pytest.mark.parametrize("content", [b"not json\n", b'{"step": 1}\n', b'{"schema": "other"}\n{}\n'])
+def test_another_file_is_no_log(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(StepscopeError, match="not a training log"):
+        read_log(path)
