@@ -74,3 +74,10 @@ def test_a_journal_cut_short_reads_as_far_as_it_goes(tmp_path: Path) -> None:
     _journals(tmp_path, 1)
     (tmp_path / "1.journal").write_bytes(b"")
     assert [entry.issued for entry in read_journals(tmp_path)] == [1, 0]
+
+
+def test_a_rank_that_failed_for_anothers_sake_is_not_blamed(tmp_path: Path) -> None:
+    first, _, third = _journals(tmp_path, 4, 3, 4)
+    third.begin("all-gather of x")
+    first.leave("CollectiveError: rank 0 could not finish")
+    assert blame(read_journals(tmp_path)).startswith("rank 1 fell behind, after collective 3")

@@ -9,7 +9,9 @@ from stepscope.recording.train import LogFile, TrainRow, read_log
 
 
 def _row(step: int) -> TrainRow:
-    return TrainRow(step=step, loss=float(step), tokens=8, step_ns=(5,), communication_ns=(1,), exposed_ns=(0,))
+    return TrainRow(
+        step=step, loss=float(step), tokens=8, learning_rate=0.1, step_ns=(5,), communication_ns=(1,), exposed_ns=(0,)
+    )
 
 
 def _write(path: Path, steps: range, tail: bytes = b"") -> None:

@@ -135,16 +135,16 @@ def predict_ddp(
     return rank.step_time()
 
 
-def predict_sharded_optimizer(ddp: StepTime, compute: Compute, links: Links, messages_bytes: Sequence[int]) -> StepTime:
-    """On top of a step of DDP: each rank updates its share, and afterwards the owners broadcast what is new, in so many
-    messages."""
-    sharing_ns = sum(links.time_ns("broadcast", size) for size in messages_bytes)
+def predict_sharded_optimizer(ddp: StepTime, compute: Compute, links: Links, parameter_bytes: int) -> StepTime:
+    """On top of a step of DDP: each rank updates its share, and afterwards everybody's go to everybody, as in an
+    all-gather."""
+    sharing_ns = links.time_ns("all-gather", parameter_bytes)
     saved_ns = compute.optimizer_ns * (1 - 1 / links.place.ranks)
     return StepTime(
         communication_ns=ddp.communication_ns + sharing_ns,
         exposed_ns=ddp.exposed_ns + sharing_ns,
         step_ns=ddp.step_ns + sharing_ns - saved_ns,
-        collectives=ddp.collectives + len(messages_bytes),
+        collectives=ddp.collectives + 1,
     )
 
 

@@ -24,7 +24,7 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.jobs.process import require_torch
 from stepscope.jobs.rank_messages import Birth, RankDone, RankFailed, RankMessage, RankRequest, Setup
-from stepscope.parallel.journal import read_journals
+from stepscope.parallel.journal import find_culprit, read_journals
 from stepscope.recording.lines import writing
 
 LOGS_NAME, JOURNAL_NAME = "logs", "journal"
@@ -177,6 +177,13 @@ def _explain(ranks: _Ranks, journal: Path, logs: Path) -> StepscopeError:
     failure = ranks.failures.get(culprit)
     if failure is None:
         code = ranks.codes[culprit]
+        behind = find_culprit(read_journals(journal)) if code == -signal.SIGABRT else None
+        if behind is not None and behind.rank not in died:  # a backend ends its process when another does not answer
+            return StepscopeError(
+                f"rank {behind.rank} fell behind, {behind.last_collective}",
+                detail=f"rank {culprit} was ended by its backend while it waited; the other ranks were stopped",
+                hint=f"less {logs / f'rank-{behind.rank}.log'}",
+            )
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         return StepscopeError(f"rank {culprit} {how}, {at}", detail="the other ranks were stopped", hint=log)
     if failure.in_collective:

@@ -48,8 +48,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def describe(device: torch.device, precisions: Collection[Precision], *, known: Hardware | None = None) -> Environment:
-    """The environment of `device`; peaks for `precisions` are measured when no data sheet has them, nor `known`, what was
-    measured of this device before."""
+    """The environment of `device`; peaks for `precisions` are measured when no data sheet has them, nor `known`, what
+    was measured of this device before."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     hardware = find(name) if device.type == "cuda" else None
     if known is not None and known.name == name and set(precisions) <= set(known.peak_flops):

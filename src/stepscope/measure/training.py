@@ -19,6 +19,7 @@ from stepscope.errors import StepscopeError
 from stepscope.measure.environment import describe
 from stepscope.measure.memory import HostMemory
 from stepscope.parallel import FSDP, Communicator
+from stepscope.parallel.agreement import require_agreement
 from stepscope.parallel.group import choose_device
 from stepscope.recording.checkpoints import FOLDER_NAME, IF_FULL, Checkpoint, newest, save, write_atomically
 from stepscope.recording.lines import writing
@@ -68,6 +69,7 @@ def train(
     elif "OMP_NUM_THREADS" not in os.environ:  # ranks of one machine share its cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // communicator.world))
     is_first = communicator.rank == 0
+    require_agreement(communicator, _say_settings(training, data_digest), "training", hint="one command on all ranks")
     run = _Run(training, folder, communicator, place, data_digest)
     done = run.resume()
     if is_first:
@@ -90,6 +92,13 @@ def train(
                 run.save(step)
                 if is_first:
                     listener.saved(step)
+
+
+def _say_settings(training: Training, data_digest: str) -> list[str]:
+    """A line for each setting. Where they run is each rank's own."""
+    workload = msgspec.structs.replace(training.workload, device="auto")
+    fields = msgspec.structs.asdict(training) | {"workload": workload, "data": data_digest}
+    return [f"{name}: {value}" for name, value in fields.items()]
 
 
 def _keep_run(training: Training, folder: Path, device: torch.device, command: str, data_digest: str) -> None:
@@ -192,6 +201,7 @@ class _Run:
             step=step,
             loss=sum(losses) / world,
             tokens=self._training.workload.tokens,
+            learning_rate=self._learning_rate(step),
             step_ns=tuple(int(value) for value in steps),
             communication_ns=tuple(int(value) for value in busy),
             exposed_ns=tuple(int(value) for value in exposed),

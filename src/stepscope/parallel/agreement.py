@@ -23,10 +23,32 @@ def require_same_model(communicator: Communicator, module: nn.Module) -> None:
     require_agreement(communicator, describe_model(module), "model", hint="print(module)  # on both ranks")
 
 
-def require_same_inputs(communicator: Communicator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """The tensors among a forward pass's arguments have the same shapes and dtypes on every rank, or an error."""
-    lines = describe_inputs(args, kwargs)
-    require_agreement(communicator, lines, "input", hint="DDP(module, check_inputs=False)  # where they may differ")
+class InputCheck:
+    """Do the inputs of the first training step have the same shapes on all ranks that have any?
+
+    Compared when that step is finished, which all ranks do together: a rank may have nothing to run a forward pass on.
+    """
+
+    def __init__(self, communicator: Communicator, *, wanted: bool) -> None:
+        self._communicator = communicator
+        self._waits = wanted
+        self._lines: list[str] | None = None
+
+    def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """What a forward pass is given; the first counts."""
+        if self._waits and self._lines is None:
+            self._lines = describe_inputs(args, kwargs)
+
+    def settle(self) -> None:
+        """The same error on all ranks, unless they agree."""
+        if not self._waits:
+            return
+        self._waits = False
+        shared = self._communicator.share_objects(self._lines, "the shapes of inputs")
+        described = {rank: lines for rank, lines in enumerate(shared) if lines is not None}
+        if len({tuple(lines) for lines in described.values()}) > 1:
+            hint = "batches of one shape, or check_inputs=False where they may differ"
+            raise _disagreement(described, "input", hint)
 
 
 def require_agreement(communicator: Communicator, lines: Sequence[str], subject: str, *, hint: str) -> None:
@@ -34,7 +56,8 @@ def require_agreement(communicator: Communicator, lines: Sequence[str], subject:
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests = communicator.share_objects(digest, f"the {subject}'s digest")
     if len(set(digests)) > 1:
-        raise _disagreement(communicator.share_objects(list(lines), f"the {subject}'s description"), subject, hint)
+        described = communicator.share_objects(list(lines), f"the {subject}'s description")
+        raise _disagreement(dict(enumerate(described)), subject, hint)
 
 
 def describe_model(module: nn.Module) -> list[str]:
@@ -73,12 +96,12 @@ def _describe_layout(tensor: Tensor) -> str:
     return "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
 
 
-def _disagreement(descriptions: list[list[str]], subject: str, hint: str) -> StepscopeError:
+def _disagreement(descriptions: Mapping[int, list[str]], subject: str, hint: str) -> StepscopeError:
     """Most ranks are taken to be right; where there is no majority, the lowest rank is."""
-    counts = Counter(tuple(lines) for lines in descriptions)
+    counts = Counter(tuple(lines) for lines in descriptions.values())
     usual = list(counts.most_common(1)[0][0])
-    right = descriptions.index(usual)
-    odd = next(rank for rank, lines in enumerate(descriptions) if lines != usual)
+    right = next(rank for rank, lines in descriptions.items() if lines == usual)
+    odd = next(rank for rank, lines in descriptions.items() if lines != usual)
     pairs = zip_longest(usual, descriptions[odd], fillvalue="nothing further")
     expected, found = next(pair for pair in pairs if pair[0] != pair[1])
     return StepscopeError(

@@ -10,7 +10,7 @@ CUDA tensors go over gloo by way of the host's memory, which is for tests and fo
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepscope.errors import StepscopeError
+from stepscope.parallel.background import Background
 from stepscope.parallel.clocks import CudaClock, HostClock, Span, Work
 from stepscope.parallel.exchange import Exchange
 from stepscope.parallel.journal import FOLDER_VARIABLE, Journal, blame
@@ -59,9 +60,9 @@ class Communicator:
         self.world = dist.get_world_size(group)
         self.backend = dist.get_backend(group)
         folder = os.environ.get(FOLDER_VARIABLE)
-        self.journal = journal or Journal(Path(folder) if folder else None, self.rank)
+        self.journal = journal or _open_journal(folder, dist.get_rank(), os.getpid())
         self._clock = CudaClock() if self.backend == "nccl" else HostClock()
-        self._thread: ThreadPoolExecutor | None = None
+        self._background: Background | None = None
         self._message_bytes = 0
         self._issued = 0
 
@@ -130,7 +131,7 @@ class Communicator:
         pending = self._begin(
             f"sharing of {name}",
             sum(tensor.nbytes for _, tensor in parts),
-            lambda: Exchange.share(self._executor(), staged, self.group),
+            lambda: Exchange.share(self._threads(), staged, self.group),
         )
 
         def bring_back() -> None:
@@ -164,18 +165,18 @@ class Communicator:
         parts = whole.detach().chunk(self.world) if whole.numel() else ()
         if parts and parts[self.rank].data_ptr() != shard.data_ptr():
             parts[self.rank].copy_(shard)
-        return Exchange.share(self._executor(), list(enumerate(parts)), self.group)
+        return Exchange.share(self._threads(), list(enumerate(parts)), self.group)
 
     def _issue_reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work | None:
         if self.backend != "gloo":
             work: dist.Work | None = _reduce_scatter(shard, whole, group=self.group, async_op=True)
             return work
-        return Exchange.reduce_scatter(self._executor(), shard, whole, self.group)
+        return Exchange.reduce_scatter(self._threads(), shard, whole, self.group)
 
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=2, thread_name_prefix="stepscope-exchange")
-        return self._thread
+    def _threads(self) -> Background:
+        if self._background is None:
+            self._background = Background()
+        return self._background
 
     def _begin(self, name: str, message_bytes: int, issue: Callable[[], Work | None]) -> "Pending":
         self.journal.begin(name)
@@ -250,6 +251,12 @@ class Pending:
             raise communicator._explain(self._name, error) from error
         communicator.journal.end()
         self._after()
+
+
+@cache
+def _open_journal(folder: str | None, rank: int, process: int) -> Journal:  # noqa: ARG001  # a fork has its own
+    """One for each process, whatever groups it is in."""
+    return Journal(Path(folder) if folder else None, rank)
 
 
 def _check_parts(whole: Tensor, shard: Tensor, world: int) -> None:

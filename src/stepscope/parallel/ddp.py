@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stepscope.errors import StepscopeError
-from stepscope.parallel.agreement import require_same_inputs, require_same_model
+from stepscope.parallel.agreement import InputCheck, require_same_model
 from stepscope.parallel.averaging import GradientAverager
 from stepscope.parallel.buckets import EDGE_BYTES, SEPARATE, TOGETHER, Limits
 from stepscope.parallel.coalesced import broadcast_tensors
@@ -72,7 +72,7 @@ class DDP(nn.Module):
         require_same_model(self._communicator, module)
         tensors = [*module.parameters(), *module.buffers()]
         broadcast_tensors(self._communicator, tensors, [0] * len(tensors), "parameters and buffers")
-        self._inputs_unchecked = check_inputs
+        self._inputs = InputCheck(self._communicator, wanted=check_inputs)
         named = list(module.named_parameters())
         self._frozen = [(name, param) for name, param in named if not param.requires_grad]
         trained = [(name, param) for name, param in named if param.requires_grad]
@@ -102,6 +102,7 @@ class DDP(nn.Module):
                 hint="leave the `with model.no_sync():` block first",
             )
         self._averager.finish()
+        self._inputs.settle()
 
     def broadcast_buffers(self) -> None:
         """Rank 0's buffers to all ranks: before an evaluation that all take part in, say. Every rank calls this."""
@@ -123,9 +124,7 @@ class DDP(nn.Module):
                     detail="its gradients would not be averaged",
                     hint="model = DDP(model.module)  # anew",
                 )
-        if self._inputs_unchecked:
-            self._inputs_unchecked = False
-            require_same_inputs(self._communicator, args, kwargs)
+        self._inputs.see(args, kwargs)
 
 
 def _read_strategy(strategy: str, bucket_mb: float) -> tuple[Limits, bool]:

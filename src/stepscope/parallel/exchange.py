@@ -15,12 +15,14 @@ Messages are waited for, and added up, in threads of their own, as gloo does wit
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from stepscope.parallel.background import Background
 
 PIECE_BYTES = 1 << 20
 Works = list[dist.Work | None]
@@ -34,7 +36,7 @@ class Exchange:
 
     @classmethod
     def reduce_scatter(
-        cls, executor: ThreadPoolExecutor, shard: Tensor, whole: Tensor, group: dist.ProcessGroup | None
+        cls, threads: Background, shard: Tensor, whole: Tensor, group: dist.ProcessGroup | None
     ) -> "Exchange":
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         parts = list(whole.chunk(world)) if whole.numel() else [whole] * world
@@ -44,18 +46,18 @@ class Exchange:
         from_others = [(source, received[source]) for source, _ in pairs]
         to_others = [(target, parts[target]) for _, target in pairs]
         works = _start(group, from_others, to_others)
-        return cls(executor.submit(_add_up, works, shard, parts[rank], received, rank))
+        return cls(threads.submit(_add_up, works, shard, parts[rank], received, rank))
 
     @classmethod
     def share(
-        cls, executor: ThreadPoolExecutor, parts: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup | None
+        cls, threads: Background, parts: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup | None
     ) -> "Exchange":
         """Each tensor with the rank that it comes from."""
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         targets = [(rank + distance) % world for distance in range(1, world)]
         from_others = [(source, tensor) for source, tensor in parts if source != rank]
         to_others = [(target, tensor) for source, tensor in parts if source == rank for target in targets]
-        return cls(executor.submit(_wait_for, _start(group, from_others, to_others)))
+        return cls(threads.submit(_wait_for, _start(group, from_others, to_others)))
 
     def wait(self) -> None:
         self._future.result()

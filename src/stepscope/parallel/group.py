@@ -20,11 +20,6 @@ from stepscope.parallel.communicator import Communicator
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def is_rank() -> bool:
-    """Whether somebody started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 @contextmanager
 def join(
     *, backend: str, timeout_s: float, meeting: Path | None = None, rank: int = 0, world: int = 1
@@ -54,7 +49,7 @@ def join(
 def _init_from_environment(backend: str, timeout: timedelta) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout)
-    except dist.DistNetworkError as error:
+    except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise StepscopeError(
             f"the ranks could not meet at `{address}`",
@@ -78,8 +73,11 @@ def _check_environment() -> None:
             detail="expected RANK to be a number below WORLD_SIZE",
             hint="torchrun --help",
         )
+    port = os.environ["MASTER_PORT"]
+    if not port.isdigit() or int(port) > 65535:
+        raise StepscopeError(f"MASTER_PORT `{port}` is no port", detail="expected a number", hint="MASTER_PORT=29500")
     if rank == "0":
-        _check_port(int(os.environ["MASTER_PORT"]))
+        _check_port(int(port))
 
 
 def _check_port(port: int) -> None:

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 FOLDER_VARIABLE = "STEPSCOPE_JOURNAL"
+VICTIM = "CollectiveError"  # how the reason of a rank begins that failed for another's sake
 _HEADER = struct.Struct("<QQQQB")  # issued, finished, process, time, state
 _HOST_BYTES, _TEXT_BYTES = 64, 400
 _SIZE = _HEADER.size + _HOST_BYTES + 2 * _TEXT_BYTES
@@ -49,6 +50,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         except PermissionError:
             return False
         return _is_zombie(self.process)
+
+    @property
+    def is_victim(self) -> bool:
+        """It failed for another's sake."""
+        return self.state == "raised" and self.reason.startswith(VICTIM)
 
     @property
     def last_collective(self) -> str:
@@ -110,17 +116,19 @@ def read_journals(folder: Path) -> list[Entry]:
 
 
 def find_culprit(entries: Sequence[Entry]) -> Entry | None:
-    """The rank that the others wait for: the first that raised, else one that is gone, else the one that has issued
-    fewest collectives. None when no rank stands out."""
-    raised = [entry for entry in entries if entry.state == "raised"]
+    """The rank that the others wait for: the first that raised by itself, else one that is gone, else one that has
+    issued fewer collectives than another. None when no rank stands out."""
+    suspects = [entry for entry in entries if not entry.is_victim]
+    raised = [entry for entry in suspects if entry.state == "raised"]
     if raised:
         return min(raised, key=lambda entry: entry.at_ns)
-    gone = [entry for entry in entries if entry.state == "running" and entry.is_gone]
+    gone = [entry for entry in suspects if entry.state == "running" and entry.is_gone]
     if gone:
         return gone[0]
-    if len({entry.issued for entry in entries}) < 2:
+    last = min(suspects, key=lambda entry: entry.issued, default=None)
+    if last is None or last.issued == max(entry.issued for entry in entries):
         return None
-    return min(entries, key=lambda entry: entry.issued)
+    return last
 
 
 def blame(entries: Sequence[Entry]) -> str:

@@ -32,6 +32,7 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # counted from 1
     loss: float  # the mean over all sequences of the batch
     tokens: int
+    learning_rate: float
     step_ns: tuple[int, ...]
     communication_ns: tuple[int, ...]
     exposed_ns: tuple[int, ...]

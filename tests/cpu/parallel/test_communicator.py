@@ -1,5 +1,7 @@
 """Collectives through the communicator: what they compute, count, and say when a rank is missing."""
 
+import time
+
 import torch
 
 from stepscope.parallel import Communicator
@@ -64,3 +66,32 @@ def _scatter_sums(rank: int, world: int) -> tuple[list[float], list[float]]:
 def test_a_reduce_scatter_adds_in_the_order_of_ranks_to_the_bit() -> None:
     for found, wanted in run_ranks(_scatter_sums, 4):
         assert found == wanted
+
+
+def _wait_late(rank: int, world: int) -> tuple[int, int]:
+    """Rank 0 works for 0.2 s while rank 1 is 0.4 s late: half of the collective is hidden."""
+    comm = Communicator.default()
+    comm.all_reduce(torch.ones(1), "warm-up").wait()
+    comm.barrier("begin")
+    comm.take_time()
+    if rank == 1:
+        time.sleep(0.4)
+    pending = [comm.all_reduce(torch.ones(1), name) for name in ("first", "second")]
+    if rank == 0:
+        time.sleep(0.2)
+    for one in pending:
+        one.wait()
+    taken = comm.take_time()
+    return taken.busy_ns, taken.exposed_ns
+
+
+def test_what_is_hidden_is_under_way_and_not_waited_for() -> None:
+    (busy_ns, exposed_ns), _ = run_ranks(_wait_late, 2)
+    assert 0.35e9 < busy_ns < 0.75e9, "two at once are not two in turn"
+    assert exposed_ns < busy_ns - 0.15e9
+
+
+def test_spans_that_overlap_count_once() -> None:
+    from stepscope.parallel.clocks import _union_ns
+
+    assert _union_ns([(0, 10), (5, 15), (20, 30), (22, 25)]) == 25

@@ -442,18 +442,27 @@ def unlike_inputs_are_refused(rank: int, world: int) -> None:
             out: Tensor = self.layer(pair[0]) * mask["m"]
             return out
 
+    def step(ddp: nn.Module, x: Tensor, mask: dict[str, Tensor]) -> None:
+        assert isinstance(ddp, DDP)
+        ddp((x, 1), mask=mask).sum().backward()
+        ddp.finish_gradient_synchronization()
+
     mask = {"m": torch.ones(1)}
     with pytest.raises(StepscopeError, match="rank `1` has another input than rank `0`") as caught:
-        DDP(Takes())((torch.zeros(2 + rank, WIDTH), 1), mask=mask)
+        step(DDP(Takes()), torch.zeros(2 + rank, WIDTH), mask)
     assert caught.value.detail.splitlines()[-1] == "rank 1: argument `0[0]`: float32 (3, 8)"
     with pytest.raises(StepscopeError, match="rank `1`"):
-        DDP(Takes())((torch.zeros(2, WIDTH), 1), mask={"m": torch.ones(1 + rank, 1)})
-    DDP(Takes(), check_inputs=False)((torch.zeros(2 + rank, WIDTH), 1), mask=mask)
+        step(DDP(Takes()), torch.zeros(2, WIDTH), {"m": torch.ones(1 + rank, 1)})
+    step(DDP(Takes(), check_inputs=False), torch.zeros(2 + rank, WIDTH), mask)
     ddp = DDP(Takes())
     if rank == 0:
         # Whoever evaluates alone waits for nobody.
         ddp.eval()(((torch.zeros(1, WIDTH)), 1), mask=mask)
-    ddp.train()((torch.zeros(2, WIDTH), 1), mask=mask)
+    step(ddp.train(), torch.zeros(2, WIDTH), mask)
+    ddp = DDP(Takes())
+    if rank == 0:  # the other has no data in the first step
+        ddp((torch.zeros(2, WIDTH), 1), mask=mask).sum().backward()
+    ddp.finish_gradient_synchronization()
 
 
 def training_what_was_frozen_is_refused(rank: int, world: int) -> None:

@@ -45,22 +45,27 @@ def test_the_others_name_the_rank_and_its_last_collective(fault: str, said: str)
     assert time.monotonic() - begin < 30
 
 
-def _disagree(rank: int, world: int, what: str) -> str:
+def _disagree(rank: int, world: int) -> list[str]:
     from stepscope.errors import StepscopeError
-    from stepscope.parallel import DDP
+    from stepscope.parallel import DDP, FSDP
 
-    model = torch.nn.Linear(4, 4 + (rank == 1 and what == "model"))
-    try:
-        DDP(model)(torch.ones(2 + (rank == 1 and what == "batch"), 4))
-    except StepscopeError as error:
-        return str(error)
-    return ""
+    told = []
+    for wrap in (DDP, FSDP):
+        for what in ("model", "batch", "nothing", *["no forward pass"] * (wrap is DDP)):
+            try:
+                model = wrap(torch.nn.Linear(4, 4 + (rank == 1 and what == "model")))
+                if rank == 0 or what != "no forward pass":
+                    model(torch.ones(2 + (rank == 1 and what == "batch"), 4)).sum().backward()
+                model.finish_gradient_synchronization()
+            except StepscopeError as error:
+                told.append(f"{wrap.__name__} {what}: {error}")
+    return told
 
 
-@pytest.mark.parametrize("what", ["model", "batch"])
-def test_ranks_that_differ_are_told_before_anything_is_trained(what: str) -> None:
-    for said in run_ranks(_disagree, 2, what):
-        assert "rank 1" in said
+def test_ranks_that_differ_are_told_before_anything_is_updated() -> None:
+    for told in run_ranks(_disagree, 2):
+        beginnings = [line.partition(": rank `1` has another")[0] for line in told]
+        assert beginnings == ["DDP model", "DDP batch", "FSDP model", "FSDP batch"]
 
 
 def test_a_model_is_not_wrapped_without_a_group() -> None:

@@ -193,3 +193,47 @@ def test_memory_is_accounted_for_by_rank(undisturbed: Path, tmp_path: Path) -> N
         assert sharded[rank, "after the update"].optimizer <= parameters + 2 * largest + 1024
         assert fsdp[rank, "after the update"].parameters < 0.6 * parameters
         assert fsdp[rank, "after the update"].gathered > 0
+
+
+def test_the_learning_rate_rises_and_stays(tmp_path: Path) -> None:
+    train_on(with_ranks(1, "single", warmup_steps=4, steps=6), tmp_path)
+    rates = [row.learning_rate for row in read_log(tmp_path / LOG_NAME)[0]]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+
+
+def _count_messages(rank: int, world: int) -> list[int]:
+    from stepscope.step.learner import Learner
+
+    counts = []
+    for accumulate in (1, 2):
+        communicator = Communicator()
+        learner = Learner(with_ranks(2, "flat", accumulate=accumulate), communicator, torch.device("cpu"))
+        for _ in range(2):  # the first step compares inputs besides
+            communicator.take_time()
+            for number in range(accumulate):
+                learner.add_gradients(torch.zeros(1, 9, dtype=torch.long), is_last=number == accumulate - 1)
+            learner.finish_gradients()
+            learner.forget_gradients()
+        counts.append(communicator.take_time().issued)
+    return counts
+
+
+def test_passes_that_accumulate_send_nothing() -> None:
+    assert run_ranks(_count_messages, 2) == [[1, 1], [1, 1]]
+
+
+def _train_with_other_settings(rank: int, world: int, folder: Path) -> str:
+    from stepscope.errors import StepscopeError
+
+    try:
+        train_here(rank, world, with_ranks(2, "flat", learning_rate=0.1 * (rank + 1)), folder)
+    except StepscopeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_settings_are_told_at_the_start(tmp_path: Path) -> None:
+    for said in run_ranks(_train_with_other_settings, 2, tmp_path):
+        assert "rank `1` has another training than rank `0`" in said
+        assert "learning_rate: 0.2" in said
+    assert not (tmp_path / LOG_NAME).exists()

@@ -37,9 +37,6 @@ class Ledger:
     def remove(self, num_bytes: int) -> None:
         self.live_bytes -= num_bytes
 
-    def reset_peak(self) -> None:
-        self.peak_bytes = self.live_bytes
-
 
 class Place:
     """One parameter in the buffer: where it lies, its piece on this rank, and itself while it is gathered."""

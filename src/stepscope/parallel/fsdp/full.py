@@ -81,15 +81,18 @@ class FullTensors:
     def load_state(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
         known = {place.name for _, place in self._places()} | {member.name for member in self._vectors}
         _refuse_unknown("state", set(state) - known)
-        for flat, place in self._places():
-            if place.piece.numel() and place.name in state:
-                optimizer.state[place.piece] = {
-                    key: _own_state(flat, place, value) for key, value in state[place.name].items()
-                }
-        for member in self._vectors:
-            if member.name in state:
-                values = {key: _copy(value) for key, value in state[member.name].items()}
-                optimizer.state[member.parameter] = values
+        values: dict[Tensor, Mapping[str, Any]] = {
+            place.piece: {key: _own_state(flat, place, value) for key, value in state[place.name].items()}
+            for flat, place in self._places()
+            if place.piece.numel() and place.name in state
+        }
+        values |= {member.parameter: state[member.name] for member in self._vectors if member.name in state}
+        # By way of the optimizer's own loading, which knows on which device and in which dtype it wants each value.
+        groups = optimizer.state_dict()["param_groups"]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        indices = [index for group in groups for index in group["params"]]
+        held = {index: values[param] for param, index in zip(params, indices, strict=True) if param in values}
+        optimizer.load_state_dict({"state": held, "param_groups": groups})
 
     def _places(self) -> list[tuple[Flat, Place]]:
         return [(flat, place) for flat in self._flats for place in flat.places]
@@ -147,8 +150,8 @@ def _sharded_keys(flat: Flat, all_kinds: Sequence[Kinds]) -> list[tuple[str, tor
 
 def _own_state(flat: Flat, place: Place, value: object) -> object:
     if isinstance(value, Tensor) and value.shape == place.shape:
-        return flat.own_part(place, value).to(flat.device, copy=True)
-    return _copy(value)
+        return flat.own_part(place, value)
+    return value
 
 
 def _cut_full(whole: Tensor, place: Place) -> Tensor:

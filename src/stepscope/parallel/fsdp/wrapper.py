@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from stepscope.errors import StepscopeError
-from stepscope.parallel.agreement import require_same_model
+from stepscope.parallel.agreement import InputCheck, require_same_model
 from stepscope.parallel.coalesced import broadcast_tensors
 from stepscope.parallel.communicator import Communicator
 from stepscope.parallel.fsdp.access import serve_unit, serve_vectors, wrap_doors, wrap_root
@@ -49,6 +49,7 @@ class FSDP(nn.Module):
         compute_dtype: torch.dtype | None = None,
         *,
         communicator: Communicator | None = None,
+        check_inputs: bool = True,
     ) -> None:
         super().__init__()
         _refuse_dtype(compute_dtype)
@@ -66,9 +67,12 @@ class FSDP(nn.Module):
         if compute_dtype is not None:
             _widen(plan)
         self._shard(plan)
+        self._inputs = InputCheck(self._communicator, wanted=check_inputs)
         self._full = FullTensors(self._units, self._vectors, self._communicator)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.training:
+            self._inputs.see(args, kwargs)
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -94,6 +98,7 @@ class FSDP(nn.Module):
             self._runner.finish()
             vectors = [member.parameter for member in self._vectors]
             LastMessage(vectors, self._units, self._communicator).exchange()
+            self._inputs.settle()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
