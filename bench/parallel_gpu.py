@@ -25,6 +25,7 @@ from stepscope.nn import TransformerLM
 from stepscope.parallel.group import join
 from stepscope.spec import SIZES
 
+MOST_APART = 1e-4  # a tenth of what one step of AdamW moves a parameter
 PEERS = {
     "bucketed": ("torch DDP", "torch DDP, bucket view"),
     "ShardedOptimizer": ("ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer, bucket view"),
@@ -78,6 +79,7 @@ def _measure(options: argparse.Namespace) -> list[dict[str, object]]:
             reference = found
         apart = max(float((one - other).abs().max()) for one, other in zip(found, reference, strict=True))
         print(f"{name}: at most {apart:.2g} from the bare model after two steps", flush=True)
+        assert apart < MOST_APART, f"{name} trains another model"
     samples: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(options.rounds + 3):
         turn = number % len(NAMES)

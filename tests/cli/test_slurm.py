@@ -229,6 +229,27 @@ def test_training_that_is_queued_again_goes_on_from_its_checkpoint(tmp_path: Pat
     assert "400" in again.stdout
 
 
+def test_a_fresh_training_that_is_typed_again_is_collected_and_not_deleted(tmp_path: Path) -> None:
+    command = ["train", *TRAINED, "--steps", "3", "--fresh", *JOB]
+    first = stepscope(tmp_path, *command, "--no-wait")
+    assert first.returncode == 0, first.stderr
+    manifest, log = tmp_path / "runs/train/checkpoints/step-00000003.json", tmp_path / "runs/train/log.jsonl"
+    _wait_until(manifest.exists)
+    _wait_until(lambda: not _slurm("squeue", "--noheader").strip())
+    written = log.read_text()
+    shown = stepscope(tmp_path, *command, "--print-sbatch")
+    assert shown.returncode == 0, shown.stderr
+    again = stepscope(tmp_path, *command)
+    assert again.returncode == 0, again.stderr
+    assert "submitted before and not collected yet" in again.stderr
+    assert log.read_text() == written
+    anew = stepscope(tmp_path, *command)
+    assert anew.returncode == 0, anew.stderr
+    assert "submitted: job" in anew.stderr
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]
+    assert log.read_text() != written, "that one was collected: now it begins anew"
+
+
 def test_a_job_that_is_cancelled_while_it_runs_is_named_with_its_log(
     tmp_path: Path, ranks: Callable[[str], SlurmRanks]
 ) -> None:

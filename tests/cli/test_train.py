@@ -48,12 +48,23 @@ def test_two_ranks_train_resume_and_are_shown(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
     shown = stepscope(tmp_path, "train", "--from", "runs/train", "--plot", "loss.svg", "--format", "csv")
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[1].startswith("fsdp,2,5,")
+    assert [line.split(",")[:3] for line in shown.stdout.splitlines()[1:]] == [
+        ["bucketed", "2", "3"],
+        ["fsdp", "2", "2"],
+    ]
     assert "<svg" in (tmp_path / "loss.svg").read_text()
     other = stepscope(tmp_path, *command, "--steps", "9", "--seed", "1", **ONE_THREAD)
     assert other.returncode == 2
     assert "seed was `0` and is `1`" in other.stderr
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    anew = stepscope(tmp_path, *command, "--fresh", "--steps", "1", "--seed", "1", **ONE_THREAD)
+    assert anew.returncode == 0, anew.stderr
+    assert "going on" not in anew.stderr
+    assert steps(tmp_path) == [1]
+    assert sorted(path.name for path in (tmp_path / "runs/train/checkpoints").iterdir()) == [
+        "step-00000001.json",
+        "step-00000001.pt",
+    ]
 
 
 def test_a_killed_rank_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
@@ -85,7 +96,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
     assert run.wait(40) == 2
     said = (tmp_path / "stderr.txt").read_text()
     assert "rank 1 could not finish" in said
-    assert "rank 0 fell behind" in said
+    assert "rank 0 is halted" in said
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
@@ -127,6 +138,14 @@ def test_an_occupied_port_is_said_at_once(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert f"port `{port}` cannot be used: Address already in use" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_half_a_rank_is_refused(tmp_path: Path) -> None:
+    run = stepscope(tmp_path, "train", *TINY, RANK="0")
+    assert run.returncode == 2
+    assert "RANK is `0` and WORLD_SIZE is not set" in run.stderr
+    assert "hint: unset RANK" in run.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -88,6 +88,19 @@ def test_ranks_that_share_a_gpu_train_as_one_process_does(world: int, tmp_path: 
         assert _distance(_weights(tmp_path / str(number)), parts) <= limit, way
 
 
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """State that was saved on the host goes to where the optimizer wants it, `fused` included."""
+    workload = msgspec.structs.replace(PLAIN.workload, optimizer="adamw-fused")
+    whole = [msgspec.structs.replace(PLAIN, workload=workload, ranks=2, **way) for way in WAYS]
+    run_ranks(_train, 2, whole, tmp_path / "whole", timeout_s=240)
+    run_ranks(_train, 2, [msgspec.structs.replace(one, steps=5) for one in whole], tmp_path / "parts", timeout_s=240)
+    run_ranks(_train, 2, whole, tmp_path / "parts", timeout_s=240)
+    for number, way in enumerate(WAYS):
+        resumed, undisturbed = (_weights(tmp_path / part / str(number)) for part in ("parts", "whole"))
+        for name, weight in undisturbed.items():
+            assert torch.equal(resumed[name], weight), (way, name)
+
+
 def test_bf16_trains_under_every_strategy(tmp_path: Path) -> None:
     half = msgspec.structs.replace(PLAIN, workload=msgspec.structs.replace(PLAIN.workload, precision="bf16"))
     trainings = [msgspec.structs.replace(half, ranks=2, **way) for way in WAYS]
@@ -124,7 +137,7 @@ def test_one_rank_of_nccl_is_one_process(tmp_path: Path, monkeypatch: pytest.Mon
         for name, weight in alone.items():
             assert torch.equal(weights[name], weight), (way, name)
         busy_ns, exposed_ns = taken[number]
-        assert busy_ns >= 0, way
+        assert busy_ns > 0, way
         assert exposed_ns > 0, way
 
 

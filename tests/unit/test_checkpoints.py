@@ -10,10 +10,14 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.recording import checkpoints
-from stepscope.recording.checkpoints import newest, save
+from stepscope.recording.checkpoints import forget_all, newest, save
 from stepscope.spec import SIZES, Training, Workload
 
 TRAINING = Training(workload=Workload(model=SIZES["nano"]))
+
+
+class KilledError(BaseException):
+    """From here on nothing more happens, neither tidying up."""
 
 
 def _save(folder: Path, step: int, content: bytes = b"state") -> None:
@@ -67,6 +71,90 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
     assert found.manifest.step == 1
 
 
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
+def test_what_fails_while_it_is_written_leaves_no_part(tmp_path: Path, failure: type[BaseException]) -> None:
+    def fail(file: IO[bytes]) -> None:
+        file.write(b"half")
+        raise failure
+
+    with pytest.raises(failure):
+        save(tmp_path, 2, TRAINING, "", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_that_the_writer_makes_nothing_of_is_an_error(tmp_path: Path) -> None:
+    def fill(file: IO[bytes]) -> None:
+        with Path("/dev/full").open("wb", buffering=0) as full:
+            os.dup2(full.fileno(), file.fileno())
+        with contextlib.suppress(OSError):
+            file.write(b"x" * 1_000_000)
+        raise RuntimeError("unexpected pos 64")
+
+    with pytest.raises(StepscopeError, match=r"cannot write to .*No space left"):
+        save(tmp_path, 1, TRAINING, "", fill)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_that_finds_no_room_takes_its_state_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, 1)
+
+    def fill(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints, "write_atomically", fill)
+    with pytest.raises(StepscopeError, match="No space left"):
+        _save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.json", "step-00000001.pt"]
+
+
+@pytest.mark.parametrize("unlinked", range(5))
+def test_a_kill_while_all_are_forgotten_leaves_whole_ones(
+    tmp_path: Path, unlinked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, 1)
+    _save(tmp_path, 2)
+    (tmp_path / "step-00000003.part").touch()
+    _kill_after(unlinked, monkeypatch)
+    with pytest.raises(KilledError):
+        forget_all(tmp_path)
+    monkeypatch.undo()
+    found = newest(tmp_path)
+    assert (found is not None) == (unlinked < 2)
+    forget_all(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_kill_left_behind_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, 1)
+    _save(tmp_path, 2)
+    _kill_after(1, monkeypatch)
+    with pytest.raises(KilledError):
+        _save(tmp_path, 3)
+    monkeypatch.undo()
+    assert (tmp_path / "step-00000001.pt").exists()
+    for name in ("step-00000004.part", "step-00000004.json.part", "step-00000004.pt"):
+        (tmp_path / name).touch()
+    later = tmp_path / "step-00000009.part"
+    later.touch()
+    _save(tmp_path, 5)
+    kept = [f"step-0000000{step}.{kind}" for step in (3, 5) for kind in ("json", "pt")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, later.name]
+
+
+def _kill_after(unlinked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed when one more file is to be deleted than so many."""
+    left, unlink = unlinked, Path.unlink
+
+    def count_down(path: Path, missing_ok: bool = False) -> None:
+        nonlocal left
+        if left == 0:
+            raise KilledError
+        left -= 1
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", count_down)
+
+
 @pytest.mark.parametrize("calls", range(1, 9))
 def test_a_kill_at_any_moment_leaves_the_one_before_or_the_new_one(
     tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
@@ -74,26 +162,24 @@ def test_a_kill_at_any_moment_leaves_the_one_before_or_the_new_one(
     """Killed at the n-th time that something is forced to disk, renamed or hashed."""
     _save(tmp_path, 1)
 
-    class KilledError(BaseException):
-        pass
-
     left = calls
 
     def count_down(home: object, name: str) -> None:
         original = getattr(home, name)
 
-        def wrapped(*arguments: object) -> object:
+        def wrapped(*arguments: object, **named: object) -> object:
             nonlocal left
             left -= 1
-            if left == 0:
+            if left <= 0:
                 raise KilledError
-            return original(*arguments)
+            return original(*arguments, **named)
 
         monkeypatch.setattr(home, name, wrapped)
 
     for name in ("_to_disk", "_digest", "write_atomically", "_forget_old"):
         count_down(checkpoints, name)
     count_down(Path, "replace")
+    count_down(Path, "unlink")  # the dead tidy nothing up
     with contextlib.suppress(KilledError):
         _save(tmp_path, 2, b"new")
     monkeypatch.undo()

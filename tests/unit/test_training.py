@@ -1,11 +1,26 @@
 """A training that cannot be says what to change, and what makes two runs the same run."""
 
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO
+
 import msgspec
 import pytest
 
-from stepscope.spec import SIZES, Factory, SpecError, Training, Workload
+from stepscope.errors import StepscopeError
+from stepscope.jobs.slurm import ranks as slurm_ranks
+from stepscope.jobs.train import TrainJob, _only_one, build_training, is_rank
+from stepscope.parallel.journal import Journal, read_journals
+from stepscope.recording.checkpoints import FOLDER_NAME, save
+from stepscope.recording.train import data_digest
+from stepscope.spec import SIZES, Factory, Grid, SpecError, Training, Workload
 
 NANO = Workload(model=SIZES["nano"], batch=8)
+Alone = Callable[[Path], AbstractContextManager[None]]
 
 
 @pytest.mark.parametrize(
@@ -63,3 +78,107 @@ def test_ranks_and_strategy_do_not_make_another_run_and_the_seed_does() -> None:
     assert plain.identity == other.identity
     assert plain.identity != Training(workload=msgspec.structs.replace(NANO, seed=1)).identity
     assert plain.identity != Training(workload=NANO, learning_rate=1e-2).identity
+
+
+# --- The same run ---------------------------------------------------------------------------------------------------
+
+
+def _job(folder: Path, training: Training, *, fresh: bool = False) -> TrainJob:
+    return TrainJob(training=training, folder=folder, command="stepscope train", fresh=fresh)
+
+
+def _write(file: IO[bytes]) -> None:
+    file.write(b"state")
+
+
+def test_the_same_text_elsewhere_is_the_same_run_and_another_text_is_not(tmp_path: Path) -> None:
+    here, there = tmp_path / "text.txt", tmp_path / "moved.txt"
+    here.write_text("to be")
+    there.write_text("to be")
+    trainings = [Training(workload=NANO, steps=3, data=str(path)) for path in (here, there)]
+    save(tmp_path / FOLDER_NAME, 3, trainings[0], data_digest(here), _write)
+    assert [_job(tmp_path, training).is_done for training in trainings] == [True, True]
+    assert not _job(tmp_path, trainings[0], fresh=True).is_done
+    here.write_text("or not")
+    assert [_job(tmp_path, training).is_done for training in trainings] == [False, True]
+    assert not _job(tmp_path, Training(workload=NANO, steps=3)).is_done, "made tokens are another text"
+
+
+def test_a_request_holds_no_fresh_start_and_deletes_nothing(tmp_path: Path) -> None:
+    training = Training(workload=NANO, steps=3)
+    save(tmp_path / FOLDER_NAME, 3, training, "", _write)
+    job = _job(tmp_path, training, fresh=True)
+    assert job.as_request() == _job(tmp_path, training).as_request()
+    assert _job(tmp_path, training).is_done
+    job.prepare()
+    assert not _job(tmp_path, training).is_done
+
+
+# --- One run at a time ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alone", [_only_one, slurm_ranks._alone])
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_taken_as_it_is(
+    tmp_path: Path, alone: Alone, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with alone(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("alone", [_only_one, slurm_ranks._alone])
+def test_a_second_run_is_refused_and_any_other_refusal_is_said(
+    tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone(tmp_path), pytest.raises(StepscopeError, match="another"), alone(tmp_path):
+        pass
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StepscopeError, match=r"cannot write to .*Input/output error"), alone(tmp_path):
+        pass
+
+
+def test_what_blocks_within_a_run_is_not_another_run(tmp_path: Path) -> None:
+    with pytest.raises(BlockingIOError), _only_one(tmp_path):
+        raise BlockingIOError
+
+
+# --- Ranks that somebody else started -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_does_not_read_what_ranks_of_before_left(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 forgets the ranks there no longer are, and each rank itself: another may have joined by now."""
+    folder = tmp_path / "journal"
+    for old in range(4):
+        Journal(folder, old).leave("ValueError: of before")
+    monkeypatch.setattr("stepscope.jobs.rank.serve_here", lambda *_: None)
+    monkeypatch.setattr("stepscope.jobs.train.read_result", lambda _: None)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _job(tmp_path, Training(workload=NANO, ranks=2, strategy="flat")).run_here(lambda _: None)
+    assert [entry.rank for entry in read_journals(folder)] == {0: [1], 1: [0, 2, 3]}[rank]
+
+
+def test_a_rank_knows_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> int:
+        return build_training(Grid(), ranks=None, strategy=None, data="").ranks
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert (is_rank(), count()) == (False, 1)
+    monkeypatch.setenv("RANK", "0")
+    assert is_rank()
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(StepscopeError, match="RANK is `0` and WORLD_SIZE is not set"):
+        count()

@@ -62,6 +62,8 @@ def main() -> NoReturn:
     """Exit codes are in `errors.Exit`. A request to terminate ends like Ctrl-C, which typer turns into 130: workers are
     ended and rows kept."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, _raise_interrupt)
     try:
         app(args=fill_bare_flags(sys.argv[1:]), standalone_mode=True)
     except StepscopeError as error:

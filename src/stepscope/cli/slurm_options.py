@@ -64,10 +64,11 @@ def run_on_slurm(
     folder: Path,
     command: str,
     name: str,
-    on_look: Callable[[], None] = lambda: None,
+    prepare: Callable[[], None],
 ) -> bool:
     """Runs `entry` (`package.module:function`) in every rank of one job, and says whether it is done: it is not where
-    the script was only shown, or nobody waits. The entry gets `request`, a text, and torchrun's variables."""
+    the script was only shown, or nobody waits. The entry gets `request`, a text, and torchrun's variables. `prepare` is
+    called just before a job is submitted, and not when one of before is found."""
     from stepscope.jobs.slurm.ranks import SlurmRanks
 
     job = SlurmRanks(
@@ -83,7 +84,7 @@ def run_on_slurm(
         show(job.script())
         return False
     with watching_jobs() as watcher:
-        return job.run(watcher, wait=slurm.wait, on_look=on_look)
+        return job.run(watcher, wait=slurm.wait, prepare=prepare)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """`stepscope train`: train the built-in model on one rank or several, and see what communication costs."""
 
-import os
 import shlex
 import sys
 from enum import StrEnum
@@ -106,7 +105,8 @@ def train(
             data=str(data) if data else "",
             save_every=save_every,
         )
-        command = shlex.join(["stepscope", *sys.argv[1:]])
+        # A job is known again by its request, this command among it: also by whoever left it and now waits for it.
+        command = shlex.join(["stepscope", *(word for word in sys.argv[1:] if word != "--no-wait")])
         job = TrainJob(
             training=training, folder=out, command=command, backend=backend.value, fresh=fresh, timeout_s=timeout
         )
@@ -124,10 +124,11 @@ def train(
 
 def _run(job: "TrainJob") -> "TrainResult | None":
     from stepscope.cli.training_progress import watching
+    from stepscope.jobs.train import is_rank
 
     try:
         with watching(job.training.steps) as on_message:
-            return job.run_here(on_message) if "RANK" in os.environ else job.run(on_message)
+            return job.run_here(on_message) if is_rank() else job.run(on_message)
     except KeyboardInterrupt:
         say("interrupted: the same command goes on from the last checkpoint")
         raise
@@ -139,10 +140,11 @@ def _submit(job: "TrainJob", slurm: SlurmChoice) -> "TrainResult | None":
     done = job.is_done or run_on_slurm(
         slurm,
         entry=ENTRY,
-        request=job.as_request(submitted=not slurm.print_only),
+        request=job.as_request(),
         ranks=job.training.ranks,
         folder=job.folder,
         command=job.command,
         name="stepscope-train",
+        prepare=job.prepare,
     )
     return read_result(job.folder) if done else None

@@ -4,6 +4,7 @@ A step takes as long as its slowest rank. Times of communication are that rank's
 way while it worked, and how long it stood still for them.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from stepscope import cost
@@ -35,15 +36,16 @@ _COLUMNS = (
 
 
 def train_table(run: TrainRun, rows: Sequence[TrainRow]) -> Table:
-    """One line: how the run went, and where the median step's time went."""
-    notes = [
+    """A line for each way in which the run was done, in their order: how it went, and where the median step's time
+    went."""
+    notes = (
+        f"medians without the first {_SETTLED} steps of a line, which warm up",
         "compute is the step less the communication that was not hidden; all of the slowest rank",
-        f"MFU: {cost.FLOP_CONVENTION}; against {run.training.ranks} × the peak of {run.environment.hardware.name}"
+        f"MFU: {cost.FLOP_CONVENTION}; against ranks × the peak of {run.environment.hardware.name}"
         f" ({run.environment.hardware.source})",
-    ]
-    if len(rows) > _SETTLED:
-        notes.insert(0, f"medians over steps {_SETTLED + 1} to {len(rows)}")
-    return Table(title=_title(run), columns=_COLUMNS, rows=(_line(run, rows),) if rows else (), notes=tuple(notes))
+    )
+    parts = [list(part) for _, part in itertools.groupby(rows, key=lambda row: (row.strategy, len(row.step_ns)))]
+    return Table(title=_title(run), columns=_COLUMNS, rows=tuple(_line(run, part) for part in parts), notes=notes)
 
 
 def memory_table(run: TrainRun, memory: Sequence[TrainMemory]) -> Table:
@@ -90,8 +92,8 @@ def loss_figure(run: TrainRun, rows: Sequence[TrainRow]) -> Figure:
         title="Loss",
         subtitle=_title(run) + thinned,
         x=Axis(label="step"),
-        y=Axis(label="loss"),
-        points=tuple(Point(panel="", series=run.training.strategy, x=row.step, y=row.loss) for row in drawn),
+        y=Axis(label="loss", log=True),  # a linear axis begins at 0, where a loss never is
+        points=tuple(Point(panel="", series=row.strategy, x=row.step, y=row.loss) for row in drawn),
         series_label="strategy",
     )
 
@@ -120,10 +122,11 @@ def _line(run: TrainRun, rows: Sequence[TrainRow]) -> tuple[Cell, ...]:
     share = summarise([row.exposed_ns[rank] / row.step_ns[rank] for row, rank in pairs]).median
     rate = rows[-1].tokens / (step.median / 1e3)
     first, last = rows[0].loss, rows[-1].loss
-    alone = run.training.strategy == "single"
+    ranks = len(rows[0].step_ns)
+    alone = rows[0].strategy == "single"
     return (
-        run.training.strategy + ("+sharded optimizer" if run.training.shard_optimizer else ""),
-        run.training.ranks,
+        rows[0].strategy,
+        ranks,
         len(rows),
         first,
         last,
@@ -131,7 +134,7 @@ def _line(run: TrainRun, rows: Sequence[TrainRow]) -> tuple[Cell, ...]:
         step.p20,
         step.p80,
         round(rate),
-        _mfu(run, step.median),
+        _mfu(run, step.median, ranks),
         compute,
         None if alone else busy,
         None if alone else exposed,
@@ -139,14 +142,14 @@ def _line(run: TrainRun, rows: Sequence[TrainRow]) -> tuple[Cell, ...]:
     )
 
 
-def _mfu(run: TrainRun, step_ms: float) -> float | None:
+def _mfu(run: TrainRun, step_ms: float, ranks: int) -> float | None:
     workload = run.training.workload
     peak = run.environment.hardware.peak_flops.get(workload.precision)
     if peak is None:
         return None
     assert isinstance(workload.model, ModelShape)
     forward = cost.forward_flops(workload.model, batch=workload.batch, context=workload.context)
-    return cost.step_flops(forward, "train") / (step_ms / 1e3) / (peak * run.training.ranks)
+    return cost.step_flops(forward, "train") / (step_ms / 1e3) / (peak * ranks)
 
 
 def _expected(run: TrainRun) -> cost.TrainingBytes:
@@ -163,13 +166,8 @@ def _expected(run: TrainRun) -> cost.TrainingBytes:
 
 
 def _wanted(row: TrainMemory, expected: cost.TrainingBytes) -> int:
-    match row.moment:
-        case "model built":
-            return expected.parameters
-        case "before the update":
-            return expected.parameters + expected.gradients
-        case "after the update":
-            return expected.parameters + expected.gradients + expected.optimizer
+    state = expected.optimizer if row.optimizer else 0  # a run that goes on has it from the beginning
+    return expected.parameters + state + (0 if row.moment == "model built" else expected.gradients)
 
 
 def _title(run: TrainRun) -> str:

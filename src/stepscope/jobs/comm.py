@@ -32,7 +32,7 @@ from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.bench import Environment, Status, case_key
 from stepscope.recording.comm import CommCase, CommOutcome, CommRow
 from stepscope.recording.lines import ResultsFile
-from stepscope.recording.links import LINKS_NAME, keep_links
+from stepscope.recording.links import LINKS_NAME, keep_links, links_path, read_links
 from stepscope.spec import build_case
 
 RANKS_NAME = "ranks"  # the folder in which ranks keep what they are doing, while they do it
@@ -70,6 +70,7 @@ class CommSweep:
         """The rows of all cases in the grid's order, whether they were measured now or before. None on a rank that
         somebody else started and that is not the first."""
         require_torch()
+        read_links(links_path(), missing_ok=True)  # what cannot be read is said before anything is measured
         world = _started_ranks()
         if world is not None:
             grid.refuse_other_ranks(world)

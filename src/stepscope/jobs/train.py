@@ -1,5 +1,6 @@
 """`stepscope train`: ranks started here, or this process as one of them."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -66,6 +67,8 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
         """This process is a rank that somebody started. Rank 0 alone has the result."""
         from stepscope.jobs.rank import serve_here
 
+        with writing(self.folder):  # of a run before; whoever joins first must not delete what others write by then
+            (self.folder / JOURNAL_NAME / f"{os.environ['RANK']}.journal").unlink(missing_ok=True)
         if os.environ["RANK"] == "0":
             with _only_one(self.folder):
                 self._prepare()
@@ -80,14 +83,17 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
         found = None if self.fresh else newest(self.folder / FOLDER_NAME)
         if found is None or found.manifest.step != self.training.steps:
             return False
-        return found.manifest.training == self.training.identity
+        was = found.manifest
+        return was.training == self.training.identity and was.data_digest == self._data_digest()
 
-    def as_request(self, *, submitted: bool) -> str:
-        """This job as a text, for `ENTRY`. A fresh start is made here, once, when it is submitted: a job that is queued
-        again goes on."""
-        if submitted and self.fresh:
-            with _only_one(self.folder):
-                self._prepare()
+    def prepare(self) -> None:
+        """What a fresh start deletes, for ranks that somebody else starts and that know of no fresh start."""
+        with _only_one(self.folder):
+            self._prepare()
+
+    def as_request(self) -> str:
+        """This job as a text, for `ENTRY`. A job that is queued again goes on, so a fresh start is no part of it: that
+        is made once, by `prepare`."""
         there = msgspec.structs.replace(self, fresh=False, folder=self.folder.absolute())
         return msgspec.json.encode(there, enc_hook=str).decode()
 
@@ -101,12 +107,20 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _request(self) -> Train:
+        return Train(
+            training=self.training, folder=str(self.folder), command=self.command, data_digest=self._data_digest()
+        )
+
+    def _data_digest(self) -> str:
         data = self.training.data
-        digest = data_digest(Path(data)) if data else ""
-        return Train(training=self.training, folder=str(self.folder), command=self.command, data_digest=digest)
+        return data_digest(Path(data)) if data else ""
 
     def _prepare(self) -> None:
         with writing(self.folder):
+            # Of ranks that this run does not have, and that it would take for its own. Its own ranks may be at work.
+            for old in (self.folder / JOURNAL_NAME).glob("*.journal"):
+                if old.stem.isdigit() and int(old.stem) >= self.training.ranks:
+                    old.unlink()
             if self.fresh:
                 forget_all(self.folder / FOLDER_NAME)
                 for name in (LOG_NAME, RUN_NAME, MEMORY_NAME):
@@ -117,6 +131,17 @@ def serve_request(request: str) -> None:
     """On a cluster: this process is one rank of the job that `request` describes."""
     job = msgspec.json.decode(request, type=TrainJob, dec_hook=lambda kind, value: kind(value))
     job.run_here(lambda _: None)
+
+
+def is_rank() -> bool:
+    """Whether somebody started this process as one of several: `parallel.group.is_rank`, without torch."""
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise StepscopeError(
+            f"RANK is `{os.environ['RANK']}` and WORLD_SIZE is not set",
+            detail="whoever starts a process as a rank sets both; without RANK, it starts ranks of its own",
+            hint="unset RANK, or torchrun --nproc-per-node 2 -m stepscope train",
+        )
+    return "RANK" in os.environ
 
 
 def build_training(
@@ -137,9 +162,9 @@ def build_training(
 
 
 def _count_ranks(asked: int | None) -> int:
-    there = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
-    if there is None:
+    if not is_rank():
         return 1 if asked is None else asked
+    there = os.environ["WORLD_SIZE"]
     if asked is not None and str(asked) != there:
         raise StepscopeError(
             f"`--ranks {asked}` and WORLD_SIZE `{there}`",
@@ -167,11 +192,26 @@ def _only_one(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with writing(folder):
+            lock_or_raise(
+                descriptor,
+                StepscopeError(
+                    f"another training run is writing to `{folder}`",
+                    hint="wait for it, or stepscope train --out FOLDER",
+                ),
+            )
         yield
-    except BlockingIOError:
-        raise StepscopeError(
-            f"another training run is writing to `{folder}`", hint="wait for it, or stepscope train --out FOLDER"
-        ) from None
     finally:
         os.close(descriptor)
+
+
+def lock_or_raise(descriptor: int, refusal: StepscopeError) -> None:
+    """`refusal` is raised when another process has the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise refusal from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        # Some network file systems lock no files. There it is up to the user to run one command a folder.

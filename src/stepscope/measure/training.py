@@ -6,6 +6,7 @@ ranks tell each other for the log comes after it and is no part of it.
 """
 
 import os
+import pickle
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -146,9 +147,16 @@ class _Run:
                 detail="every rank reads it, so it has to lie on a file system that all of them share",
                 hint="stepscope train --out FOLDER",
             )
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        self._learner.load_full_state(state)
-        return int(state["step"])
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            self._learner.load_full_state(state)
+            return int(state["step"])
+        except (KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+            raise StepscopeError(
+                f"the checkpoint `{path}` is not of this model",
+                detail=f"{type(error).__name__}: {error}".splitlines()[0][:200],
+                hint=f"rm {path}",
+            ) from error
 
     def step(self, step: int) -> TrainRow:
         tokens_BC = self._own_part(self._tokens.batch(step))
@@ -202,6 +210,7 @@ class _Run:
             loss=sum(losses) / world,
             tokens=self._training.workload.tokens,
             learning_rate=self._learning_rate(step),
+            strategy=self._training.way,
             step_ns=tuple(int(value) for value in steps),
             communication_ns=tuple(int(value) for value in busy),
             exposed_ns=tuple(int(value) for value in exposed),

@@ -17,6 +17,7 @@ from stepscope.parallel.averaging import GradientAverager
 from stepscope.parallel.buckets import EDGE_BYTES, SEPARATE, TOGETHER, Limits
 from stepscope.parallel.coalesced import broadcast_tensors
 from stepscope.parallel.communicator import Communicator
+from stepscope.parallel.wrapping import claim
 
 
 class Strategy(NamedTuple):
@@ -66,6 +67,7 @@ class DDP(nn.Module):
         super().__init__()
         limits, overlapped = _read_strategy(strategy, bucket_mb)
         _refuse_module(module)
+        claim(module, self)
         self.module = module
         self.strategy = strategy
         self._communicator = communicator or Communicator.default()
@@ -137,8 +139,8 @@ def _read_strategy(strategy: str, bucket_mb: float) -> tuple[Limits, bool]:
 
 
 def _refuse_module(module: nn.Module) -> None:
-    if any(isinstance(part, DDP) for part in module.modules()):
-        raise ValueError("`module` is wrapped in DDP already, or a part of it is")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"`module` must be an nn.Module, not {type(module).__name__}")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(f"`module` has no values yet: `{name}` is on the meta device")

@@ -41,15 +41,25 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_gone(self) -> bool:
         """The process has ended; False too where that cannot be known from here."""
+        return self._process_state in ("gone", "Z")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Somebody has halted the process (SIGSTOP, a debugger)."""
+        return self._process_state in ("T", "t")
+
+    @property
+    def _process_state(self) -> str:
+        """As the kernel has it, empty where it cannot be known from here."""
         if self.host != socket.gethostname():
-            return False
+            return ""
         try:
-            os.kill(self.process, 0)
-        except ProcessLookupError:
-            return True
+            status = Path(f"/proc/{self.process}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return "gone"
         except PermissionError:
-            return False
-        return _is_zombie(self.process)
+            return ""
+        return status.rpartition(")")[2].split()[0]
 
     @property
     def is_victim(self) -> bool:
@@ -116,15 +126,15 @@ def read_journals(folder: Path) -> list[Entry]:
 
 
 def find_culprit(entries: Sequence[Entry]) -> Entry | None:
-    """The rank that the others wait for: the first that raised by itself, else one that is gone, else one that has
-    issued fewer collectives than another. None when no rank stands out."""
+    """The rank that the others wait for: the first that raised by itself, else one whose process is gone
+    or halted, else one that has issued fewer collectives than another. None when no rank stands out."""
     suspects = [entry for entry in entries if not entry.is_victim]
     raised = [entry for entry in suspects if entry.state == "raised"]
     if raised:
         return min(raised, key=lambda entry: entry.at_ns)
-    gone = [entry for entry in suspects if entry.state == "running" and entry.is_gone]
-    if gone:
-        return gone[0]
+    halted = [entry for entry in suspects if entry.state == "running" and (entry.is_gone or entry.is_stopped)]
+    if halted:
+        return halted[0]
     last = min(suspects, key=lambda entry: entry.issued, default=None)
     if last is None or last.issued == max(entry.issued for entry in entries):
         return None
@@ -139,7 +149,7 @@ def blame(entries: Sequence[Entry]) -> str:
     what = {
         "raised": f"raised {culprit.reason}",
         "left": "had left already",
-        "running": "died" if culprit.is_gone else "fell behind",
+        "running": "died" if culprit.is_gone else "is halted" if culprit.is_stopped else "fell behind",
     }[culprit.state]
     return f"rank {culprit.rank} {what}, {culprit.last_collective}"
 
@@ -166,11 +176,3 @@ def _read(content: bytes, rank: int) -> Entry:
         process=process,
         at_ns=at_ns,
     )
-
-
-def _is_zombie(process: int) -> bool:
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return True
-    return status.rpartition(")")[2].split()[0] == "Z"

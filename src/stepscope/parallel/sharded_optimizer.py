@@ -22,6 +22,7 @@ from stepscope.parallel.arena import Arena
 from stepscope.parallel.communicator import Communicator
 from stepscope.parallel.partition import assign_owners
 from stepscope.parallel.sharded_state import choose_sources, exchange_states
+from stepscope.parallel.wrapping import is_piece
 
 
 class ShardedOptimizer(Optimizer):
@@ -192,6 +193,8 @@ def _list_params(params: ParamsT) -> list[Any]:
     for position, param in enumerate(param for entry in listed for param in _tensors_of(entry)):
         if not isinstance(param, Tensor):
             raise TypeError(f"`params` must hold tensors: number {position} is a {type(param).__name__}")
+        if is_piece(param):
+            raise ValueError(f"`params` must hold whole parameters: number {position} is a piece of one in FSDP")
         if not param.is_leaf:
             raise ValueError(f"`params` must hold leaves: number {position} was computed from other tensors")
         if param in first_seen:

@@ -7,16 +7,20 @@ is bytes.
 """
 
 import hashlib
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.recording.lines import writing
 from stepscope.spec import Training
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 FOLDER_NAME = "checkpoints"
 _KEPT = 2  # the newest, and one to fall back on by hand
@@ -48,9 +52,7 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         try:
-            with part.open("w+b") as file:
-                write(file)
-                _to_disk(file)
+            _write_state(part, write)
             manifest = Manifest(
                 step=step,
                 bytes=part.stat().st_size,
@@ -60,10 +62,11 @@ def save(
             )
             part.replace(path)
             write_atomically(manifest_path, msgspec.json.encode(manifest))
-        except OSError:
-            part.unlink(missing_ok=True)
+        except BaseException:
+            _forget_orphans(folder, step)
             raise
-    _forget_old(folder)
+        _forget_old(folder)
+        _forget_orphans(folder, step)
     return Checkpoint(manifest=manifest, path=path)
 
 
@@ -86,17 +89,23 @@ def newest(folder: Path) -> Checkpoint | None:
 
 
 def forget_all(folder: Path) -> None:
-    for path in folder.glob("step-*"):
-        path.unlink()
+    """The manifests first: a kill on the way leaves none without its state."""
+    for pattern in ("step-*.json", "step-*"):
+        for path in sorted(folder.glob(pattern)):
+            path.unlink()
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """The old content or the new, whatever happens."""
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        _to_disk(file)
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            _to_disk(file)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,6 +139,44 @@ def _forget_old(folder: Path) -> None:
         path, manifest_path = _paths(folder, step)
         manifest_path.unlink()
         path.unlink(missing_ok=True)
+
+
+def _forget_orphans(folder: Path, step: int) -> None:
+    """What a kill left of checkpoints up to `step`: a part, or a state whose manifest never came or went first."""
+    with_manifest = set(_steps(folder))
+    for path in folder.glob("step-*"):
+        number = path.name.removeprefix("step-").partition(".")[0]
+        if not number.isdigit() or int(number) > step:
+            continue
+        if path.suffix == ".part" or (path.suffix == ".pt" and int(number) not in with_manifest):
+            path.unlink(missing_ok=True)
+
+
+class _StateFile(io.FileIO):
+    """Remembers why the disk refused a write: torch.save says only that the file is not as long as it should be."""
+
+    refusal: OSError | None = None
+
+    def write(self, content: "ReadableBuffer", /) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            self.refusal = self.refusal or error
+            raise
+
+
+def _write_state(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    raw = _StateFile(path, "w+")
+    try:
+        with io.BufferedRandom(raw) as file:
+            write(file)
+            _to_disk(file)
+    except Exception:
+        if raw.refusal is not None:
+            raise raw.refusal from None
+        raise
+    if raw.refusal is not None:  # and the writer made nothing of it
+        raise raw.refusal
 
 
 def _to_disk(file: IO[bytes]) -> None:

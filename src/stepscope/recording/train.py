@@ -36,7 +36,13 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     step_ns: tuple[int, ...]
     communication_ns: tuple[int, ...]
     exposed_ns: tuple[int, ...]
+    # How the step was done: a run may go on in another way.
+    strategy: str = "single"
     schema: str = SCHEMA
+
+    @property
+    def times(self) -> tuple[tuple[int, ...], ...]:
+        return self.step_ns, self.communication_ns, self.exposed_ns
 
 
 class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +125,12 @@ def read_log(path: Path) -> tuple[list[TrainRow], int]:
                 detail=str(error),
                 hint=f"expected `{LOG_NAME}` from a folder of stepscope train",
             ) from None
+        if not row.step_ns or min(row.step_ns) <= 0 or len({len(times) for times in row.times}) > 1:
+            raise StepscopeError(
+                f"not a step's times: `{path}`, line {number}",
+                detail="expected the same number of ranks in each, and steps that took time",
+                hint=f"mend or delete that line: {path}",
+            )
         if row.schema != SCHEMA:
             raise StepscopeError(
                 f"not a training log of this version: `{path}`, line {number}",
@@ -131,6 +143,8 @@ def read_log(path: Path) -> tuple[list[TrainRow], int]:
 
 def data_digest(path: Path) -> str:
     """Of a text file, so that a run does not go on with another."""
+    if path.exists() and not path.is_file():
+        raise StepscopeError(f"`{path}` is not a file", detail="a text is read from a file", hint="--data FILE")
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
@@ -144,13 +158,19 @@ def read_run(folder: Path) -> TrainRun | None:
     """None where no run has begun."""
     path = folder / RUN_NAME
     try:
-        return msgspec.json.decode(path.read_bytes(), type=TrainRun)
+        run = msgspec.json.decode(path.read_bytes(), type=TrainRun)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
+        hint = f"rm {path}  # the command that trains writes it anew"
+        raise StepscopeError(f"cannot read the run: `{path}`", detail=str(error), hint=hint) from None
+    if run.schema != SCHEMA:
         raise StepscopeError(
-            f"cannot read the run: `{path}`", detail=str(error), hint="stepscope train --fresh, or --out FOLDER"
-        ) from None
+            f"not a run of this version: `{path}`",
+            detail=f"expected schema `{SCHEMA}`, found `{run.schema}`",
+            hint="stepscope train --from FOLDER",
+        )
+    return run
 
 
 def read_memory(folder: Path) -> tuple[TrainMemory, ...]:
@@ -160,4 +180,4 @@ def read_memory(folder: Path) -> tuple[TrainMemory, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, msgspec.DecodeError) as error:
-        raise StepscopeError(f"cannot read `{path}`", detail=str(error), hint="stepscope train --fresh") from None
+        raise StepscopeError(f"cannot read `{path}`", detail=str(error), hint=f"rm {path}") from None

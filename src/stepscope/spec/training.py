@@ -87,13 +87,19 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
     @property
+    def way(self) -> str:
+        """The strategy, in a word or two."""
+        return self.strategy + ("+sharded optimizer" if self.shard_optimizer else "")
+
+    @property
     def rank_batch(self) -> int:
         """Sequences in one pass of one rank."""
         return self.workload.batch // (self.ranks * self.accumulate)
 
     @property
     def identity(self) -> "Training":
-        """What a run must keep to be the same run: how many ranks do it, in which way, for how long, is left out."""
+        """What a run must keep to be the same run: how many ranks do it, in which way, for how long, is left out. So is
+        where its text lies: what the text is, a digest says beside this."""
         workload = msgspec.structs.replace(self.workload, device="auto")
         return msgspec.structs.replace(
             self,
@@ -104,5 +110,6 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             shard_optimizer=False,
             accumulate=1,
             steps=1,
+            data="",
             save_every=1,
         )

@@ -5,7 +5,6 @@ about when they fail. A job that is queued again calls the same function with th
 checkpoint.
 """
 
-import fcntl
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from stepscope.jobs.slurm.executor import holding_signals, make_executor, requir
 from stepscope.jobs.slurm.resources import Resources
 from stepscope.jobs.slurm.submissions import FOLDER_NAME, Kept, RankWork, keep, next_folder, read_submissions
 from stepscope.jobs.slurm.watch import Counts, Watch, raise_failures
+from stepscope.jobs.train import lock_or_raise
 from stepscope.recording.lines import writing
 
 
@@ -56,22 +56,21 @@ class SlurmRanks:
         executor = make_executor(next_folder(self.folder), self.resources, name=self.name, tasks=self.ranks)
         return script(executor, 1)
 
-    def run(self, listener: RankListener, *, wait: bool = True, on_look: Callable[[], None] = lambda: None) -> bool:
+    def run(self, listener: RankListener, *, wait: bool = True, prepare: Callable[[], None] = lambda: None) -> bool:
         """Submits, or finds the job that does the same already, and waits for it. False when it is not done and nobody
-        waits. `on_look` is called whenever the job was looked at: for what the ranks write meanwhile."""
+        waits. `prepare` is called just before a job is submitted: what it deletes is no job's of before."""
         require_slurm()
         require_torch()
         with _alone(self.folder):
             found = self._find()
             # Ctrl-C waits until what was submitted is written down.
             with holding_signals(signal.SIGINT, signal.SIGTERM):
-                kept = found or self._submit()
+                kept = found or self._submit(prepare)
                 (job,) = kept.jobs()
                 listener.begin([job.id], submitted=None if found else job.id)
             watch = Watch([job])
             while watch.waiting:
                 watch.look()
-                on_look()
                 listener.news(watch.counts())
                 if not wait or not watch.waiting:
                     break
@@ -100,9 +99,10 @@ class SlurmRanks:
     def _work(self) -> RankWork:
         return RankWork(entry=self.entry, request=self.request, ranks=self.ranks)
 
-    def _submit(self) -> Kept:
+    def _submit(self, prepare: Callable[[], None]) -> Kept:
         from stepscope.jobs.slurm.tasks import RankRequest, RankTask
 
+        prepare()
         folder = next_folder(self.folder)
         own = folder / "0"
         own.mkdir(parents=True)
@@ -118,14 +118,13 @@ def _alone(run_folder: Path) -> Iterator[None]:
     folder = run_folder / FOLDER_NAME
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
+    refusal = StepscopeError(
+        f"another command waits for the jobs of `{run_folder}`", hint="end that one, or --out FOLDER"
+    )
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StepscopeError(
-                f"another command waits for the jobs of `{run_folder}`", hint="end that one, or --out FOLDER"
-            ) from None
+        with writing(folder):
+            lock_or_raise(descriptor, refusal)
         yield
     finally:
         os.close(descriptor)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stepscope.parallel.communicator import Communicator, Pending
 from stepscope.parallel.fsdp.plan import Member, Site
+from stepscope.parallel.wrapping import mark_piece
 
 # Elements at which parameters and slices begin: 64 bytes and more in every dtype that is trained in. The rounding of
 # matrix products depends on the alignment of their operands, and it should be that of an ordinary tensor.
@@ -215,6 +216,7 @@ class Flat:
         for member, place in zip(members, self.places, strict=True):
             values = self.shard[place.piece_start : place.piece_stop]
             place.piece = nn.Parameter(values, requires_grad=member.parameter.requires_grad)
+            mark_piece(place.piece)
 
     def _make_fulls(self, dtype: torch.dtype) -> None:
         whole = torch.empty(self.whole_numel, dtype=dtype, device=self.device)

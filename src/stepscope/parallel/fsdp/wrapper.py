@@ -24,6 +24,7 @@ from stepscope.parallel.fsdp.plan import Plan, plan_units
 from stepscope.parallel.fsdp.runner import Runner
 from stepscope.parallel.fsdp.unit import Unit
 from stepscope.parallel.fsdp.vectors import LastMessage
+from stepscope.parallel.wrapping import claim
 
 
 class FSDP(nn.Module):
@@ -54,6 +55,7 @@ class FSDP(nn.Module):
         super().__init__()
         _refuse_dtype(compute_dtype)
         _refuse_module(module)
+        claim(module, self)
         self.module = module
         self.compute_dtype = compute_dtype
         self.ledger = Ledger()
@@ -68,11 +70,14 @@ class FSDP(nn.Module):
             _widen(plan)
         self._shard(plan)
         self._inputs = InputCheck(self._communicator, wanted=check_inputs)
+        self._versions: list[int] = []
+        module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
         self._full = FullTensors(self._units, self._vectors, self._communicator)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and self.training:
             self._inputs.see(args, kwargs)
+            self._refuse_unfinished()
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -151,6 +156,20 @@ class FSDP(nn.Module):
         wrap_doors(self._units, self.module, self._runner)
         wrap_root(self.module, self.compute_dtype, self._runner)
 
+    def _refuse_unfinished(self) -> None:
+        """An update before gradients were averaged changes vectors by this rank's own, and matrices not at all."""
+        versions = [member.parameter._version for member in self._vectors]
+        if self._runner.is_due and versions != self._versions:
+            raise StepscopeError(
+                "parameters were updated before the gradients of the last backward pass were averaged",
+                detail="ranks would train different models",
+                hint="model.finish_gradient_synchronization()  # before optimizer.step()",
+            )
+        self._versions = versions
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002  # torch's signature
+        _refuse_state_dict()
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:  # noqa: ARG002  # torch's signature
         raise StepscopeError(
             "a model in FSDP can be neither moved nor cast",
@@ -159,15 +178,23 @@ class FSDP(nn.Module):
         )
 
 
+def _refuse_state_dict(*_: object) -> None:
+    raise StepscopeError(
+        "a model in FSDP has no state dict of its own",
+        detail="a rank has pieces of its parameters, under the names of whole ones",
+        hint="model.gather_full_params(to=0)  # on all ranks",
+    )
+
+
 def _refuse_dtype(compute_dtype: torch.dtype | None) -> None:
-    if compute_dtype is not None and not compute_dtype.is_floating_point:
+    if compute_dtype is not None and not (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point):
         raise TypeError(f"`compute_dtype` must be a floating-point dtype, not {compute_dtype}")
 
 
 def _refuse_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"`module` must be an nn.Module, not {type(module).__name__}")
     for name, part in module.named_modules():
-        if isinstance(part, FSDP):
-            raise ValueError("`module` is wrapped in FSDP already, or a part of it is")
         if isinstance(part, nn.RNNBase):
             raise TypeError(
                 f"`module` has `{name}`, a {type(part).__name__}, which keeps its weights in a list of its own"

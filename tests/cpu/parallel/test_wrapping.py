@@ -1,0 +1,50 @@
+"""What would train wrongly without a word is refused: two wrappers, pieces for whole parameters, updates too early."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from stepscope.errors import StepscopeError
+from stepscope.parallel import DDP, FSDP, ShardedOptimizer
+from tests.cpu.parallel.ranks import run_ranks
+
+
+def _make() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def _refuse_all(rank: int, world: int) -> None:
+    wraps: tuple[Callable[[nn.Module], nn.Module], ...] = (DDP, FSDP)
+    for outer in wraps:
+        for inner in wraps:
+            module = _make()
+            held = inner(module)
+            with pytest.raises(ValueError, match=r"is wrapped in (DDP|FSDP) already"):
+                outer(held)
+            with pytest.raises(ValueError, match=r"is wrapped in (DDP|FSDP) already"):
+                outer(nn.Sequential(module))
+    module = _make()
+    DDP(module)  # gone at once
+    DDP(module)
+    sharded = FSDP(_make())
+    with pytest.raises(ValueError, match="number 0 is a piece of one in FSDP"):
+        ShardedOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
+    for model in (sharded, sharded.module):
+        with pytest.raises(StepscopeError, match="no state dict of its own"):
+            model.state_dict()
+    _update_too_early(sharded)
+
+
+def _update_too_early(sharded: FSDP) -> None:
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    sharded(torch.ones(2, 8)).sum().backward()
+    sharded(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    with pytest.raises(StepscopeError, match="updated before the gradients of the last backward pass were averaged"):
+        sharded(torch.ones(2, 8))
+
+
+def test_what_would_train_wrongly_is_refused() -> None:
+    run_ranks(_refuse_all, 2)
