@@ -235,7 +235,8 @@ def test_a_fresh_training_that_is_typed_again_is_collected_and_not_deleted(tmp_p
     assert first.returncode == 0, first.stderr
     manifest, log = tmp_path / "runs/train/checkpoints/step-00000003.json", tmp_path / "runs/train/log.jsonl"
     _wait_until(manifest.exists)
-    _wait_until(lambda: not _slurm("squeue", "--noheader").strip())
+    number = _manifest(tmp_path, verb="train")["job_id"]
+    _wait_until(lambda: "JobState=COMPLETED" in _slurm("scontrol", "show", "job", number))
     written = log.read_text()
     shown = stepscope(tmp_path, *command, "--print-sbatch")
     assert shown.returncode == 0, shown.stderr
