@@ -44,8 +44,8 @@ def rows(folder: Path, out: str = "runs/bench") -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
-def workers(folder: Path) -> list[int]:
-    """Processes that a sweep in this folder started and that are alive, the nursery among them."""
+def workers(folder: Path, nursery: str = "stepscope.jobs.nursery") -> list[int]:
+    """Processes that a command in this folder started and that are alive, the nursery among them."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -55,7 +55,7 @@ def workers(folder: Path) -> list[int]:
                 here = (entry / "cwd").readlink() == folder
             except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or not ours
                 continue
-            if b"stepscope.jobs.nursery" in command and state != "Z" and here:
+            if nursery.encode() in command and state != "Z" and here:
                 found.append(int(entry.name))
     return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import kill, rows, start, stepscope
+from tests.cli.command import kill, rows, start, stepscope, workers
 
 OUT = "runs/comm"
 TINY = ["comm", "--device", "cpu", "--ranks", "2", "--repetitions", "2"]
@@ -45,19 +45,7 @@ def _wait_for(done: Callable[[], bool]) -> None:
 
 
 def _ranks(folder: Path) -> list[int]:
-    """Processes that the sweep in this folder started for ranks and that are alive."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                here = (entry / "cwd").readlink() == folder
-            except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or not ours
-                continue
-            if b"stepscope.jobs.rank_nursery" in command and state != "Z" and here:
-                found.append(int(entry.name))
-    return found
+    return workers(folder, "stepscope.jobs.rank_nursery")
 
 
 def test_ranks_that_somebody_else_started_are_served_and_rank_0_alone_speaks(tmp_path: Path) -> None:

@@ -176,7 +176,8 @@ def test_a_kill_at_any_moment_leaves_the_one_before_or_the_new_one(
 
         monkeypatch.setattr(home, name, wrapped)
 
-    for name in ("_to_disk", "_digest", "write_atomically", "_forget_old"):
+    count_down(os, "fsync")
+    for name in ("_digest", "write_atomically", "_forget_old"):
         count_down(checkpoints, name)
     count_down(Path, "replace")
     count_down(Path, "unlink")  # the dead tidy nothing up

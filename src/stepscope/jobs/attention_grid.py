@@ -7,8 +7,10 @@ from typing import TypeVar, cast
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.jobs.flag_values import number, several, word
 from stepscope.recording.attention import AttentionCase, Implementation
-from stepscope.spec import Precision, SpecError, parse_bytes
+from stepscope.spec import Precision, parse_bytes
+from stepscope.spec.choices import flag_of
 
 T = TypeVar("T")
 
@@ -95,46 +97,18 @@ def grid_from_texts(texts: Mapping[str, str]) -> AttentionGrid:
     return grid
 
 
-def _several(parse: Callable[[str, str], T]) -> Callable[[str, str], tuple[T, ...]]:
-    def parse_all(name: str, text: str) -> tuple[T, ...]:
-        parts = [part.strip() for part in text.split(",")]
-        if not all(parts):
-            raise SpecError(f"an empty value in `{_flag(name)} {text}`", detail="expected values separated by commas")
-        return tuple(parse(name, part) for part in parts)
-
-    return parse_all
-
-
-def _number(kind: Callable[[str], T]) -> Callable[[str, str], T]:
-    def parse(name: str, text: str) -> T:
-        try:
-            return kind(text.replace("_", ""))
-        except ValueError:
-            raise SpecError(f"`{_flag(name)}`: not a number: `{text}`", hint="digits only, such as 1024") from None
-
-    return parse
-
-
-def _word(_name: str, text: str) -> str:
-    return text
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 _PARSERS: dict[str, Callable[[str, str], object]] = {
-    "implementation": _several(_word),
-    "head_dim": _several(_number(int)),
-    "length": _several(_number(int)),
-    "precision": _several(_word),
-    "batch": _number(int),
-    "heads": _number(int),
+    "implementation": several(word),
+    "head_dim": several(number(int)),
+    "length": several(number(int)),
+    "precision": several(word),
+    "batch": number(int),
+    "heads": number(int),
     "causal": lambda _, text: text == "yes",
-    "device": _word,
-    "seed": _number(int),
-    "repetitions": _number(int),
-    "seconds": _number(float),
+    "device": word,
+    "seed": number(int),
+    "repetitions": number(int),
+    "seconds": number(float),
     "memory_limit": lambda _, text: parse_bytes(text),
 }
 
@@ -142,4 +116,4 @@ _PARSERS: dict[str, Callable[[str, str], object]] = {
 def refuse_texts(texts: Mapping[str, str], why: str) -> None:
     """A setting that would be ignored is an error: its user would read another figure than they asked for."""
     for name in texts:
-        raise StepscopeError(f"`{_flag(name)}` does nothing here", detail=why, hint="leave it out")
+        raise StepscopeError(f"`{flag_of(name)}` does nothing here", detail=why, hint="leave it out")

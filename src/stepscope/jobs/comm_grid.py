@@ -7,9 +7,11 @@ from typing import TypeVar, cast
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.jobs.flag_values import number, several, word
 from stepscope.recording.comm import CommCase
 from stepscope.recording.links import COLLECTIVES, Backend, Collective, Dtype, named_interface
 from stepscope.spec import SpecError, parse_bytes
+from stepscope.spec.choices import flag_of
 
 T = TypeVar("T")
 MB = 10**6
@@ -110,44 +112,16 @@ def grid_from_texts(texts: Mapping[str, str]) -> CommGrid:
 def refuse_texts(texts: Mapping[str, str], why: str) -> None:
     """A setting that would be ignored is an error: its user would read another figure than they asked for."""
     for name in texts:
-        raise StepscopeError(f"`{_flag(name)}` does nothing here", detail=why, hint="leave it out")
-
-
-def _several(parse: Callable[[str, str], T]) -> Callable[[str, str], tuple[T, ...]]:
-    def parse_all(name: str, text: str) -> tuple[T, ...]:
-        parts = [part.strip() for part in text.split(",")]
-        if not all(parts):
-            raise SpecError(f"an empty value in `{_flag(name)} {text}`", detail="expected values separated by commas")
-        return tuple(parse(name, part) for part in parts)
-
-    return parse_all
-
-
-def _number(kind: Callable[[str], T]) -> Callable[[str, str], T]:
-    def parse(name: str, text: str) -> T:
-        try:
-            return kind(text.replace("_", ""))
-        except ValueError:
-            raise SpecError(f"`{_flag(name)}`: not a number: `{text}`", hint="digits only, such as 4") from None
-
-    return parse
-
-
-def _word(_name: str, text: str) -> str:
-    return text
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        raise StepscopeError(f"`{flag_of(name)}` does nothing here", detail=why, hint="leave it out")
 
 
 _PARSERS: dict[str, Callable[[str, str], object]] = {
-    "collective": _several(_word),
-    "sizes": _several(lambda _, text: parse_bytes(text)),
-    "ranks": _several(_number(int)),
-    "backend": _word,
-    "device": _word,
-    "dtype": _several(_word),
-    "repetitions": _number(int),
-    "seconds": _number(float),
+    "collective": several(word),
+    "sizes": several(lambda _, text: parse_bytes(text)),
+    "ranks": several(number(int)),
+    "backend": word,
+    "device": word,
+    "dtype": several(word),
+    "repetitions": number(int),
+    "seconds": number(float),
 }

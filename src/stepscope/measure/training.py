@@ -22,8 +22,8 @@ from stepscope.measure.memory import HostMemory
 from stepscope.parallel import FSDP, Communicator
 from stepscope.parallel.agreement import require_agreement
 from stepscope.parallel.group import choose_device
-from stepscope.recording.checkpoints import FOLDER_NAME, IF_FULL, Checkpoint, newest, save, write_atomically
-from stepscope.recording.lines import writing
+from stepscope.recording.checkpoints import FOLDER_NAME, IF_FULL, Checkpoint, newest, save
+from stepscope.recording.lines import write_atomically, writing
 from stepscope.recording.train import (
     LOG_NAME,
     MEMORY_NAME,

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.lines import writing
+from stepscope.recording.lines import write_atomically, writing
 from stepscope.spec import Training
 
 if TYPE_CHECKING:
@@ -93,24 +93,6 @@ def forget_all(folder: Path) -> None:
     for pattern in ("step-*.json", "step-*"):
         for path in sorted(folder.glob(pattern)):
             path.unlink()
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The old content or the new, whatever happens."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            _to_disk(file)
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _damaged(folder: Path, steps: list[int], why: str) -> StepscopeError:

@@ -215,3 +215,22 @@ def writing(
             detail=if_full if full else "",
             hint=hint,
         ) from None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The old content or the new, whoever reads and whatever happens meanwhile."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -14,7 +14,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.folders import cache_folder
-from stepscope.recording.lines import writing
+from stepscope.recording.lines import write_atomically, writing
 
 # In the order of tables.
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
@@ -127,7 +127,5 @@ def keep_links(found: Iterable[Links], path: Path | None = None) -> Path:
     content = msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1)
     with writing(path, if_full="what was known before is still there"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_name(f".{path.name}.{os.getpid()}.new")
-        written.write_bytes(content)
-        written.replace(path)
+        write_atomically(path, content)
     return path

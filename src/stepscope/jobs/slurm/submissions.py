@@ -1,6 +1,5 @@
 """What was submitted, kept in the run's folder, and what its jobs left there."""
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.slurm.resources import Resources
-from stepscope.recording.lines import writing
+from stepscope.recording.lines import write_atomically, writing
 from stepscope.spec import Case
 
 FOLDER_NAME = "slurm"
@@ -148,14 +147,9 @@ def outcome_path(folder: Path, task: int) -> Path:
 
 def write_whole(path: Path, content: bytes) -> None:
     """All of it or nothing, whoever reads and whoever dies meanwhile."""
-    part = path.with_name(path.name + ".part")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_atomically(path, content)
 
 
 def _numbered(run_folder: Path) -> Iterator[Path]:
