@@ -168,7 +168,7 @@ def _wait_until(done: Callable[[], bool]) -> None:
 
 def test_a_case_that_hangs_is_ended_in_time(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)
-    done = stepscope(tmp_path, "bench", "--model", "mine:hangs", "--device", "cpu", "--timeout", "6")
+    done = stepscope(tmp_path, "bench", "--model", "mine:hangs", "--device", "cpu", "--timeout", "15")
     assert done.returncode == 0
     assert [r["status"] for r in rows(tmp_path)] == ["timeout"]
 

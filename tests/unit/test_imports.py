@@ -17,6 +17,9 @@ LIGHT += [
     "jobs.train",
     "jobs.slurm.bench",
     "explain.attention_figure",
+    "recover.answer",
+    "jobs.recover",
+    "jobs.signing",
 ]
 
 

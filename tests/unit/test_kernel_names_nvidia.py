@@ -188,6 +188,14 @@ def test_a_matrix_product_tells_its_shape(
     assert not found.split_k
 
 
+def test_a_split_products_second_kernel_is_a_sum() -> None:
+    found = decode(
+        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_ffma_execute_split_k_kernel__5x_cublas"
+    )
+    assert found.operation == "adds up the partial results of a split matrix product"
+    assert found.short == "split-K sum of fp32 gemm 64×64 tn (cuBLAS)"
+
+
 @pytest.mark.parametrize(
     ("name", "library"),
     [

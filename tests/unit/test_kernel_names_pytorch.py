@@ -302,3 +302,9 @@ def test_compiled_kernels_count_as_the_most_telling_operation(
 def test_a_compiled_backward_is_seen() -> None:
     assert decode("triton_per_fused__softmax_backward_data_5").direction == "backward"
     assert decode("triton_poi_fused_add_mul_0").direction is None
+
+
+@pytest.mark.parametrize("scope", ["at::native", "native", "at"])
+def test_nsight_compute_shortens_the_namespace(scope: str) -> None:
+    found = decode(f"void {scope}::vectorized_elementwise_kernel<8, {scope}::CUDAFunctor_add<c10::Half>, x>(int)")
+    assert (found.library, found.operation, found.dtype) == ("ATen", "add", "fp16")

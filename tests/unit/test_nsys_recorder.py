@@ -13,7 +13,8 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs import nsys as recorder
-from stepscope.measure.nsys_target import NsysRequest, Recorded, RefusedError, answer_path
+from stepscope.measure.nsys_target import NsysRequest, Recorded
+from stepscope.measure.target import RefusedError, answer_path
 from stepscope.recording import nsys, store
 from stepscope.recording.recorded import RecordedRun
 from stepscope.spec import Case, build_case

@@ -25,6 +25,7 @@ class Part(StrEnum):
     STEPS = "steps"
     STREAMS = "streams"
     ROOFLINE = "roofline"
+    COUNTERS = "counters"
     FINDINGS = "findings"
     RANKS = "ranks"
     CATEGORIES = "categories"

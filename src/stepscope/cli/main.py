@@ -16,12 +16,15 @@ from stepscope.cli import (
     doctor,
     explain,
     kernel,
+    key,
     memory,
     precision,
     profile,
+    recover,
     rule,
     train,
     tune,
+    verify,
 )
 from stepscope.cli.options import fill_bare_flags
 from stepscope.cli.output import say
@@ -45,6 +48,9 @@ app.command("comm")(comm.comm)
 app.command("train")(train.train)
 app.command("tune")(tune.tune)
 app.command("explain")(explain.explain)
+app.command("recover")(recover.recover)
+app.command("verify")(verify.verify)
+app.command("key")(key.key)
 app.command("compare")(compare.compare)
 app.command("kernel")(kernel.kernel)
 app.command("rule")(rule.rule)

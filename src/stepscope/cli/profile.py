@@ -1,4 +1,4 @@
-"""`stepscope profile`: record one step, with what ran where and for how long."""
+"""`stepscope profile`: record one step, with what ran where and for how long; or count what its kernels did."""
 
 import shlex
 import sys
@@ -11,7 +11,7 @@ from stepscope.cli.options import takes_grid
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.cli.stages import showing_stages
 from stepscope.errors import StepscopeError
-from stepscope.report.formats import PageFormat
+from stepscope.report.formats import Format
 from stepscope.spec import Grid
 
 
@@ -19,17 +19,29 @@ from stepscope.spec import Grid
 def profile(
     *,
     grid: Grid,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the recording goes.")] = Path("runs/profile"),
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where it goes.  [default: runs/profile, or runs/counters]"),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a recording that is there.")] = False,
     record_steps: Annotated[
-        int, typer.Option("--record-steps", metavar="N", min=1, max=1000, help="Steps in the recording.")
-    ] = 3,
+        int | None,
+        typer.Option(
+            "--record-steps",
+            metavar="N",
+            min=1,
+            max=1000,
+            help="Steps in the recording.  [default: 3, or 1 with --counters]",
+        ),
+    ] = None,
     annotate: Annotated[
         list[str] | None,
         typer.Option("--annotate", metavar="MODULE:FUNCTION", help="A range around a function; may be repeated."),
     ] = None,
     stacks: Annotated[bool, typer.Option("--stacks", help="Record Python's stacks, which costs a lot.")] = False,
-    format_: Annotated[PageFormat, typer.Option("--format", help="How it is printed.")] = PageFormat.TEXT,
+    format_: Annotated[
+        Format, typer.Option("--format", help="How it is printed; without --counters text or json.")
+    ] = Format.TEXT,
     nsys: Annotated[
         bool, typer.Option("--nsys", help="Record with Nsight Systems, which must be on the PATH.")
     ] = False,
@@ -39,27 +51,61 @@ def profile(
     pytorch: Annotated[
         str | None, typer.Option("--pytorch", metavar="WHAT", help="With --nsys: passed on, such as autograd-nvtx.")
     ] = None,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="Hardware counters of forward passes, with Nsight Compute; takes a grid.")
+    ] = False,
+    metrics: Annotated[
+        str | None, typer.Option("--metrics", metavar="few|full|NAME,…", help="With --counters: which.  [default: few]")
+    ] = None,
+    kernel_class: Annotated[
+        str | None,
+        typer.Option("--kernel-class", metavar="CLASS,…", help="With --counters: of a grid's table.  [attention]"),
+    ] = None,
 ) -> None:
     """What does one step do, kernel by kernel? Records a few steps, annotated with the names of phases and modules, and
     explains them.
 
-    The settings from --size on make one case.
+    The settings from --size on make one case, or with --counters a grid.
     """
+    _check_flags(
+        {"--nsys": nsys, "--counters": counters},
+        {
+            "--nsys": {"--python-backtrace": python_backtrace, "--pytorch": pytorch},
+            "--counters": {"--metrics": metrics, "--kernel-class": kernel_class},
+            "": {"--stacks": stacks} | ({"--annotate": annotate} if counters else {}),
+        },
+    )
+    command = shlex.join(["stepscope", *sys.argv[1:]])
+    if counters:
+        from stepscope.cli.counters import count
+
+        count(
+            grid,
+            out or Path("runs/counters"),
+            command=command,
+            force=force,
+            passes=record_steps or 1,
+            metrics=metrics or "few",
+            kernel_class=kernel_class,
+            format_=format_,
+        )
+        return
     from stepscope.jobs.explain import document_fresh, explain_fresh
     from stepscope.jobs.profile import NsysProfile, Profile
     from stepscope.report.page import render_page
 
-    _check_flags(nsys=nsys, stacks=stacks, python_backtrace=python_backtrace, pytorch=pytorch)
-    command = shlex.join(["stepscope", *sys.argv[1:]])
+    if format_ not in (Format.TEXT, Format.JSON):
+        raise StepscopeError(f"the page is text or json, not `{format_.value}`", hint="--format json")
     functions = tuple(annotate or ())
+    folder, steps = out or Path("runs/profile"), record_steps or 3
     try:
         with showing_stages() as on_stage:
             if nsys:
                 under_nsys = NsysProfile(
-                    folder=out,
+                    folder=folder,
                     command=command,
                     force=force,
-                    steps=record_steps,
+                    steps=steps,
                     functions=functions,
                     python_backtrace=python_backtrace,
                     pytorch=pytorch,
@@ -69,24 +115,32 @@ def profile(
                 say(f"its report: {run.report}")
             else:
                 job = Profile(
-                    folder=out, command=command, force=force, steps=record_steps, functions=functions, stacks=stacks
+                    folder=folder, command=command, force=force, steps=steps, functions=functions, stacks=stacks
                 )
                 recording = job.run(grid, on_stage)
     except KeyboardInterrupt:
         say("interrupted: nothing was kept")
         raise
-    if format_ is PageFormat.JSON:
-        show(document_fresh(recording, out.name))
+    if format_ is Format.JSON:
+        show(document_fresh(recording, folder.name))
     else:
-        show(render_page(explain_fresh(recording, out.name), width=terminal_width()))
-    say(f"recording: {out}")
-    say(f"next: stepscope explain {shlex.quote(str(out))} --questions")
+        show(render_page(explain_fresh(recording, folder.name), width=terminal_width()))
+    say(f"recording: {folder}")
+    say(f"next: stepscope explain {shlex.quote(str(folder))} --questions")
 
 
-def _check_flags(*, nsys: bool, stacks: bool, python_backtrace: bool, pytorch: str | None) -> None:
-    """A flag that would be ignored is an error."""
-    for given, flag in ((python_backtrace, "--python-backtrace"), (pytorch is not None, "--pytorch")):
-        if given and not nsys:
-            raise StepscopeError(f"`{flag}` does nothing without `--nsys`", hint=f"--nsys {flag}, or leave it out")
-    if nsys and stacks:
-        raise StepscopeError("`--stacks` does nothing with `--nsys`", hint="--python-backtrace")
+def _check_flags(recorders: dict[str, bool], flags: dict[str, dict[str, object]]) -> None:
+    """A flag that would be ignored is an error. `flags` are by the recorder they belong to, under no name those of
+    PyTorch's profiler alone."""
+    chosen = [name for name, given in recorders.items() if given]
+    if len(chosen) > 1:
+        raise StepscopeError(f"`{chosen[0]}` and `{chosen[1]}` together", hint="one after the other, in two folders")
+    for recorder, belonging in flags.items():
+        for flag in (flag for flag, given in belonging.items() if given not in (None, False)):
+            if recorder and recorder not in chosen:
+                raise StepscopeError(
+                    f"`{flag}` does nothing without `{recorder}`", hint=f"{recorder} {flag}, or leave it out"
+                )
+            if not recorder and chosen:
+                hint = "--python-backtrace" if chosen == ["--nsys"] else "leave it out"
+                raise StepscopeError(f"`{flag}` does nothing with `{chosen[0]}`", hint=hint)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import pynvml
 
 from stepscope.findings import Column, Table
 from stepscope.hardware import find
 from stepscope.jobs.messages import Failed, Inspect, Inspected, OutOfMemory
+from stepscope.jobs.ncu import PERMISSION, PERMISSION_ADVICE
 from stepscope.jobs.process import Died, Workers
 from stepscope.recording.inspection import DeviceState, Inspection
 
@@ -25,6 +27,7 @@ Verdict = Literal["fine", "limited", "broken"]
 
 _BUSY_LOAD = 0.3  # load average a core, above which timings on the CPU suffer
 _LITTLE_MEMORY = 2 * 2**30
+_SYS_ADMIN = 21  # the bit of the capability, by Linux's numbering
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,15 +201,50 @@ def _check_tool(name: str, purpose: str) -> Check:
 
 
 def _check_counters() -> Check:
-    """NVIDIA's driver lets everybody read performance counters, or administrators only."""
     parameters = Path("/proc/driver/nvidia/params")
-    if not parameters.exists():
+    return judge_counters(
+        parameters.read_text() if parameters.exists() else None,
+        is_administrator=_is_administrator(Path("/proc/self/status").read_text()),
+        is_confidential=_is_confidential(),
+    )
+
+
+def judge_counters(parameters: str | None, *, is_administrator: bool, is_confidential: bool) -> Check:
+    """May this process read performance counters? NVIDIA's driver lets everybody, or administrators only, as the text
+    of its `parameters` says; in confidential-computing mode it lets nobody."""
+    if parameters is None:
         return Check(subject="counters", verdict="limited", found="no NVIDIA driver", advice="traces only, no counters")
-    admin_only = re.search(r"RmProfilingAdminOnly:\s*1", parameters.read_text()) is not None
-    if admin_only and os.geteuid() != 0:
-        advice = "ask for NVreg_RestrictProfilingToAdminUsers=0, or run as root"
-        return Check(subject="counters", verdict="limited", found="for administrators only", advice=advice)
-    return Check(subject="counters", verdict="fine", found="permitted")
+    if is_confidential:
+        advice = "traces only; its mode for developers (devtools) has counters, and attests to nothing"
+        return Check(subject="counters", verdict="limited", found="off: confidential computing", advice=advice)
+    admin_only = re.search(r"RmProfilingAdminOnly:\s*1", parameters) is not None
+    if admin_only and not is_administrator:
+        return Check(
+            subject="counters",
+            verdict="limited",
+            found=f"for administrators only: ncu will say {PERMISSION}",
+            advice=f"{PERMISSION_ADVICE}; a container needs the capability SYS_ADMIN",
+        )
+    return Check(
+        subject="counters", verdict="fine", found="permitted, to administrators" if admin_only else "permitted"
+    )
+
+
+def _is_administrator(status: str) -> bool:
+    """By the capability that the driver looks for: root inside of a container has it or not."""
+    effective = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", status, re.MULTILINE)
+    return effective is not None and bool(int(effective[1], 16) >> _SYS_ADMIN & 1)
+
+
+def _is_confidential() -> bool:
+    """Whether the GPUs keep their secrets from this host, and their counters with them."""
+    try:
+        pynvml.nvmlInit()
+        state = pynvml.nvmlSystemGetConfComputeState()
+    except pynvml.NVMLError:  # no driver, or one from before there was such a mode
+        return False
+    enabled = state.ccFeature == pynvml.NVML_CC_SYSTEM_FEATURE_ENABLED
+    return bool(enabled and state.devToolsMode == pynvml.NVML_CC_SYSTEM_DEVTOOLS_MODE_OFF)
 
 
 def _available_bytes() -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from stepscope.explain.memory import MemoryProfile
 
 _ON_A_PAGE = 5  # kernels and findings on the page; --table shows all
+_COUNTED_ON_A_PAGE = 12
 
 
 class _Ranks(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +138,8 @@ def _part(profile: Profile, name: str, top: int) -> Table:
             from stepscope.explain.roofline import roofline_table
 
             return roofline_table(profile, top=top)
+        case "counters":
+            return _require_counters(profile, top)
         case "kernels":
             return breakdown.kernels_table(profile, top=top)
         case "modules":
@@ -153,6 +156,23 @@ def _part(profile: Profile, name: str, top: int) -> Table:
             )
 
 
+def _counters_tables(profile: Profile, top: int) -> list[Table]:
+    """None where there are no counters, or others than the table shows."""
+    if not profile.recording.counters.height:
+        return []
+    from stepscope.explain.counters import has_counters, kernels_table
+
+    return [kernels_table(profile.recording, top=top)] if has_counters(profile.recording) else []
+
+
+def _require_counters(profile: Profile, top: int) -> Table:
+    for table in _counters_tables(profile, top):
+        return table
+    raise StepscopeError(
+        "this recording has no hardware counters", hint="stepscope profile --counters, on a machine with a GPU"
+    )
+
+
 def make_page(profiles: Sequence[Profile]) -> Page:
     """The first file in full, and the ranks beside each other where there are several."""
     profile = profiles[0]
@@ -161,6 +181,7 @@ def make_page(profiles: Sequence[Profile]) -> Page:
         breakdown.classes_table(profile),
         breakdown.phases_table(profile),
         breakdown.kernels_table(profile, top=_ON_A_PAGE),
+        *_counters_tables(profile, _COUNTED_ON_A_PAGE),
     ]
     return Page(
         headline="\n\n".join(breakdown.headline(one) for one in profiles),

@@ -5,32 +5,25 @@ and Stop. So the case runs in a program of its own (`measure.nsys_target`), told
 beside the report, so that the command which was run can be typed again.
 """
 
-import os
-import select
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO
 
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.jobs.outside import hear, run_outside
 from stepscope.jobs.process import require_torch
-from stepscope.measure.nsys_target import NsysAnswer, NsysRequest, Recorded, RefusedError, answer_path
+from stepscope.measure.nsys_target import NsysAnswer, NsysRequest, Recorded
+from stepscope.measure.target import RefusedError, answer_path
 from stepscope.recording.lines import writing
 from stepscope.recording.nsys_export import REPORT_ENDING, export
 from stepscope.spec import Case
 
 PYTORCH_OPTIONS = ("autograd-nvtx", "autograd-shapes-nvtx", "functions-trace")  # of nsys profile --pytorch
-_LAST_WORDS = 1000  # characters of what was printed, for the error
-_LEAVE_S = (10.0, 3.0)  # how long nsys gets to end its program, after being asked and after being told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,66 +143,14 @@ def _check_pytorch(pytorch: str | None) -> tuple[str, ...]:
 
 
 def _run(command: list[str], answer: Path) -> Recorded:
-    """In a process group of its own: Ctrl-C reaches us alone, and we end it."""
-    with TemporaryFile() as output:
-        try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
-        except OSError as error:
-            raise StepscopeError(f"`{command[0]}` does not run", detail=error.strerror or "") from None
-        try:
-            returncode = _wait(process)
-        finally:
-            _end(process)
-        said = _last_words(output)
-    heard = _hear(answer)
+    finished = run_outside(command)
+    heard: NsysAnswer | None = hear(answer, NsysAnswer)
     if isinstance(heard, RefusedError):
         raise StepscopeError(heard.message, detail=heard.detail, hint=heard.hint)
-    if returncode or heard is None:
-        ended = f"exited with {returncode}" if returncode >= 0 else f"was ended by {signal.Signals(-returncode).name}"
+    if finished.returncode or heard is None:
         raise StepscopeError(
-            f"nsys {ended}" + ("" if heard else ", before the case had run"),
-            detail=said or "it said nothing",
+            f"nsys {finished.in_words}" + ("" if heard else ", before the case had run"),
+            detail=finished.last_words or "it said nothing",
             hint=shlex.join(command),
         )
     return heard
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """By `select`, which any signal ends. Importing polars has calls restarted that Ctrl-C interrupts, and a plain wait
-    then goes on until nsys is done."""
-    descriptor = os.pidfd_open(process.pid)
-    try:
-        select.select([descriptor], [], [])
-    finally:
-        os.close(descriptor)
-    return process.wait()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asked by the signal that Ctrl-C sends, nsys ends the program it started and then itself; killed at once it would
-    leave that behind."""
-    for number, patience in zip((signal.SIGINT, signal.SIGTERM), _LEAVE_S, strict=True):
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=patience)
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _hear(path: Path) -> NsysAnswer | None:
-    try:
-        content = path.read_bytes()
-        path.unlink()
-        answer: NsysAnswer = msgspec.json.decode(content, type=NsysAnswer)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return answer
-
-
-def _last_words(output: IO[bytes]) -> str:
-    output.seek(0)
-    return output.read()[-4 * _LAST_WORDS :].decode(errors="replace").strip()[-_LAST_WORDS:]

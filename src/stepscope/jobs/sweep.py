@@ -151,7 +151,7 @@ class Sweep(Generic[R]):
         path = self.folder / RESULTS_NAME
         with ResultsFile.open(path, self.kind.row_type) as results, Workers() as workers:
             grid = grid if grid != Grid() else self._default_grid(workers)
-            planned = _plan(grid.cases(), workers, self.timeout_s)
+            planned = plan_cases(grid.cases(), workers, self.timeout_s)
             kept = {row.key: row for row in results.rows}
             rows = {one.key: kept[one.key] for one in planned if one.key in kept and self._is_done(kept[one.key])}
             waiting = [one for one in planned if one.key not in rows]
@@ -213,7 +213,7 @@ def keep_log(folder: Path, key: str, log: bytes) -> None:
         (logs / f"{key}.log").write_bytes(log)
 
 
-def _plan(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> list[Planned]:
+def plan_cases(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> list[Planned]:
     """The cases with what they will run on. Each device is looked at once."""
     planned: dict[Case, Planned] = {}
     for device in dict.fromkeys(case.workload.device for case in cases):

@@ -2,19 +2,18 @@
 
     python -P -m stepscope.measure.nsys_target REQUEST.json
 
-What Nsight Systems records is its own; what we measured besides, or why we could not, is left beside the request for
-`jobs.nsys`, which does not import torch. Neither does this file before it runs.
+What Nsight Systems records is its own; what we measured besides goes to `jobs.nsys`, which does not import torch.
+Neither does this file before it runs.
 """
 
 import sys
-import traceback
 from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 
-from stepscope.errors import Exit, StepscopeError
-from stepscope.measure.failures import is_out_of_memory
+from stepscope.errors import StepscopeError
+from stepscope.measure.target import RefusedError, serve
 from stepscope.recording.bench import Environment
 from stepscope.recording.recorded import RecordedRun
 from stepscope.spec import Case
@@ -34,43 +33,15 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
     environment: Environment
 
 
-class RefusedError(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """It did not run to its end. `bad_input` where the user can mend it."""
-
-    message: str
-    detail: str = ""
-    hint: str = ""
-    bad_input: bool = False
-
-
 NsysAnswer = Recorded | RefusedError
 
 
-def answer_path(request: Path) -> Path:
-    return request.with_suffix(".answer.json")
-
-
 def main(arguments: list[str]) -> int:
-    """The process boundary: whatever the model, the driver or a library raises becomes an answer."""
-    if len(arguments) != 1:
-        sys.stderr.write("usage: python -m stepscope.measure.nsys_target REQUEST.json\n")
-        return Exit.BAD_INPUT
-    path = Path(arguments[0])
-    answer: NsysAnswer
-    try:
-        answer = record(msgspec.json.decode(path.read_bytes(), type=NsysRequest))
-    except StepscopeError as error:
-        answer = RefusedError(message=error.message, detail=error.detail, hint=error.hint, bad_input=True)
-    except BaseException as error:  # noqa: BLE001  # a model may call sys.exit, too
-        traceback.print_exc()
-        line = next(iter(str(error).splitlines()), "")[:300]
-        message = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {line}"
-        answer = RefusedError(message=message, detail=line if message == "out of memory" else "")
-    answer_path(path).write_bytes(msgspec.json.encode(answer))
-    if isinstance(answer, RefusedError):
-        sys.stderr.write(f"error: {answer.message}\n{answer.detail}\n")
-        return Exit.BAD_INPUT if answer.bad_input else Exit.GATE_FAILED
-    return Exit.OK
+    return serve("stepscope.measure.nsys_target", arguments, _record_requested)
+
+
+def _record_requested(path: Path) -> Recorded:
+    return record(msgspec.json.decode(path.read_bytes(), type=NsysRequest))
 
 
 def record(request: NsysRequest) -> Recorded:

@@ -76,6 +76,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     doubts: tuple[Doubt, ...] = ()
     overhead: Overhead | None = None
     parameters: int | None = None
+    # With hardware counters: operations of one forward pass by the textbook, by class of kernel.
+    forward_flops: dict[str, int] | None = None
     compiled: bool = False
     memory: MemoryFacts | None = None
     # On the disk only: the tables that were written; None in recordings from before this was kept.

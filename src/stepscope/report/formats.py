@@ -3,13 +3,6 @@
 from enum import StrEnum
 
 
-class PageFormat(StrEnum):
-    """What `--format` accepts where the result is a page and not a table."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
 class Format(StrEnum):
     """What `--format` accepts."""
 

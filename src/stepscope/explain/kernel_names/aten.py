@@ -36,7 +36,8 @@ _BARE = re.compile(
     r"|gatherTopK|radixSortKVInPlace|bitonicSort\w*|sbtopk\w*|_scatter_gather_elementwise_kernel"
     r"|krn_partial\w+|write_indices"
 )
-_SCOPES = ("at", "at_cuda_detail", "c10")
+# Nsight Compute shortens `at::native` to one of its halves.
+_SCOPES = ("at", "native", "at_cuda_detail", "c10")
 
 
 def recognise(anatomy: Anatomy) -> KernelName | None:
@@ -45,7 +46,7 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
         return _decode_cub(anatomy)
     mine = root in _SCOPES or (root == "" and _BARE.match(anatomy.base))
     # The functor's namespace tells too: `<unnamed>::elementwise_kernel_with_index<int, at::native::…>`.
-    if not mine and not (root == "" and "at::native" in anatomy.template[:600]):
+    if not mine and not (root == "" and "native::" in anatomy.template[:600]):
         return None
     if anatomy.base.startswith("multi_tensor_apply_kernel"):
         return _decode_foreach(anatomy)

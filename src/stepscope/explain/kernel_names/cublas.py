@@ -62,16 +62,18 @@ def _decode_tuned(anatomy: Anatomy) -> KernelName:
     reading = read(anatomy.base)
     split = reading.split_k or split_along_k(anatomy.base)
     library = "cuBLAS"
+    is_sum = "execute_split_k_kernel" in anatomy.base
     return build(
         anatomy,
         library,
         "gemm",
-        "matrix product",
+        "adds up the partial results of a split matrix product" if is_sum else "matrix product",
         join(
+            "split-K sum of" if is_sum else None,
             _product_word(reading),
             spell_tile(reading.tile),
             reading.layout,
-            "split-K" if split else None,
+            "split-K" if split and not is_sum else None,
             f"({library})",
         ),
         architecture=reading.architecture,
@@ -93,7 +95,8 @@ def _product_word(reading: Reading) -> str:
 
 def _explain_ending(base: str) -> list[NamePart]:
     if "execute_split_k_kernel" in base:
-        return [part("execute_split_k_kernel", "the summed dimension is split among thread blocks; a sum follows")]
+        # By its counters: additions alone, after a kernel of the same name without these words, which multiplied.
+        return [part("execute_split_k_kernel", "second half of a split matrix product: adds up the parts")]
     return []
 
 

@@ -1,0 +1,100 @@
+"""How well `recover` does on runs whose truth is known: tests/fixtures/evidence, or another such folder.
+
+    python bench/recovery.py [FOLDER] [--format md]
+
+One row a file: `=` the value and certain, `~` the value but not certain, a window that holds the truth, `–` not told.
+Whatever is certain and wrong is shown as `WRONG`, and makes the exit status 1. The runs are `collect_evidence.py`'s.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepscope.findings import Cell, Column, Table
+from stepscope.recording.opening import open_recording
+from stepscope.recover.answer import Answer, Field, recover
+from stepscope.recover.evidence import gather
+from stepscope.report.formats import Format
+from stepscope.report.tables import render
+
+FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures" / "evidence"
+COLUMNS = {
+    "num_layers": "layers",
+    "d_model": "width",
+    "num_heads": "heads",
+    "num_kv_heads": "kv",
+    "d_head": "head",
+    "d_ff": "ff",
+    "vocab_size": "vocabulary",
+    "batch": "batch",
+    "context": "context",
+    "dtype": "dtype",
+}
+
+
+def truth_of(path: Path, truths: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to be found in a file: counters were collected of fewer layers than traces."""
+    name = path.name.partition(".")[0]
+    told = dict(truths[name])
+    if ".csv" in path.name and told["counted_layers"] != told["num_layers"]:
+        told["parameters"] = None
+        told["num_layers"] = told["counted_layers"]
+    told["dtype"] = {"autocast": "bf16"}.get(told["dtype"], told["dtype"])
+    return told
+
+
+def judge(field: Field, truth: object) -> str:
+    if field.value == truth:
+        return f"= {truth}" if field.certain else f"~ {truth}"
+    if field.certain:
+        return f"WRONG {field.value} for {truth}"
+    if truth in field.alternatives:
+        return f"{truth} among {len(field.alternatives) + 1}"
+    if isinstance(truth, int) and field.low is not None and field.high is not None and field.low <= truth <= field.high:
+        return f"{truth} in {field.low}..{field.high}"
+    return "–" if field.value is None else f"MISSED {field.value} for {truth}"
+
+
+def judge_parameters(answer: Answer, truth: int | None) -> str:
+    found = answer.fields["parameters"].value
+    if truth is None or not isinstance(found, int):
+        return "–"
+    return f"{(found - truth) / truth:+.2%}"
+
+
+def examine(path: Path, truths: Mapping[str, Any]) -> tuple[Cell, ...]:
+    truth = truth_of(path, truths)
+    began = time.perf_counter()
+    answer = recover([gather(open_recording(path))])
+    seconds = time.perf_counter() - began
+    kind = "counters" if ".csv" in path.name else "trace, " + path.name.split(".")[1]
+    name = path.name.partition(".")[0]
+    judged = [judge(answer.fields[field], truth[field]) for field in COLUMNS]
+    return (name, kind, *judged, judge_parameters(answer, truth["parameters"]), seconds * 1000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", nargs="?", type=Path, default=FIXTURES)
+    parser.add_argument("--format", type=Format, default=Format.TEXT)
+    asked = parser.parse_args()
+    truths = json.loads((asked.folder / "truth.json").read_text())
+    files = sorted([*asked.folder.glob("*.csv.gz"), *asked.folder.glob("*.json.gz")])
+    rows = tuple(examine(path, truths) for path in files)
+    columns = (
+        Column(key="run", label="run"),
+        Column(key="evidence", label="evidence"),
+        *(Column(key=key, label=label) for key, label in COLUMNS.items()),
+        Column(key="parameters", label="parameters"),
+        Column(key="ms", label="time", kind="ms"),
+    )
+    print(render(Table(title="Recovered", columns=columns, rows=rows), asked.format))
+    sys.exit(any("WRONG" in str(cell) or "MISSED" in str(cell) for row in rows for cell in row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`stepscope verify`: is the claim true?"""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli.output import printable, say, show, terminal_width
+from stepscope.errors import StepscopeError
+from stepscope.report.formats import Format
+
+
+def verify(
+    evidence: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="EVIDENCE...", help="Traces, counters (ncu --csv) and memory snapshots of one run."),
+    ] = None,
+    claim: Annotated[
+        Path | None,
+        typer.Option("--claim", metavar="FILE", help="Sizes in TOML or JSON, or a config.json of transformers."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Claimed besides what the file says.")] = None,
+    context: Annotated[int | None, typer.Option("--context", min=1, help="Claimed besides what the file says.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Claimed besides what the file says: fp32, tf32, fp16 or bf16.")
+    ] = None,
+    sign: Annotated[Path | None, typer.Option("--sign", metavar="KEY", help="Sign the answer with this key.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="REPORT", help="With --sign: where the report goes (report.json).")
+    ] = None,
+    nonce: Annotated[
+        str | None, typer.Option("--nonce", help="With --sign: the verifier's number; with --signed: expected there.")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option("--weights", metavar="PATH", help="With --sign: weights whose hash goes along.")
+    ] = None,
+    gpu_uuid: Annotated[str | None, typer.Option("--gpu-uuid", help="With --sign: of the GPU.")] = None,
+    signed: Annotated[
+        Path | None, typer.Option("--signed", metavar="REPORT", help="Check a signed report instead.")
+    ] = None,
+    public_key: Annotated[
+        str | None, typer.Option("--public-key", metavar="KEY", help="With --signed: a .pub file or its line.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a report that is there.")] = False,
+    format_: Annotated[Format, typer.Option("--format", help="How it is printed.")] = Format.TEXT,
+) -> None:
+    """Does a run match the model that somebody claims? Predicts every kernel's work from the claim and compares, kernel
+    by kernel. Counters show the shape of work, not weights or data.
+
+    Exit 0: consistent. Exit 1: refuted, with the kernel that refutes it. Exit 3: cannot tell, with what is missing.
+    """
+    from stepscope.cli.signed_output import print_signed
+    from stepscope.jobs import verify as job
+    from stepscope.jobs.signing import make_report, read_flags, sign_to_file
+    from stepscope.report.tables import render
+
+    files = evidence or []
+    if signed is not None:
+        _check_signed_flags(public_key, claim=claim, sign=sign)
+        print_signed(signed, public_key or "", files, nonce=nonce, format_=format_)
+        return
+    if claim is None or not files:
+        raise StepscopeError(
+            "nothing to verify: expected evidence and a claim",
+            detail="or a signed report and the key that it should be signed with",
+            hint="stepscope verify EVIDENCE --claim claim.toml",
+        )
+    if public_key is not None:
+        raise StepscopeError("`--public-key` does nothing without `--signed`", hint="--signed REPORT")
+    signing = read_flags(sign, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid, out=out)
+    verified = job.verify_files(files, claim, batch=batch, context=context, dtype=dtype)
+    if format_ is Format.JSON:
+        show(job.encode(verified))
+    else:
+        for part in job.describe(verified, files):
+            show(printable(part if isinstance(part, str) else render(part, format_, width=terminal_width())))
+    if signing is not None:
+        path = out or Path("report.json")
+        report = make_report(signing, job.state(verified), files, claim=claim, device=verified.device)
+        sign_to_file(report, signing, path, force=force)
+        say(f"next: stepscope verify --signed {shlex.quote(str(path))} --public-key {shlex.quote(f'{sign}.pub')}")
+    else:
+        say(f"next: stepscope recover {shlex.join(map(str, files))}")
+    raise typer.Exit(job.exit_code(verified))
+
+
+def _check_signed_flags(public_key: str | None, *, claim: Path | None, sign: Path | None) -> None:
+    if public_key is None:
+        raise StepscopeError("whose signature should it be?", hint="--public-key lab.key.pub, which came another way")
+    if claim is not None or sign is not None:
+        flag = "--claim" if claim is not None else "--sign"
+        raise StepscopeError(f"`{flag}` does nothing beside `--signed`", detail="the report holds its own answer")

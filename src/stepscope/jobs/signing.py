@@ -1,0 +1,183 @@
+"""Signing a result, and checking a signed one, for the verbs that offer it.
+
+What a report says of the GPU is said by somebody: by the evidence (a trace names its device), by the driver of the
+machine that signs, or by whoever signs. None of these is proof, so each is written down with its source, and where
+nobody knows the report says nothing. No nonce is invented: a number that the signer picked says nothing about when.
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from stepscope import __version__
+from stepscope.errors import Exit, StepscopeError
+from stepscope.findings import Column, Table
+from stepscope.recover.hashing import hash_file, hash_files, hash_weights
+from stepscope.recover.keys import load_private_key
+from stepscope.recover.report import Gpu, Report, Statement, check_nonce, check_uuid
+from stepscope.recover.signing import Mismatch, SignatureCheck, Verdict, check_evidence, check_signed, write_signed
+
+_LIMITS = (
+    "a signature proves who signed and that nothing changed since; not that it is true, nor when it was made",
+    "counters show the shape of work, not weights, data or usefulness: docs/trust.md",
+)
+_LONGEST = 200
+
+
+class Signing(msgspec.Struct, frozen=True, kw_only=True):
+    """What a verb's flags say about signing: `--sign`, `--nonce`, `--weights`, `--gpu-uuid`."""
+
+    key: Path
+    nonce: str | None = None
+    weights: Path | None = None
+    gpu_uuid: str | None = None
+
+
+class Examination(msgspec.Struct, frozen=True, kw_only=True):
+    """A signed report, looked at. `expected_nonce` is what the verifier had asked for, None where nothing was."""
+
+    signature: SignatureCheck
+    mismatches: tuple[Mismatch, ...] = ()
+    rehashed: int = 0  # how many files and folders were given again
+    expected_nonce: str | None = None
+
+    @property
+    def is_replayed(self) -> bool:
+        report = self.signature.report
+        return self.expected_nonce is not None and report is not None and report.nonce != self.expected_nonce
+
+    @property
+    def exit(self) -> Exit:
+        is_good = self.signature.verdict is Verdict.GOOD and not self.mismatches and not self.is_replayed
+        return Exit.OK if is_good else Exit.GATE_FAILED
+
+
+def read_flags(
+    key: Path | None, *, nonce: str | None, weights: Path | None, gpu_uuid: str | None, out: Path | None
+) -> Signing | None:
+    """What was asked for, None where nothing is to be signed. A flag that would do nothing is an error."""
+    if key is not None:
+        signing = Signing(key=key, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid)
+        check_flags(signing)
+        return signing
+    given = {"--nonce": nonce, "--weights": weights, "--gpu-uuid": gpu_uuid, "--out": out}
+    for flag, value in given.items():
+        if value is not None:
+            raise StepscopeError(f"`{flag}` does nothing without `--sign`", hint="stepscope key new, then --sign KEY")
+    return None
+
+
+def check_flags(signing: Signing) -> None:
+    """What can be refused is refused before a minute is spent on evidence: flags, and a key that cannot be used."""
+    if signing.nonce is not None:
+        check_nonce(signing.nonce)
+    if signing.gpu_uuid is not None:
+        check_uuid(signing.gpu_uuid)
+    load_private_key(signing.key)
+
+
+def make_report(
+    signing: Signing, statement: Statement, evidence: Sequence[Path], *, claim: Path | None = None, device: str = ""
+) -> Report:
+    """The report on `statement`, not yet signed. `device` is what the evidence calls its GPU."""
+    check_flags(signing)
+    return Report(
+        stepscope=__version__,
+        signed_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        nonce=signing.nonce,
+        gpus=_gpus(device, signing.gpu_uuid),
+        evidence=hash_files(evidence),
+        claim=None if claim is None else hash_file(claim),
+        weights=None if signing.weights is None else hash_weights(signing.weights),
+        statement=dict(statement),
+    )
+
+
+def sign_to_file(report: Report, signing: Signing, path: Path, *, force: bool = False) -> None:
+    write_signed(path, report, signing.key, force=force)
+
+
+def examine_signed(
+    path: Path, public_key: Path | str, evidence: Sequence[Path] = (), *, nonce: str | None = None
+) -> Examination:
+    """Is it what was signed, by whom it should be, and are these the files that it speaks of?"""
+    signature = check_signed(path, public_key)
+    mismatches = [] if signature.report is None else check_evidence(signature.report, evidence)
+    return Examination(
+        signature=signature,
+        mismatches=tuple(mismatches),
+        rehashed=0 if signature.report is None else len(evidence),
+        expected_nonce=nonce,
+    )
+
+
+def examination_table(examination: Examination) -> Table:
+    signer, report = examination.signature.signer, examination.signature.report
+    rows = [("signature", examination.signature.verdict.value)]
+    if signer is not None:
+        rows.append(("signed by", signer.fingerprint))
+    if report is not None:
+        rows += _describe(report)
+        rows += _summarise(report.statement)
+        rows += [(f"given {one.name}", one.problem) for one in examination.mismatches]
+        if examination.rehashed and not examination.mismatches:
+            rows.append(("files given again", "the same bytes as when it was signed"))
+        if examination.is_replayed:
+            rows.append(("expected nonce", f"{examination.expected_nonce}, so this is an answer to another question"))
+    return Table(
+        title="Is the report what was signed?",
+        columns=(Column(key="what", label="what"), Column(key="found", label="found")),
+        rows=tuple(rows),
+        notes=_LIMITS if report is not None else (),
+    )
+
+
+def _describe(report: Report) -> list[tuple[str, str]]:
+    rows = [("signed at", f"{report.signed_at}, by the signer's clock"), ("stepscope", report.stepscope)]
+    rows.append(("nonce", report.nonce or "none: nothing shows that the report is fresh"))
+    rows += [("gpu", f"{_name_gpu(gpu)}, says the {gpu.said_by}") for gpu in report.gpus]
+    if not any(gpu.uuid for gpu in report.gpus):
+        rows.append(("gpu uuid", "not known"))
+    rows += [("evidence", f"{file.name}, {file.bytes:,} bytes, sha256 {file.sha256}") for file in report.evidence]
+    if report.claim is not None:
+        rows.append(("claim", f"{report.claim.name}, sha256 {report.claim.sha256}"))
+    if report.weights is not None:
+        rows.append(
+            ("weights", f"{report.weights.name}, {report.weights.bytes:,} bytes, sha256 {report.weights.sha256}")
+        )
+    return rows
+
+
+def _summarise(statement: Statement) -> list[tuple[str, str]]:
+    """The plain values of what was stated; tables and lists are for readers of the file."""
+    plain = {key: value for key, value in statement.items() if isinstance(value, str | int | float)}
+    rows = [(f"says {key}", str(value)[:_LONGEST]) for key, value in plain.items()]
+    more = len(statement) - len(plain)
+    return [*rows, ("says more", f"{more} more, in the file")] if more else rows
+
+
+def _name_gpu(gpu: Gpu) -> str:
+    return " ".join(part for part in (gpu.name, gpu.uuid) if part) or "not named"
+
+
+def _gpus(device: str, uuid: str | None) -> tuple[Gpu, ...]:
+    """With the UUID that was given, or else this machine's GPUs that are of the kind that the evidence names."""
+    from_evidence = (Gpu(name=device, uuid=None, said_by="evidence"),) if device else ()
+    if uuid is not None:
+        return (*from_evidence, Gpu(name=None, uuid=uuid, said_by="signer"))
+    here = [Gpu(name=name, uuid=found, said_by="signing machine") for name, found in gpus_of_this_machine()]
+    return (*from_evidence, *(gpu for gpu in here if not device or gpu.name == device))
+
+
+def gpus_of_this_machine() -> list[tuple[str, str]]:
+    """Names and UUIDs, as NVIDIA's driver tells them; none where there is no such driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [(str(pynvml.nvmlDeviceGetName(one)), str(pynvml.nvmlDeviceGetUUID(one))) for one in handles]
+    except pynvml.NVMLError:
+        return []

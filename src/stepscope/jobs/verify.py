@@ -1,0 +1,165 @@
+"""`stepscope verify`: does the evidence match the claim?"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import polars as pl
+
+from stepscope.errors import Exit, StepscopeError
+from stepscope.findings import Column, Table
+from stepscope.recording.opening import open_recording
+from stepscope.recording.store import Recording
+from stepscope.recover.claim import read_claim
+from stepscope.recover.evidence import Evidence, gather
+from stepscope.recover.structure import NoTransformerError
+from stepscope.recover.verification import Verdict, Verification, describe_interval, undecided
+from stepscope.recover.verifying import verify
+
+_EXITS = {Verdict.CONSISTENT: Exit.OK, Verdict.REFUTED: Exit.GATE_FAILED, Verdict.UNDECIDED: Exit.UNDECIDED}
+_MOST_ROWS = 10
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, and what the evidence calls its GPU."""
+
+    verification: Verification
+    device: str = ""
+
+
+def verify_files(
+    paths: Sequence[Path],
+    claim: Path,
+    *,
+    batch: int | None = None,
+    context: int | None = None,
+    dtype: str | None = None,
+) -> Verified:
+    """Raises StepscopeError for a claim that is none and for evidence that cannot be read or holds no kernel."""
+    claimed = read_claim(claim, batch=batch, context=context, dtype=dtype)
+    recordings = [open_recording(path) for path in paths]
+    evidence = [gather(one, file=path.name) for one, path in zip(recordings, paths, strict=True)]
+    if not any(one.sightings for one in evidence):
+        raise StepscopeError(
+            f"no GPU kernels in {', '.join(f'`{path}`' for path in paths)}",
+            detail="a claim is held against what ran on a GPU: a profiler's trace of one, or Nsight Compute's counters",
+            hint="stepscope profile --counters --size small, on a machine with a GPU",
+        )
+    device = next((one.manifest.device for one in recordings if one.manifest.device), "")
+    try:
+        answer = verify(evidence, claimed, unseen=_unseen_share(recordings, evidence))
+    except NoTransformerError as error:
+        answer = undecided(claimed, str(error), evidence)
+    return Verified(verification=answer, device=device)
+
+
+def _unseen_share(recordings: Sequence[Recording], evidence: Sequence[Evidence]) -> float:
+    """Of the GPU's time in kernels that were not looked at, because they ran on other streams or came too late."""
+    whole = 0
+    for one in recordings:
+        kernels = one.kernels.filter(pl.col("kind") == "kernel")
+        whole += int((kernels["end_ns"] - kernels["start_ns"]).sum() or 0)
+    looked_at = sum(sighting.duration_ns for one in evidence for sighting in one.sightings)
+    return max(0.0, 1 - looked_at / whole) if whole else 0.0
+
+
+def state(verified: Verified) -> dict[str, object]:
+    """In JSON's terms, as it is printed and signed."""
+    plain: dict[str, object] = msgspec.to_builtins(verified.verification)
+    return plain
+
+
+def encode(verified: Verified) -> str:
+    return msgspec.json.format(msgspec.json.encode(state(verified)), indent=2).decode() + "\n"
+
+
+def exit_code(verified: Verified) -> Exit:
+    return _EXITS[verified.verification.verdict]
+
+
+def describe(verified: Verified, paths: Sequence[Path]) -> Iterator[str | Table]:
+    """Lines and tables, in the order in which they are read."""
+    answer = verified.verification
+    yield f"{', '.join(path.name for path in paths)}: {answer.verdict.value}\n  {answer.why}\n"
+    yield (
+        f"  of {answer.kernels:,} kernels {answer.kernels_compared:,} were held against exact predictions, "
+        f"{answer.kernels_counted:,} against numbers of elements\n\n"
+    )
+    tables = [_fields_table(answer), _comparison_table(answer)]
+    if answer.refuted_by:
+        tables.append(_refutation_table(answer))
+    if answer.unexplained:
+        tables.append(_work_table(answer))
+    for number, table in enumerate(tables):
+        if number:
+            yield "\n"
+        is_last = number == len(tables) - 1
+        yield msgspec.structs.replace(table, notes=(*table.notes, *answer.notes)) if is_last else table
+
+
+def _fields_table(answer: Verification) -> Table:
+    columns = (
+        Column(key="field", label="field"),
+        Column(key="claimed", label="claimed"),
+        Column(key="verdict", label="verdict"),
+        Column(key="passes_too", label="would have passed as well"),
+    )
+    rows = []
+    for name, result in answer.fields.items():
+        claimed = "" if result.claimed is None else _say(result.claimed)
+        others = ", ".join(describe_interval(one) for one in result.passes_too)
+        rows.append((name, f"{claimed} (implied)" if result.implied else claimed, result.verdict, others))
+    return Table(title="What was claimed", columns=columns, rows=tuple(rows))
+
+
+def _say(value: int | str | bool) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else f"{value:,}"
+
+
+def _comparison_table(answer: Verification) -> Table:
+    columns = (
+        Column(key="what", label="what"),
+        Column(key="expected", label="expected"),
+        Column(key="launches", label="launches", kind="count"),
+        Column(key="agree", label="agree", kind="count"),
+    )
+    rows = tuple((one.what, one.expected, one.launches, one.agree) for one in answer.comparisons)
+    return Table(title="Kernel by kernel", columns=columns, rows=rows)
+
+
+def _refutation_table(answer: Verification) -> Table:
+    columns = (
+        Column(key="index", label="#", kind="count"),
+        Column(key="kernel", label="kernel"),
+        Column(key="where", label="where"),
+        Column(key="what", label="what"),
+        Column(key="expected", label="expected"),
+        Column(key="seen", label="seen"),
+        Column(key="file", label="file", detail=True),
+    )
+    shown = answer.refuted_by[:_MOST_ROWS]
+    rows = tuple((one.index, one.kernel, one.where, one.what, one.expected, one.seen, one.file) for one in shown)
+    more = len(answer.refuted_by) - len(shown)
+    notes = (f"{more:,} more: --format json",) if more else ()
+    return Table(title="What refutes the claim", columns=columns, rows=rows, notes=notes)
+
+
+def _work_table(answer: Verification) -> Table:
+    columns = (
+        Column(key="kernel", label="kernel"),
+        Column(key="launches", label="launches", kind="count"),
+        Column(key="time_us", label="time", kind="us"),
+        Column(key="operations", label="operations", kind="count"),
+        Column(key="first", label="first at #", kind="count"),
+        Column(key="why", label="why"),
+    )
+    shown = answer.unexplained[:_MOST_ROWS]
+    rows = tuple(
+        (one.name, one.launches, one.duration_ns / 1e3, one.operations, one.first_index, one.why) for one in shown
+    )
+    more = len(answer.unexplained) - len(shown)
+    notes = [f"{answer.unexplained_share:.2%} of the GPU's time"]
+    notes += [f"{more:,} more: --format json"] if more else []
+    return Table(title="Work that the claim does not explain", columns=columns, rows=rows, notes=tuple(notes))

@@ -1,0 +1,1 @@
+"""What model made these counters, and is a claim about it true? No torch."""

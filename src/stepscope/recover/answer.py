@@ -1,0 +1,399 @@
+"""The answer: for every field the value, whether it is certain, what else it could be, and what shows it.
+
+Certain is what all candidates agree on that explain as much as the best one, or one count less. Never a confident wrong
+number: where evidence is thin the set is wide, and where there is none the value is null.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from stepscope.recover.evidence import Evidence
+from stepscope.recover.observation import Observation, observe
+from stepscope.recover.parameters import Item, itemise, total
+from stepscope.recover.shape import CORE_FIELDS, Core, Cores
+from stepscope.recover.solving import Sized, Solution, find_feed_forward, find_vocabulary, order, solve
+from stepscope.recover.structure import NoTransformerError, Structure, find_structure
+from stepscope.recover.style import Style, find_style
+from stepscope.recover.usual import surprise_of_vocabulary
+
+Value = int | str | None
+FIELDS = (
+    "num_layers",
+    "d_model",
+    "num_heads",
+    "num_kv_heads",
+    "d_head",
+    "d_ff",
+    "vocab_size",
+    "batch",
+    "context",
+    "dtype",
+    "parameters",
+)
+_SLACK = 1  # counts that the truth may leave unexplained where another candidate does not
+_ENOUGH = 0.85  # of the counts must be explained before agreement among candidates makes anything certain
+_MOST_CANDIDATES = 24
+_MOST_ALTERNATIVES = 64
+_PADDING = 8  # what a compiler rounds a vocabulary up to
+_ODD_READING = 2.0  # surprise of one product for gate and up beside a layer norm
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """`alternatives` beside the value; where they are too many to list, `low` and `high` are their window."""
+
+    value: Value
+    certain: bool
+    alternatives: tuple[Value, ...] = ()
+    low: int | None = None
+    high: int | None = None
+    evidence: tuple[str, ...] = ()
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    d_head: int
+    d_ff: int | None
+    vocab_size: int | None
+    batch: int
+    context: int
+    dtype: str | None
+    parameters: int | None
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    candidates: tuple[Candidate, ...]
+    fields: dict[str, Field]
+    family: str = ""
+    items: tuple[Item, ...] = ()  # the parameters of the first candidate
+    num_consistent: int = 0  # candidates for the attention half that no fact excludes
+    explained: int = 0
+    counts: int = 0
+    would_decide: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Reached(msgspec.Struct, frozen=True, kw_only=True):
+    """One reading that sizes fit."""
+
+    solution: Solution
+    feed_forward: Sized
+    vocabulary: Sized
+    style: Style
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        explained = self.solution.best.explained + self.feed_forward.explained + self.vocabulary.explained
+        odd = _ODD_READING if "gate_up" in self._roles and self.style.norm == "layer" else 0.0
+        return -explained, self.solution.best.surprise + odd
+
+    @property
+    def _roles(self) -> Iterable[str]:
+        return self.solution.observation.products
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What one file shows: readings that sizes fit, best first."""
+
+    evidence: Evidence
+    structure: Structure
+    reached: tuple[Reached, ...]
+
+
+def recover(evidence: Sequence[Evidence]) -> Answer:
+    """From all files together, which are taken to be of one run. Raises NoTransformerError where the kernels show no
+    decoder, or the files do not show the same one."""
+    allocations = tuple(size for one in evidence for size in one.allocations)
+    found = [_find(replace(one, allocations=allocations)) for one in evidence if one.sightings]
+    assert found, "somebody has looked that there are kernels"
+    counts = {one.structure.num_layers for one in found}
+    if len(counts) > 1:
+        raise NoTransformerError(
+            f"the files show {' and '.join(map(str, sorted(counts)))} layers: no one model ran them"
+        )
+    fitted = sorted((one for one in found if one.reached), key=lambda one: len(one.reached[0].solution.consistent))
+    if not fitted:
+        return _answer_without_sizes(found[0])
+    return _assemble(_join(fitted))
+
+
+def _find(evidence: Evidence) -> Found:
+    structure = find_structure(evidence.sightings)
+    observations = (observe(structure, reading, evidence.device_sms) for reading in structure.readings)
+    reached = [found for one in observations if (found := _reach(one, evidence)) is not None]
+    return Found(evidence=evidence, structure=structure, reached=tuple(sorted(reached, key=lambda one: one.rank)))
+
+
+def _join(files: list[Found]) -> Found:
+    """The file that leaves least open, with only those of its candidates that the others leave open, too."""
+    first, *others = files
+    best = first.reached[0]
+    for other in others:
+        best = msgspec.structs.replace(
+            best,
+            solution=_keep_common(best.solution, [reached.solution for reached in other.reached]),
+            feed_forward=_meet(best.feed_forward, other.reached[0].feed_forward),
+            vocabulary=_meet(best.vocabulary, other.reached[0].vocabulary),
+        )
+    return msgspec.structs.replace(first, reached=(best, *first.reached[1:]))
+
+
+def _keep_common(solution: Solution, others: list[Solution]) -> Solution:
+    mine = solution.consistent
+    kept = [i for i in range(len(mine)) if any(mine[i] in other.consistent for other in others)]
+    if not kept:
+        raise NoTransformerError("no sizes fit all of the files: they are of different runs")
+    chosen = np.array(kept, np.int64)
+    return order(solution.observation, mine.take(chosen), solution.explained[chosen], solution.facts)
+
+
+def _meet(first: Sized, second: Sized) -> Sized:
+    """Sizes of both, where both list any; of what remains the order is the first's."""
+    if not first.best or not second.best:
+        return first if first.best else second
+    both = tuple(size for size in first.best if size in second.best)
+    if not both:
+        return first
+    return replace(
+        first, best=both, explained=first.explained + second.explained, to_explain=first.to_explain + second.to_explain
+    )
+
+
+def _reach(observation: Observation, evidence: Evidence) -> Reached | None:
+    solution = solve(observation)
+    if solution is None:
+        return None
+    core = solution.best.core
+    feed_forward = find_feed_forward(observation, core)
+    if feed_forward.window is None:
+        return None
+    vocabulary = _narrow(find_vocabulary(observation, core), core, evidence.allocations)
+    style = find_style(observation, core.context)
+    return Reached(solution=solution, feed_forward=feed_forward, vocabulary=vocabulary, style=style)
+
+
+def _narrow(vocabulary: Sized, core: Core, allocations: Sequence[int]) -> Sized:
+    """A tensor of logits in a snapshot is tokens · vocabulary elements, and the embedding vocabulary · width."""
+    sizes = frozenset(allocations)
+    window = vocabulary.window
+    if not sizes or window is None:
+        return vocabulary
+    logits = {size // (core.tokens * width) for size in sizes for width in (2, 4) if size % (core.tokens * width) == 0}
+    tables = {
+        size // (core.d_model * width) for size in sizes for width in (2, 4) if size % (core.d_model * width) == 0
+    }
+    both = {size for size in logits & tables if size in window}
+    kept = [size for size in vocabulary.best if size in both] or sorted(both, key=surprise_of_vocabulary)
+    if not kept or (vocabulary.best and vocabulary.best[0] not in kept):
+        return vocabulary
+    return replace(
+        vocabulary, best=tuple(kept), explained=vocabulary.explained + 1, to_explain=vocabulary.to_explain + 1
+    )
+
+
+def _assemble(found: Found) -> Answer:
+    structure, evidence, reached = found.structure, found.evidence, found.reached
+    first = reached[0]
+    likely = [one for one in reached if one.rank[0] <= first.rank[0] + _SLACK]
+    fields = {"num_layers": _layers_field(found), "dtype": _dtype_field(structure)}
+    for name in CORE_FIELDS:
+        fields[name] = _core_field(name, likely)
+    fields["d_ff"] = _sized_field([one.feed_forward for one in likely], _feed_forward_evidence(first))
+    fields["vocab_size"] = _vocabulary_field(first)
+    candidates = tuple(_candidates(structure, first))
+    items = _itemise(structure, first)
+    fields["parameters"] = _parameters_field(candidates, first)
+    solution = first.solution
+    return Answer(
+        candidates=candidates,
+        fields={name: fields[name] for name in FIELDS},
+        family=first.style.family,
+        items=items,
+        num_consistent=len(solution.consistent),
+        explained=solution.best.explained,
+        counts=solution.facts,
+        would_decide=tuple(_would_decide(fields, evidence, structure)),
+        notes=(*evidence.notes, *structure.notes),
+    )
+
+
+def _agreeing(solution: Solution) -> Cores:
+    """The candidates that must agree before anything is certain."""
+    best = solution.best.explained
+    if best < _ENOUGH * solution.facts:
+        return solution.consistent
+    return solution.consistent.take(solution.explained >= best - _SLACK)
+
+
+def _core_field(name: str, likely: list[Reached]) -> Field:
+    """Alternatives from the most usual to the oddest, as far as candidates were ranked."""
+    solution = likely[0].solution
+    ranked = [getattr(one.core, name) for reached in likely for one in reached.solution.cores]
+    agreeing = [value for reached in likely for value in np.unique(getattr(_agreeing(reached.solution), name)).tolist()]
+    value, *others = dict.fromkeys([*ranked, *agreeing])
+    return _field(value, others, certain=not others, evidence=_core_evidence(name, solution))
+
+
+def _field(value: int, others: Iterable[int], *, certain: bool, evidence: tuple[str, ...]) -> Field:
+    alternatives = tuple(others)
+    if len(alternatives) <= _MOST_ALTERNATIVES:
+        return Field(value=value, certain=certain, alternatives=alternatives, evidence=evidence)
+    every = (value, *alternatives)
+    return Field(value=value, certain=certain, low=min(every), high=max(every), evidence=evidence)
+
+
+def _sized_field(found: Sequence[Sized], evidence: tuple[str, ...]) -> Field:
+    sized = found[0]
+    if not sized.best:
+        low, high = (sized.window.low, sized.window.high) if sized.window else (None, None)
+        return Field(value=None, certain=False, low=low, high=high, evidence=evidence)
+    values = list(dict.fromkeys(value for one in found for value in one.best))
+    is_told = sized.window is not None and (sized.window.is_exact or sized.explained > 0)
+    others = [value for value in values if value != sized.best[0]]
+    return _field(sized.best[0], others, certain=not others and is_told, evidence=evidence)
+
+
+def _vocabulary_field(reached: Reached) -> Field:
+    found = _sized_field([reached.vocabulary], _vocabulary_evidence(reached))
+    value = found.value
+    compiled = any(one.name.library == "Inductor" for one in reached.solution.observation.reading.zones["final"])
+    if found.certain and compiled and isinstance(value, int) and value % _PADDING == 0:
+        padded = tuple(range(value - _PADDING + 1, value))
+        return msgspec.structs.replace(found, certain=False, alternatives=padded)
+    return found
+
+
+def _layers_field(found: Found) -> Field:
+    """Certain where embeddings come before the first layer and a head after the last: none is outside of the file."""
+    structure = found.structure
+    readings = [reached.solution.observation.reading for reached in found.reached[:1]] or structure.readings
+    has_head = all("head" in reading.products for reading in readings)
+    is_cut = any("ends in the middle" in note for note in found.evidence.notes)
+    passes = f"each of {structure.num_passes} forward passes" if structure.num_passes > 1 else "the forward pass"
+    said = f"the same matrix products around an attention {structure.num_layers} times in {passes}"
+    if structure.may_be_one_layer:
+        unsure = "what follows the last attention follows each: one layer, run over and over, looks the same"
+        return Field(value=structure.num_layers, certain=False, alternatives=(1,), evidence=(said, unsure))
+    if has_head and structure.has_start and not is_cut:
+        return Field(value=structure.num_layers, certain=True, evidence=(said,))
+    return Field(value=structure.num_layers, certain=False, evidence=(said, "layers may be outside of the file"))
+
+
+def _dtype_field(structure: Structure) -> Field:
+    name = structure.readings[0].products["output"].name.short
+    said = (f"named by the kernels of the products: {name}",) if structure.dtype else ()
+    return Field(value=structure.dtype, certain=structure.dtype is not None, evidence=said)
+
+
+def _candidates(structure: Structure, reached: Reached) -> Iterable[Candidate]:
+    cores = reached.solution.cores
+    for scored in cores[:_MOST_CANDIDATES]:
+        observation = reached.solution.observation
+        feed_forward = find_feed_forward(observation, scored.core)
+        vocabulary = find_vocabulary(observation, scored.core) if scored is not cores[0] else reached.vocabulary
+        d_ff = feed_forward.best[0] if feed_forward.best else None
+        vocab_size = vocabulary.best[0] if vocabulary.best else None
+        yield Candidate(
+            num_layers=structure.num_layers,
+            d_ff=d_ff,
+            vocab_size=vocab_size,
+            dtype=structure.dtype,
+            parameters=_count(structure.num_layers, scored.core, d_ff, vocab_size, reached.style),
+            **{name: getattr(scored.core, name) for name in CORE_FIELDS},
+        )
+
+
+def _count(num_layers: int, core: Core, d_ff: int | None, vocab_size: int | None, style: Style) -> int | None:
+    if d_ff is None or vocab_size is None:
+        return None
+    return total(itemise(core, num_layers=num_layers, d_ff=d_ff, vocab_size=vocab_size, style=style))
+
+
+def _itemise(structure: Structure, reached: Reached) -> tuple[Item, ...]:
+    if not reached.feed_forward.best or not reached.vocabulary.best:
+        return ()
+    return itemise(
+        reached.solution.best.core,
+        num_layers=structure.num_layers,
+        d_ff=reached.feed_forward.best[0],
+        vocab_size=reached.vocabulary.best[0],
+        style=reached.style,
+    )
+
+
+def _parameters_field(candidates: tuple[Candidate, ...], reached: Reached) -> Field:
+    """Never certain: what a forward pass does not touch, such as unused positions, no kernel shows."""
+    value = candidates[0].parameters
+    tied = "tied to" if reached.style.is_tied else "beside"
+    said = (
+        f"{reached.style.family}: {reached.style.norm} norms, a head {tied} the embedding (by custom, not seen)",
+        *(
+            (f"a table of {reached.style.positions:,} learned positions (by custom)",)
+            if reached.style.positions
+            else ()
+        ),
+    )
+    others = sorted({one.parameters for one in candidates if one.parameters is not None} - {value})
+    return Field(value=value, certain=False, alternatives=tuple(others[:_MOST_ALTERNATIVES]), evidence=said)
+
+
+def _core_evidence(name: str, solution: Solution) -> tuple[str, ...]:
+    observation = solution.observation
+    core = solution.best.core
+    attention = "attention" if observation.structure.is_fused else "softmax and the products around it"
+    says = {
+        "d_model": f"norms of {core.tokens:,} rows, and counts of {core.tokens * core.d_model:,} elements around them",
+        "num_heads": f"{attention}: {core.batch} · {core.num_heads} sequences of {core.context}",
+        "num_kv_heads": f"projections to {core.query_width} and {core.key_width} columns",
+        "d_head": f"{core.query_width} columns of queries in {core.num_heads} heads",
+        "batch": f"{core.tokens:,} tokens in sequences of {core.context}",
+        "context": f"{core.tokens:,} tokens in {core.batch} sequences",
+    }
+    return (says[name], f"{solution.best.explained} of {solution.facts} counts of elements explained")
+
+
+def _feed_forward_evidence(reached: Reached) -> tuple[str, ...]:
+    sized = reached.feed_forward
+    window = f"products admit {sized.window.low:,} to {sized.window.high:,}" if sized.window else "no product tells"
+    return (window, f"{sized.explained} of {sized.to_explain} counts between the products explained")
+
+
+def _vocabulary_evidence(reached: Reached) -> tuple[str, ...]:
+    sized = reached.vocabulary
+    if sized.window is None:
+        return ("no product of a head was seen",)
+    window = f"the head's product admits {sized.window.low:,} to {sized.window.high:,}"
+    return (window, f"{sized.explained} of {sized.to_explain} counts after it explained")
+
+
+def _would_decide(fields: dict[str, Field], evidence: Evidence, structure: Structure) -> Iterable[str]:
+    unsure = [name for name, field in fields.items() if not field.certain and name != "parameters"]
+    if not unsure:
+        return
+    if not evidence.has_counters:
+        yield "counters of the same pass (stepscope profile --counters, or ncu --csv --page raw) close most windows"
+    if "vocab_size" in unsure and not structure.is_training:
+        yield "a training step: the loss works on tokens · vocabulary elements"
+    if "vocab_size" in unsure and not evidence.allocations:
+        yield "a memory snapshot: logits and the embedding have exact sizes"
+    if {"batch", "context", "num_heads"} & set(unsure):
+        yield "a run at another batch or context: what stays the same is the model's"
+
+
+def _answer_without_sizes(found: Found) -> Answer:
+    """Layers and data types are there; the sizes are not in this evidence."""
+    structure, evidence = found.structure, found.evidence
+    fields = {name: Field(value=None, certain=False) for name in FIELDS}
+    fields["num_layers"] = _layers_field(found)
+    fields["dtype"] = _dtype_field(structure)
+    return Answer(
+        candidates=(),
+        fields=fields,
+        would_decide=tuple(_would_decide(fields, evidence, structure)),
+        notes=(*evidence.notes, "grids of these kernels do not depend on the model's sizes: no size can be told"),
+    )

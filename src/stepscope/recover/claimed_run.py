@@ -1,0 +1,201 @@
+"""A file's kernels, laid out as a claim says, and what a claim leaves open, taken from the evidence.
+
+Products can be read in more than one way, and the way that contradicts a claim least is taken: a claim is refuted only
+if none fits. A claim without batch and context, as a published config is, is held against every pair that the tokens
+of the run allow. Other sizes that are not claimed are taken as `recover` finds them, as long as nothing speaks against
+it; they help to test the rest and are never held against anybody.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from stepscope import hardware
+from stepscope.recover.answer import Candidate, recover
+from stepscope.recover.claim import SIZES, Claim
+from stepscope.recover.claimed_shape import Shape
+from stepscope.recover.evidence import Evidence
+from stepscope.recover.facts import Gather, Rows, Sighting
+from stepscope.recover.families import memory_bound
+from stepscope.recover.families.elementwise import is_recent
+from stepscope.recover.families.tilings import PROCESSORS
+from stepscope.recover.placing import (
+    Fits,
+    Pattern,
+    Placement,
+    Run,
+    breaks_feed_forward,
+    examine,
+    find_patterns,
+    place,
+)
+from stepscope.recover.predicting import Check, Predictor
+from stepscope.recover.shape import divisors
+from stepscope.recover.structure import NoTransformerError, Role
+from stepscope.recover.unclaimed import Counted, find_counts
+
+_MOST_PAIRS = 64  # of batch and context that are tried
+_MOST_MISFITS = 4  # readings that are laid out although none fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedRun:
+    """`wrong`: how many checks and layers contradict the claim in the best reading. `fits_otherwise`: with the other
+    kind of feed-forward layer nothing would contradict either."""
+
+    evidence: Evidence
+    run: Run
+    predictor: Predictor
+    placement: Placement
+    checks: list[Check]
+    counts: list[tuple[Sighting, Counted]]
+    wrong: int
+    fits_otherwise: bool = False
+
+
+def make_shape(claim: Claim) -> Shape:
+    plain = msgspec.structs.asdict(claim)
+    return Shape(**{name: plain[name] for name in SIZES if name != "num_layers"})
+
+
+def open_all(evidence: Sequence[Evidence], claim: Claim) -> tuple[Shape, list[ClaimedRun]]:
+    """The shape that the claim is held to be, and every file under it."""
+    opened = [_Opened(one) for one in evidence]
+    shape = make_shape(claim)
+    tried = list(_complete(shape, opened, evidence))
+    best: tuple[int, Shape, list[ClaimedRun]] | None = None
+    for candidate in tried:
+        files = [one.lay_out(claim, candidate) for one in opened]
+        wrong = sum(file.wrong for file in files)
+        if best is None or wrong < best[0]:
+            best = (wrong, candidate, files)
+        if not wrong:
+            break
+    assert best is not None, "the claim itself is tried at last"
+    return best[1], best[2]
+
+
+def _complete(shape: Shape, opened: Sequence["_Opened"], evidence: Sequence[Evidence]) -> Iterator[Shape]:
+    """What the claim may mean, the likeliest first. What comes last leaves open whatever nobody knows: if that is
+    contradicted, the claim is, whatever the open sizes are."""
+    if None not in msgspec.structs.astuple(shape):
+        yield shape
+        return
+    pairs = list(_pair(shape, opened))
+    if any(value is None for name, value in msgspec.structs.asdict(shape).items() if name not in ("batch", "context")):
+        yield from (filled for one in _recover(evidence) if (filled := _fill(shape, one)) is not None)
+    yield from pairs
+    if not pairs:
+        yield shape
+
+
+def _recover(evidence: Sequence[Evidence]) -> tuple[Candidate, ...]:
+    try:
+        return recover(evidence).candidates
+    except NoTransformerError:
+        return ()
+
+
+def _fill(shape: Shape, candidate: Candidate) -> Shape | None:
+    """The claim with what it leaves open as recovered; None where the two disagree."""
+    known = {name: value for name, value in msgspec.structs.asdict(shape).items() if value is not None}
+    found = {name: getattr(candidate, name) for name in Shape.__struct_fields__}
+    return Shape(**found) if all(found[name] == value for name, value in known.items()) else None
+
+
+def _pair(shape: Shape, opened: Sequence["_Opened"]) -> Iterator[Shape]:
+    """Every batch and context that make the tokens which norms and lookups show, and that attention admits."""
+    tokens = next((found for one in opened if (found := one.count_tokens()) is not None), None)
+    if tokens is None or (shape.batch is not None and shape.context is not None):
+        return
+    fitting: list[Shape] = []
+    others: list[Shape] = []
+    for batch in divisors(tokens)[:_MOST_PAIRS]:
+        context = tokens // batch
+        if shape.batch in (None, batch) and shape.context in (None, context):
+            one = msgspec.structs.replace(shape, batch=batch, context=context)
+            (fitting if all(file.admits_attention(one) for file in opened) else others).append(one)
+    yield from fitting or others[:1]
+
+
+class _Opened:
+    """A file before anything is claimed."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.run = examine(evidence.sightings)
+        self.recent = is_recent(one.name for one in evidence.sightings)
+        device = hardware.find(evidence.device) if evidence.device else None
+        self.predictor = Predictor(evidence.device_sms or PROCESSORS, device, recent=self.recent)
+
+    def lay_out(self, claim: Claim, shape: Shape) -> ClaimedRun:
+        best = self._read(claim, shape, claim.gated)
+        if best is None:
+            raise NoTransformerError(
+                f"{self.run.gap_products} matrix products between one attention and the next, which are not those of "
+                "a decoder's layer"
+            )
+        other = self._read(claim, shape, not claim.gated) if claim.gated is not None else None
+        (wrong, _, _), placement, checks = best
+        return ClaimedRun(
+            evidence=self.evidence,
+            run=self.run,
+            predictor=self.predictor,
+            placement=placement,
+            checks=checks,
+            counts=[(where.sighting, counted) for where, counted in find_counts(placement, recent=self.recent)],
+            wrong=wrong,
+            fits_otherwise=other is not None and other[0] == (0, False, 0),
+        )
+
+    def _read(
+        self, claim: Claim, shape: Shape, gated: bool | None
+    ) -> tuple[tuple[int, bool, int], Placement, list[Check]] | None:
+        """The reading of the products that contradicts the claim least."""
+        best: tuple[tuple[int, bool, int], Placement, list[Check]] | None = None
+
+        def fits(role: Role, one: Sighting) -> bool:
+            return self.predictor.fits(role, one, shape) is not False
+
+        for pattern, behind in self._choose_patterns(gated, fits):
+            placement = place(self.run, pattern, behind, claim.num_layers, fits)
+            checks = list(self.predictor.predict(placement))
+            wrong = len({check.key for check in checks if check.test(shape) is False}) + len(placement.complaints)
+            score = (wrong, breaks_feed_forward(placement), pattern.count(None))
+            if best is None or score < best[0]:
+                best = (score, placement, checks)
+            if score == (0, False, 0):
+                break
+        return best
+
+    def _choose_patterns(self, gated: bool | None, fits: Fits) -> list[tuple[Pattern, int]]:
+        """Those that fit one layer; where none does, the claim is refuted in any, and a few that nearly do are enough
+        to say how."""
+        patterns, gap = find_patterns(self.run, gated=gated), self.run.gap
+        if gap is None:
+            return patterns
+        misfits = [
+            sum(role is not None and not fits(role, one) for role, one in zip(pattern, gap, strict=True))
+            for pattern, _ in patterns
+        ]
+        least = min(misfits, default=0)
+        chosen = [pattern for pattern, count in zip(patterns, misfits, strict=True) if count == least]
+        return chosen[:_MOST_MISFITS] if least else chosen
+
+    def count_tokens(self) -> int | None:
+        """By the first lookup, which is that of the tokens, or by the first norm that has a row for each of them."""
+        rows: dict[type, int] = {}
+        for one in self.run.sightings:
+            if one.name.kernel_class not in ("index", "embedding", "norm") or one.name.library == "Inductor":
+                continue
+            fact = memory_bound.read(one, recent=self.recent)
+            if isinstance(fact, Gather | Rows) and fact.rows.is_exact:
+                rows.setdefault(type(fact), fact.rows.low)
+        return rows.get(Gather, rows.get(Rows))
+
+    def admits_attention(self, shape: Shape) -> bool:
+        anchors = [one for segment in self.run.segments for anchor in segment for one in anchor]
+        distinct = {(one.name.name, one.grid, one.block): one for one in anchors}.values()
+        checks = [check for one in distinct for check in self.predictor.check_anchor(one, "")]
+        return all(check.test(shape) is not False for check in checks)

@@ -1,0 +1,155 @@
+"""From blocks to windows: what the readers of all families share.
+
+A launch rounds its problem up to whole blocks, so a number of blocks stands for a window of sizes. Where a name leaves
+open which of several rules made the grid, a reader returns every possibility (`choices`): exactly one of them holds.
+`join_choices` makes one weaker fact of them, for who cannot do with several.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import gcd
+
+from stepscope.explain.kernel_names.anatomy import Anatomy, dissect
+from stepscope.recover.facts import Elements, Gather, Rows, Sighting, Update, Window, exactly
+
+MemoryFact = Elements | Rows | Gather | Update
+LARGEST = 2**31 - 1  # kernels count in 32 bits; larger problems are launched in pieces
+_BYTES = {
+    "double": 8,
+    "long": 8,
+    "int64_t": 8,
+    "complex<float>": 8,
+    "float": 4,
+    "int": 4,
+    "BFloat16": 2,
+    "Half": 2,
+    "short": 2,
+    "bool": 1,
+    "unsigned char": 1,
+    "signed char": 1,
+    "Float8_e4m3fn": 1,
+    "Float8_e5m2": 1,
+}
+
+
+@lru_cache(maxsize=4096)
+def take_apart(name: str) -> tuple[Anatomy, tuple[str, ...]]:
+    """A kernel's name and its own template arguments, none where the name does not show them as they were written."""
+    anatomy = dissect(name)
+    return anatomy, () if anatomy.mangled else split_arguments(anatomy.template)
+
+
+def split_arguments(template: str) -> tuple[str, ...]:
+    found, depth, start = [], 0, 0
+    for position, letter in enumerate(template):
+        if letter in "<([{":
+            depth += 1
+        elif letter in ">)]}" and template[position - 1 : position] != "-":
+            depth -= 1
+        elif letter == "," and depth == 0:
+            found.append(template[start:position].strip())
+            start = position + 1
+    return (*found, template[start:].strip()) if template else ()
+
+
+def first_enclosed(text: str) -> str:
+    """The first argument of a list whose opening bracket was cut off."""
+    depth = 0
+    for position, letter in enumerate(text):
+        if letter in "<([{":
+            depth += 1
+        elif letter in ">)]}" and text[position - 1 : position] != "-":
+            depth -= 1
+        if depth < 0 or (letter == "," and depth == 0):
+            return text[:position]
+    return text
+
+
+def is_true(argument: str) -> bool:
+    """As PyTorch's profiler spells it, or Nsight Compute."""
+    return argument in ("true", "1")
+
+
+def whole_number(argument: str) -> int | None:
+    return int(argument) if argument.isascii() and argument.isdigit() and len(argument) < 10 else None
+
+
+def type_bytes(argument: str) -> int | None:
+    """Of one element of a C++ type, spelled with or without its namespace."""
+    return _BYTES.get(argument.removeprefix("c10::").removeprefix("at::").strip())
+
+
+def covered(blocks: int, per_block: int, step: int = 1) -> Window:
+    """The sizes that take so many blocks, the last of which may hold one element only."""
+    return Window((blocks - 1) * per_block + step, blocks * per_block, step)
+
+
+def is_flat(sighting: Sighting) -> bool:
+    """Blocks in one row."""
+    return sighting.grid[1] == 1 and sighting.grid[2] == 1
+
+
+def keep_stored(windows: Iterable[Window], store_bytes: int | None, sizes: Iterable[int]) -> tuple[Window, ...]:
+    """The windows, made exact where the bytes that were written tell the count.
+
+    Each element is written once, in one of the given sizes. Which size it was, the windows decide: sizes are a factor
+    of two apart, and windows of more than a few blocks are narrower. Where no size fits, the kernel wrote something
+    else besides, and the windows stay as they are."""
+    kept = tuple(windows)
+    if store_bytes is None:
+        return kept
+    counts = {store_bytes // size for size in sizes if store_bytes % size == 0}
+    exact = sorted(count for count in counts if any(count in window for window in kept))
+    return tuple(exactly(count) for count in exact) or kept
+
+
+def factor(elements: int, rows: Window, widths: Window) -> tuple[Rows, ...]:
+    """All ways in which rows and their width give that many elements."""
+    return tuple(
+        Rows(rows=exactly(number), width=exactly(elements // number))
+        for number in rows
+        if elements % number == 0 and elements // number in widths
+    )
+
+
+def meet(first: Window, second: Window) -> Window | None:
+    """What lies in both; the steps of one of them must be single."""
+    if first.step > second.step:
+        first, second = second, first
+    assert first.step == 1 or first == second, (first, second)
+    below = max(0, first.low - second.low)
+    low = second.low + -(-below // second.step) * second.step
+    high = min(first.high, second.high)
+    return Window(low, high - (high - low) % second.step, second.step) if low <= high else None
+
+
+def join_windows(windows: Sequence[Window]) -> Window:
+    """The narrowest window that holds all of the given ones."""
+    low = min(window.low for window in windows)
+    step = 0
+    for window in windows:
+        step = gcd(step, window.low - low, window.step if window.size > 1 else 0)
+    return Window(low, max(window.high for window in windows), step or 1)
+
+
+def join_choices(choices: Sequence[MemoryFact]) -> MemoryFact | None:
+    """One fact that holds whichever of the choices does."""
+    if len(choices) < 2:
+        return choices[0] if choices else None
+    match choices[0]:
+        case Elements():
+            return Elements(count=_join(choices, "count"))
+        case Rows():
+            return Rows(rows=_join(choices, "rows"), width=_join_known(choices, "width"))
+        case Gather():
+            return Gather(rows=_join(choices, "rows"), width_bytes=_join_known(choices, "width_bytes"))
+        case Update():
+            return Update(elements=_join(choices, "elements"), tensors=_join_known(choices, "tensors"))
+
+
+def _join(choices: Sequence[MemoryFact], field: str) -> Window:
+    return join_windows([getattr(choice, field) for choice in choices])
+
+
+def _join_known(choices: Sequence[MemoryFact], field: str) -> Window | None:
+    return None if any(getattr(choice, field) is None for choice in choices) else _join(choices, field)

@@ -1,0 +1,297 @@
+"""Matrix products: which sizes a kernel's name, grid and counters leave possible.
+
+`tilings` knows how products are cut up. Under Nsight Compute the work is counted, too: operations on the tensor cores,
+or fused multiply-adds where a kernel runs without them, and bytes stored. The work is that of whole tiles, so it knows
+a size to within a tile; bytes stored are those of the result alone, and know it exactly, but kernels that store through
+Hopper's copy engine (nvjet, sm90_xmma) do not count them.
+
+Rows and columns are those of the result as it lies in memory, row after row. A kernel cannot tell a product from that
+of the transposed factors in the other order: who does not know which of the two was called asks for both.
+"""
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from stepscope.recording.counter_metrics import CounterKey
+from stepscope.recover.facts import Sighting
+from stepscope.recover.families.bounds import Bound, BoundedProduct, Measure, at_least, at_most, bounded, exactly
+from stepscope.recover.families.tilings import (
+    PROCESSORS,
+    Tiling,
+    asked_blocks,
+    find_cluster,
+    is_full,
+    persistent_grid,
+    plain_grid,
+    striped_grid,
+)
+
+_NVJET = re.compile(r"nvjet_sm90_\w+")
+_NVJET_BIAS = re.compile(r"_bias_[NT]{3}$")
+_XMMA = re.compile(r"sm(\d+)_xmma_gemm_(\w+)")
+_FP32_XMMA = "_f32f32_f32f32_f32_"
+_CUTLASS = re.compile(r"cutlass_(\d+)_(simt|tensorop|wmma_tensorop)_(\w+)")
+_HALF_RESULT = re.compile(r"(?:b?f16_[shi]|h)\d*gemm_")
+_HAND_NAMED = re.compile(r"(?:maxwell|volta|turing|ampere)_\w*gemm_")
+_SUM_OF_PARTS = re.compile(r"splitKreduce_kernel<(?:\(int\))?(\d+), (?:\(int\))?(\d+),")
+_DEPTHS = (8, 64)  # the least and the most that a step along the summed dimension takes, where a name is silent
+# Clusters have at most this many tiles in a direction.
+_WIDEST_CLUSTER = 4
+# No tile is longer in any direction: what a kernel of unknown geometry may add to a size at most.
+_LONGEST_TILE = 512
+_TMA_BYTES = 16  # what a row's length must be a multiple of for the copy engine
+_DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+def read(sighting: Sighting, processors: int = PROCESSORS) -> BoundedProduct | None:
+    """`processors`: how many SMs the GPU has."""
+    text = sighting.name.name
+    if sighting.name.kernel_class != "gemm":
+        return None
+    if found := _SUM_OF_PARTS.search(text):
+        return _read_sum_of_parts(sighting, Tiling(rows=int(found[2]), columns=int(found[1])))
+    if sighting.name.operation == "matrix times vector":
+        return bounded([at_most(lambda rows, columns, _inner, _batch: min(rows, columns), 1)])
+    tile = sighting.name.tile
+    if tile is not None and len(tile) >= 2:
+        if found := _NVJET.search(text):
+            return _read_nvjet(sighting, found[0], tile, processors)
+        if found := _XMMA.search(text):
+            is_hopper = int(found[1]) == 90
+            return _read_xmma_hopper(sighting, tile, processors) if is_hopper else _read_xmma(sighting, tile)
+        if found := _CUTLASS.search(text):
+            return _read_cutlass(sighting, found[0], tile)
+        if _HAND_NAMED.match(text):
+            return _read_one_tile_a_block(sighting, Tiling(rows=tile[0], columns=tile[1]))
+    return _read_unknown(sighting)
+
+
+def _read_nvjet(sighting: Sighting, name: str, tile: tuple[int, ...], processors: int) -> BoundedProduct:
+    down, across = find_cluster(name)
+    tiling = Tiling(rows=tile[1], columns=tile[0], inner=tile[2], cluster_rows=down, cluster_columns=across)
+    bounds: list[Bound] = []
+    divisors: list[tuple[Measure, int]] = []
+    asked, blocks = asked_blocks(tiling), sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
+    if not sighting.name.split_k:
+        bounds.append(persistent_grid(tiling, sighting.grid, processors, clusters_known=True))
+    elif not is_full(tiling, sighting.grid, processors, clusters_known=True):
+        bounds.append(at_most(asked, blocks))
+        divisors.append((asked, blocks))
+    bounds.extend(_nvjet_work(sighting, tiling, blocks))
+    # The epilogue leaves out the tiles that only fill up clusters.
+    if _NVJET_BIAS.search(name) and not sighting.name.split_k and (additions := _counter(sighting, "fadd")):
+        bounds.append(exactly(lambda rows, columns, _inner, batch: tiling.area(rows, columns) * batch, additions))
+    return bounded(bounds, tile=tile, divisors=divisors, usual_multiples=_multiples(sighting))
+
+
+def _nvjet_work(sighting: Sighting, tiling: Tiling, blocks: int) -> Iterator[Bound]:
+    operations = _counter(sighting, "tensor_ops")
+    if not operations:
+        return
+
+    def work(rows: int, columns: int, inner: int, batch: int) -> int:
+        return 2 * tiling.clustered_area(rows, columns) * tiling.pad_inner(inner) * batch
+
+    if not sighting.name.split_k:
+        yield exactly(work, operations)
+        return
+    # Every part is rounded up to whole steps, and there are at most as many parts as blocks.
+    rounding = 2 * tiling.rows * tiling.columns * tiling.inner * blocks
+    yield at_most(work, operations)
+    yield at_least(lambda rows, columns, inner, batch: work(rows, columns, inner, batch) + rounding, operations)
+
+
+def _multiples(sighting: Sighting) -> tuple[int, int, int]:
+    """nvjet copies tiles by descriptor, which takes rows of whole 16 bytes: of the result, and of both factors as the
+    layout says which of their sides is contiguous."""
+    step = _TMA_BYTES // _DTYPE_BYTES.get(sighting.name.dtype or "", _TMA_BYTES)
+    layout = sighting.name.layout or "nt"
+    return step if layout[1] == "t" else 1, step, step if layout in ("tn", "nn", "tt") else 1
+
+
+def _read_xmma(sighting: Sighting, tile: tuple[int, ...]) -> BoundedProduct:
+    tiling = Tiling(rows=tile[0], columns=tile[1], inner=tile[2] if len(tile) > 2 else 1)
+    launched = sighting.grid[2]
+    if _FP32_XMMA not in sighting.name.name:
+        return _read_one_tile_a_block(sighting, tiling)
+    bounds = list(plain_grid(tiling, sighting.grid))
+    stored = _counter(sighting, "store_bytes")
+    if "split_k_kernel" in sighting.name.name:
+        if stored:
+            bounds.append(exactly(lambda rows, columns, _inner, batch: 4 * rows * columns * batch, stored))
+        return bounded(bounds, tile=tile, sums_parts=True)
+    bounds.extend(_xmma_work(sighting, tiling))
+    bounds.extend(_xmma_stores(stored, tiling, launched) if stored else ())
+    return bounded([*bounds, _batch_of(launched)], tile=tile, divisors=[(_batch_alone, launched)])
+
+
+def _read_one_tile_a_block(sighting: Sighting, tiling: Tiling) -> BoundedProduct:
+    """Where the order of blocks and the sides of a tile were not seen: each tile has a block of its own at least."""
+    turned = Tiling(rows=tiling.columns, columns=tiling.rows, inner=tiling.inner)
+    blocks = sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
+
+    def tiles(rows: int, columns: int, _inner: int, batch: int) -> int:
+        return batch * min(tiling.count_clustered(rows, columns), turned.count_clustered(rows, columns))
+
+    known = _read_unknown(sighting)
+    return bounded([at_most(tiles, blocks), *(known.bounds if known else ())], tile=(tiling.rows, tiling.columns))
+
+
+def _xmma_work(sighting: Sighting, tiling: Tiling) -> Iterator[Bound]:
+    """Of each element of each tile: an fma for each step along the summed dimension, rounded up to whole steps in every
+    part, and one for the epilogue, unless a kernel of its own adds up the parts."""
+    fused, launched = _counter(sighting, "ffma"), sighting.grid[2]
+    if not fused:
+        return
+
+    def least(rows: int, columns: int, inner: int, batch: int) -> int:
+        each = tiling.pad_inner(inner) + (1 if batch == launched else 0)
+        return tiling.area(rows, columns) * each * batch
+
+    def most(rows: int, columns: int, inner: int, batch: int) -> int:
+        rounding = 0 if batch == launched else launched * tiling.inner
+        return tiling.area(rows, columns) * ((tiling.pad_inner(inner) + 1) * batch + rounding)
+
+    yield at_most(least, fused)
+    yield at_least(most, fused)
+
+
+def _xmma_stores(stored: int, tiling: Tiling, launched: int) -> Iterator[Bound]:
+    """Parts are stored as whole tiles for a kernel that adds them up; without one, the last part stores the result."""
+
+    def least(rows: int, columns: int, _inner: int, batch: int) -> int:
+        return 4 * (tiling.area(rows, columns) * (launched - batch) + rows * columns * batch)
+
+    def most(rows: int, columns: int, _inner: int, batch: int) -> int:
+        return 4 * (rows * columns if batch == launched else tiling.area(rows, columns)) * launched
+
+    yield at_most(least, stored)
+    yield at_least(most, stored)
+
+
+def _read_xmma_hopper(sighting: Sighting, tile: tuple[int, ...], processors: int) -> BoundedProduct:
+    tiling = Tiling(rows=tile[0], columns=tile[1], inner=tile[2] if len(tile) > 2 else 1)
+    widest = msgspec.structs.replace(tiling, cluster_rows=_WIDEST_CLUSTER, cluster_columns=_WIDEST_CLUSTER)
+    blocks = sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
+    bounds = [at_least(asked_blocks(widest), blocks)]
+    if not is_full(tiling, sighting.grid, processors, clusters_known=False):
+        bounds.append(at_most(asked_blocks(tiling), blocks))
+    bounds.extend(_tensor_work(sighting, widest, rounding=blocks if sighting.name.split_k else 0))
+    return bounded(bounds, tile=tile)
+
+
+def _tensor_work(sighting: Sighting, tiling: Tiling, *, rounding: int) -> Iterator[Bound]:
+    """Where clusters or the step along the summed dimension are known no better than by their limits. `rounding` is
+    into how many parts that dimension may be cut, each rounded up."""
+    operations = _counter(sighting, "tensor_ops")
+    if not operations:
+        return
+    finest, coarsest = (tiling.inner, tiling.inner) if tiling.inner > 1 else _DEPTHS
+    padding = 2 * tiling.rows * tiling.columns * coarsest * rounding * _WIDEST_CLUSTER**2
+
+    def least(rows: int, columns: int, inner: int, batch: int) -> int:
+        return 2 * tiling.area(rows, columns) * (-(-inner // finest) * finest) * batch
+
+    def most(rows: int, columns: int, inner: int, batch: int) -> int:
+        padded = 2 * tiling.clustered_area(rows, columns) * (-(-inner // coarsest) * coarsest) * batch
+        return padded + (padding * tiling.count_clustered(rows, columns) if rounding else 0)
+
+    yield at_most(least, operations)
+    yield at_least(most, operations)
+
+
+def _read_cutlass(sighting: Sighting, name: str, tile: tuple[int, ...]) -> BoundedProduct:
+    tiling = Tiling(rows=tile[1], columns=tile[0], inner=tile[2] if len(tile) > 2 else 1)
+    launched = sighting.grid[2]
+    bounds = list(striped_grid(tiling, sighting.grid))
+    if "_simt_sgemm_" in name:
+        bounds.extend(_cutlass_work(sighting, tiling, launched))
+    else:
+        bounds.extend(_tensor_work(sighting, tiling, rounding=launched if launched > 1 else 0))
+    # The epilogue scales every element of every part.
+    if scaled := _counter(sighting, "fmul"):
+        bounds.append(exactly(lambda rows, columns, _inner, _batch: tiling.area(rows, columns) * launched, scaled))
+    if stored := _counter(sighting, "store_bytes"):
+        bounds.extend(_cutlass_stores(stored, tiling, launched, 2 if _HALF_RESULT.search(name) else 4))
+    return bounded([*bounds, _batch_of(launched)], tile=tile, divisors=[(_batch_alone, launched)])
+
+
+def _cutlass_work(sighting: Sighting, tiling: Tiling, launched: int) -> Iterator[Bound]:
+    """All parts but the last are whole steps. Each part adds what lies in the result where it has to."""
+    fused = _counter(sighting, "ffma")
+    if not fused:
+        return
+
+    def least(rows: int, columns: int, inner: int, batch: int) -> int:
+        return tiling.area(rows, columns) * tiling.pad_inner(inner) * batch
+
+    def most(rows: int, columns: int, inner: int, batch: int) -> int:
+        return tiling.area(rows, columns) * (tiling.pad_inner(inner) * batch + launched)
+
+    yield at_most(least, fused)
+    yield at_least(most, fused)
+
+
+def _cutlass_stores(stored: int, tiling: Tiling, launched: int, element_bytes: int) -> Iterator[Bound]:
+    """Every part stores its result; where the parts take turns, each tile's turn is a number of four bytes."""
+
+    def least(rows: int, columns: int, _inner: int, _batch: int) -> int:
+        return element_bytes * rows * columns * launched
+
+    def most(rows: int, columns: int, inner: int, batch: int) -> int:
+        turns = tiling.count_clustered(rows, columns) * launched if batch < launched else 0
+        return least(rows, columns, inner, batch) + 4 * turns
+
+    yield at_most(least, stored)
+    yield at_least(most, stored)
+
+
+def _read_sum_of_parts(sighting: Sighting, tiling: Tiling) -> BoundedProduct:
+    """The sum of a product's parts. Downwards a thread may take several rows."""
+    bounds = [
+        exactly(lambda _rows, columns, _inner, _batch: tiling.count_columns(columns), sighting.grid[0]),
+        at_least(lambda rows, _columns, _inner, _batch: tiling.count_rows(rows), sighting.grid[1]),
+    ]
+    if stored := _counter(sighting, "store_bytes"):
+        narrowest = 2 if re.search(r"half|bfloat16", sighting.name.name) else 4
+        bounds.append(at_most(lambda rows, columns, _inner, batch: narrowest * rows * columns * batch, stored))
+        bounds.append(at_least(lambda rows, columns, _inner, batch: 4 * rows * columns * batch, stored))
+    return bounded(bounds, sums_parts=True)
+
+
+def _read_unknown(sighting: Sighting) -> BoundedProduct | None:
+    """A kernel whose tiles are not known: its work is that of the sizes, padded by less than a tile."""
+    work = _count_multiplications(sighting)
+    if not work:
+        return None
+
+    def padded(rows: int, columns: int, inner: int, batch: int) -> int:
+        return (rows + _LONGEST_TILE) * (columns + _LONGEST_TILE) * (inner + _LONGEST_TILE) * batch
+
+    exact = at_most(lambda rows, columns, inner, batch: rows * columns * inner * batch, work)
+    return bounded([exact, at_least(padded, work)])
+
+
+def _count_multiplications(sighting: Sighting) -> int:
+    """On the tensor cores two operations each; in fp32 without them an fma, or a product at the start of a sum."""
+    if operations := _counter(sighting, "tensor_ops"):
+        return 0 if sighting.name.dtype == "fp32" else operations // 2
+    if sighting.name.tensor_cores is not False or sighting.name.dtype != "fp32":
+        return 0
+    fused = _counter(sighting, "ffma")
+    return fused + (_counter(sighting, "fmul") or 0) if fused else 0
+
+
+def _counter(sighting: Sighting, key: CounterKey) -> int | None:
+    """None, too, for a counter of nothing: the operations of another data type may not have been measured."""
+    return sighting.counters.get(key) or None
+
+
+def _batch_alone(_rows: int, _columns: int, _inner: int, batch: int) -> int:
+    return batch
+
+
+def _batch_of(launched: int) -> Bound:
+    return at_most(_batch_alone, launched)

@@ -1,0 +1,111 @@
+"""Optimizers over lists of tensors: chunks of 65536 elements, a block each.
+
+A launch holds so many chunks and so many tensors; a longer list takes several launches. So the launches of one call say
+how many chunks its tensors make, and exactly so: `launch_blocks` is what a list of tensors gives, to be compared with
+what was seen.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from stepscope.recover.facts import Sighting, Update, Window
+from stepscope.recover.families.grids import is_flat, take_apart
+
+CHUNK_ELEMENTS = 65536
+_THREADS = 512
+_METADATA = re.compile(
+    r"(?P<fused>FusedOptimizer)?TensorList(?P<scalars>ScalarList)?Metadata<(?:[\w:]+, )?(?P<depth>\d)>"
+)
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much one launch holds. Kernels built for CUDA 13 may take more arguments than those before."""
+
+    blocks: int
+    tensors: tuple[int, ...]  # for one list of tensors, two, and so on up to five
+    tensors_with_scalars: tuple[int, ...]
+
+
+SMALL = Limits(blocks=320, tensors=(110, 64, 48, 36, 30), tensors_with_scalars=(96, 64, 48, 36, 30))
+LARGE = Limits(blocks=2240, tensors=(770, 448, 336, 252, 210), tensors_with_scalars=(672, 448, 336, 252, 210))
+
+
+def read(sighting: Sighting) -> Update | None:
+    """Of one launch."""
+    return join((sighting,))
+
+
+def join(launches: Sequence[Sighting]) -> Update | None:
+    """Of a call that took these launches, one behind the other."""
+    if not launches or not all(map(_is_understood, launches)):
+        return None
+    limits = find_limits(launches)
+    blocks = sum(launch.grid[0] for launch in launches)
+    tensors = min(blocks, sum(room_for_tensors(launch, limits) or 0 for launch in launches))
+    # Each tensor ends in a chunk that may hold a single element.
+    fewest = (blocks - tensors) * CHUNK_ELEMENTS + tensors
+    return Update(elements=Window(fewest, blocks * CHUNK_ELEMENTS), tensors=Window(1, tensors))
+
+
+def find_limits(launches: Sequence[Sighting]) -> Limits:
+    """Those that the launches of one call show, and the looser ones where they do not: a launch that others follow was
+    full, and full of tensors it has a block for each."""
+    followed = launches[:-1]
+    if any(launch.grid[0] < (room_for_tensors(launch, LARGE) or 0) for launch in followed):
+        return SMALL
+    return LARGE
+
+
+def split_calls(launches: Iterable[Sighting]) -> list[tuple[Sighting, ...]]:
+    """Launches in their order, put together to calls: a call goes on with the same kernel as long as a launch was full.
+
+    Whether it was is certain for the blocks alone. A launch that held as many tensors as it can looks like a last one,
+    so a call of many small tensors comes in several parts."""
+    calls: list[tuple[Sighting, ...]] = []
+    for launch in launches:
+        previous = calls[-1][-1] if calls else None
+        if previous and previous.name.name == launch.name.name and previous.grid[0] in (SMALL.blocks, LARGE.blocks):
+            calls[-1] = (*calls[-1], launch)
+        else:
+            calls.append((launch,))
+    return calls
+
+
+def chunks_of(sizes: Iterable[int]) -> int:
+    """How many blocks a list of tensors takes, over all launches."""
+    return sum(-(-size // CHUNK_ELEMENTS) for size in sizes)
+
+
+def launch_blocks(sizes: Iterable[int], most_tensors: int, most_blocks: int) -> tuple[int, ...]:
+    """The grids of the launches that a list of tensors of these sizes makes, in order."""
+    grids = []
+    blocks = tensors = 0
+    for size in sizes:
+        left = chunks_of((size,))
+        tensors += left > 0
+        while left:
+            taken = min(left, most_blocks - blocks)
+            blocks, left = blocks + taken, left - taken
+            if blocks == most_blocks or (tensors == most_tensors and not left):
+                grids.append(blocks)
+                # A tensor that was cut is the first of the next launch.
+                blocks, tensors = 0, int(left > 0)
+    return (*grids, blocks) if blocks else tuple(grids)
+
+
+def room_for_tensors(sighting: Sighting, limits: Limits) -> int | None:
+    """How many tensors a launch of this kernel holds at most."""
+    anatomy, _ = take_apart(sighting.name.name)
+    match = _METADATA.search(anatomy.template)
+    if anatomy.base != "multi_tensor_apply_kernel" or not match or not 1 <= int(match["depth"]) <= len(limits.tensors):
+        return None
+    table = limits.tensors_with_scalars if match["scalars"] else limits.tensors
+    return table[int(match["depth"]) - 1]
+
+
+def _is_understood(sighting: Sighting) -> bool:
+    if not is_flat(sighting) or sighting.block[0] != _THREADS or sighting.grid[0] > LARGE.blocks:
+        return False
+    return room_for_tensors(sighting, LARGE) is not None

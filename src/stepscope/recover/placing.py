@@ -1,0 +1,399 @@
+"""Where every kernel of a run stands, if it is a run of the claimed model: which pass, which layer, which role.
+
+`structure` asks what the layers are, and takes the first for all. Here the question is whether each is what was
+claimed, so every layer of every pass is laid out, and what has no place in a layer is kept as such: it is work that
+nobody claimed.
+"""
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from stepscope.recover.facts import Sighting
+from stepscope.recover.structure import (
+    _BEHIND as BEHIND,
+)
+from stepscope.recover.structure import (
+    _PROJECTIONS as PROJECTIONS,
+)
+from stepscope.recover.structure import (
+    _SUM_OF_PARTS as SUM_OF_PARTS,
+)
+from stepscope.recover.structure import (
+    NoTransformerError,
+    Role,
+    Zone,
+    is_product,
+)
+from stepscope.recover.structure import (
+    _is_attention as is_attention,
+)
+from stepscope.recover.structure import (
+    _is_lookup as is_lookup,
+)
+from stepscope.recover.structure import (
+    _is_norm as is_norm,
+)
+from stepscope.recover.structure import (
+    _is_softmax as is_softmax,
+)
+from stepscope.recover.structure import (
+    _merge as merge_anchors,
+)
+
+Anchor = tuple[Sighting, ...]
+# A place in a gap between two attentions: a role, or nothing that a layer has.
+Pattern = tuple[Role | None, ...]
+Fits = Callable[[Role, Sighting], bool]
+_MOST_EXTRAS = 2  # products in a gap that no layer has, for which places are tried
+_INTO_HEADS: tuple[Role, ...] = ("query_key_value", "query", "key", "value", "key_value", "scores")
+_INTO_FEED_FORWARD: tuple[Role, ...] = ("up", "gate", "gate_up")
+_KERNELS_AFTER_HEAD = 24
+_NEAR = 40  # kernels to either side of a place where something is missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Of one kernel. Passes and layers count from 1; products have a role, other kernels a zone."""
+
+    sighting: Sighting
+    pass_number: int
+    layer: int | None = None
+    role: Role | None = None
+    zone: Zone | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complaint:
+    """Something that no layer of the claimed kind does, and the kernel where it is seen."""
+
+    sighting: Sighting
+    expected: str
+    seen: str
+    is_unclear: bool = False  # a kernel of unknown kind stands there, which may be what is missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the order of kernels shows before anything is claimed."""
+
+    sightings: tuple[Sighting, ...]
+    products: tuple[Sighting, ...]
+    segments: tuple[tuple[Anchor, ...], ...]  # attentions between which neither a lookup nor a backward kernel stands
+    is_fused: bool
+    is_training: bool
+    gap: tuple[Sighting, ...] | None  # matrix products between two attentions, None where there is one a pass
+
+    @property
+    def gap_products(self) -> int | None:
+        return None if self.gap is None else len(self.gap)
+
+
+@dataclass(slots=True, kw_only=True)
+class Placement:
+    pattern: Pattern
+    num_layers: list[int] = field(default_factory=list)  # of each pass
+    attentions: list[Place] = field(default_factory=list)
+    recomputed: list[Sighting] = field(default_factory=list)  # attention run again for the backward pass
+    backward_attentions: list[Sighting] = field(default_factory=list)
+    products: list[Place] = field(default_factory=list)
+    others: list[Place] = field(default_factory=list)
+    extras: list[Sighting] = field(default_factory=list)  # products before the first layer or behind the head
+    intruders: list[Place] = field(default_factory=list)  # products inside of a layer that no layer has
+    backward: list[Sighting] = field(default_factory=list)  # products of the backward pass, in no order
+    complaints: list[Complaint] = field(default_factory=list)
+    starts_late: bool = False  # no lookup before the first attention
+
+    def is_cut(self, pass_number: int) -> bool:
+        """Whether the file may hold only a part of the pass: the first where it starts, the last where it ends."""
+        if pass_number == 1 and self.starts_late:
+            return True
+        has_head = any(one.role == "head" and one.pass_number == pass_number for one in self.products)
+        return pass_number == len(self.num_layers) and not has_head
+
+
+def examine(sightings: Sequence[Sighting]) -> Run:
+    """Raises NoTransformerError where there is nothing to lay out."""
+    fused = [one for one in sightings if is_attention(one, backward=False)]
+    anchors = merge_anchors(fused or [one for one in sightings if is_softmax(one)], sightings)
+    products = tuple(one for one in sightings if is_product(one))
+    if not products or not anchors:
+        missing = "matrix product" if not products else "attention"
+        raise NoTransformerError(f"no {missing} among the kernels")
+    ends = [one.index for one in sightings if is_lookup(one) or _is_of_training(one)]
+    segments: list[list[Anchor]] = [[anchors[0]]]
+    for before, after in itertools.pairwise(anchors):
+        if _between(ends, before[-1].index, after[0].index):
+            segments.append([])
+        segments[-1].append(after)
+    gaps = [
+        tuple(one for one in products if before[-1].index < one.index < after[0].index)
+        for segment in segments
+        for before, after in itertools.pairwise(segment)
+    ]
+    counts = Counter(map(len, gaps))
+    usual = min(counts, key=lambda count: (-counts[count], count)) if counts else None
+    return Run(
+        sightings=tuple(sightings),
+        products=products,
+        segments=tuple(tuple(segment) for segment in segments),
+        is_fused=bool(fused),
+        is_training=any(_is_of_training(one) for one in sightings),
+        gap=next((gap for gap in gaps if len(gap) == usual), None),
+    )
+
+
+def find_patterns(run: Run, *, gated: bool | None) -> list[tuple[Pattern, int]]:
+    """Every way to read the products between two attentions, with how many of its places belong to the layer behind.
+    Places without a role are tried only where every product cannot have one."""
+    orders = [
+        (
+            (*(() if run.is_fused else ("values",)), *feed_forward),
+            (*projections, *(() if run.is_fused else ("scores",))),
+        )
+        for projections, feed_forward in itertools.product(PROJECTIONS, BEHIND)
+        if gated is None or gated == any(role in ("gate", "gate_up") for role in feed_forward)
+    ]
+    if run.gap_products is None:
+        return [((*behind, *ahead), len(behind)) for behind, ahead in orders]
+    for extras in range(_MOST_EXTRAS + 1):
+        found = [
+            pattern
+            for behind, ahead in orders
+            if len(behind) + len(ahead) + extras == run.gap_products
+            for pattern in _spread((*behind, *ahead), len(behind), run.gap_products)
+        ]
+        if found:
+            return found
+    return []
+
+
+def _spread(roles: tuple[Role, ...], behind: int, places: int) -> Iterator[tuple[Pattern, int]]:
+    for skipped in itertools.combinations(range(places), places - len(roles)):
+        names = iter(roles)
+        pattern: Pattern = tuple(None if place in skipped else next(names) for place in range(places))
+        ahead = [place for place in range(places) if place not in skipped][behind]
+        yield pattern, ahead
+
+
+def place(run: Run, pattern: Pattern, behind: int, num_layers: int | None, fits: Fits) -> Placement:
+    """Every kernel in its place. `fits` says whether a product can have a role, to find the one that is too many."""
+    first = run.segments[0][0][0].index
+    placement = Placement(pattern=pattern, starts_late=not any(map(is_lookup, run.sightings[:first])))
+    placement.backward_attentions = [one for one in run.sightings if is_attention(one, backward=True)]
+    passes = _find_passes(run, num_layers, placement)
+    for number, anchors in enumerate(passes, start=1):
+        previous = passes[number - 2][-1][-1].index if number > 1 else -1
+        following = passes[number][0][0].index if number < len(passes) else len(run.sightings)
+        layout = _Layout(run, placement, number, pattern, behind, fits)
+        layout.lay_out(anchors, previous, following)
+    return placement
+
+
+def _find_passes(run: Run, num_layers: int | None, placement: Placement) -> list[tuple[Anchor, ...]]:
+    optimizers = [one.index for one in run.sightings if is_lookup(one) or one.name.kernel_class == "optimizer"]
+    passes: list[tuple[Anchor, ...]] = []
+    for segment in run.segments:
+        if passes and not _between(optimizers, passes[-1][-1][-1].index, segment[0][0].index):
+            placement.recomputed.extend(one for anchor in segment for one in anchor)
+            continue
+        passes.extend(_split_unseen(run, segment, num_layers))
+    placement.num_layers = [len(one) for one in passes]
+    return passes
+
+
+def _split_unseen(run: Run, segment: tuple[Anchor, ...], num_layers: int | None) -> list[tuple[Anchor, ...]]:
+    """Where lookups do not show, passes follow each other without a mark, but with the head's product in between."""
+    where = [one.index for one in run.products]
+    pieces: list[list[Anchor]] = [[segment[0]]]
+    for before, after in itertools.pairwise(segment):
+        if len(_between(where, before[-1].index, after[0].index)) == run.gap_products:
+            pieces[-1].append(after)
+        else:
+            pieces.append([after])
+    lengths = {len(piece) for piece in pieces}
+    is_even = lengths == {num_layers} or (num_layers is None and len(lengths) == 1)
+    return [tuple(piece) for piece in pieces] if is_even else [segment]
+
+
+@dataclass(slots=True)
+class _Layout:
+    """One forward pass."""
+
+    run: Run
+    placement: Placement
+    number: int
+    pattern: Pattern
+    behind: int
+    fits: Fits
+
+    def lay_out(self, anchors: Sequence[Anchor], previous: int, following: int) -> None:
+        """`previous` and `following`: where the pass before ended its attentions and where the next begins."""
+        ahead = self.pattern[self.behind :]
+        before = self._products(previous, anchors[0][0].index)
+        # Positions may be turned into angles by a product, and a compiler may put it between those of the first layer.
+        chosen = self._choose(ahead, before[-len(ahead) - _MOST_EXTRAS :])
+        self._assign(ahead, chosen, layer=1, is_end=self.placement.starts_late)
+        if previous < 0:
+            self.placement.extras.extend(one for one in before if one not in chosen)
+        for layer, (one, following_one) in enumerate(itertools.pairwise(anchors), start=1):
+            self._fill_gap(self._products(one[-1].index, following_one[0].index), layer)
+        self._finish(anchors, following)
+        self.placement.attentions.extend(
+            Place(sighting=kernel, pass_number=self.number, layer=layer)
+            for layer, anchor in enumerate(anchors, start=1)
+            for kernel in anchor
+        )
+        self._place_others(anchors, previous, following)
+
+    def _products(self, after: int, before: int) -> list[Sighting]:
+        where = [one.index for one in self.run.products]
+        return [self.run.products[i] for i in range(bisect_right(where, after), bisect_left(where, before))]
+
+    def _assign(self, pattern: Pattern, products: Sequence[Sighting], layer: int, *, is_end: bool = False) -> None:
+        if len(products) < len(pattern):
+            self._complain_missing(pattern, products, layer, is_end=is_end)
+        for role, product in zip(pattern, products, strict=False):
+            if role is None:
+                self._add_intruder(product, layer)
+            else:
+                self.placement.products.append(Place(sighting=product, pass_number=self.number, layer=layer, role=role))
+
+    def _add_intruder(self, product: Sighting, layer: int) -> None:
+        self.placement.intruders.append(Place(sighting=product, pass_number=self.number, layer=layer))
+
+    def _fill_gap(self, products: list[Sighting], layer: int) -> None:
+        pattern = self.pattern
+        if len(products) > len(pattern):
+            chosen = self._choose(pattern, products)
+            for one in products:
+                if one not in chosen:
+                    self._add_intruder(one, layer)
+            products = chosen
+        if len(products) < len(pattern):
+            self._complain_missing(pattern, products, layer)
+            return
+        self._assign(pattern[: self.behind], products[: self.behind], layer)
+        self._assign(pattern[self.behind :], products[self.behind :], layer + 1)
+
+    def _choose(self, pattern: Pattern, products: list[Sighting]) -> list[Sighting]:
+        """Those of too many products that fit the roles best; the last ones where others fit as well."""
+        wanted = len(pattern)
+        if not wanted <= len(products) <= wanted + _MOST_EXTRAS:
+            return products[-wanted:]
+        choices = [list(chosen) for chosen in itertools.combinations(products, wanted)]
+        return max(reversed(choices), key=lambda chosen: self._count_fitting(pattern, chosen))
+
+    def _count_fitting(self, pattern: Pattern, products: Sequence[Sighting]) -> int:
+        return sum(role is None or self.fits(role, one) for role, one in zip(pattern, products, strict=True))
+
+    def _finish(self, anchors: Sequence[Anchor], following: int) -> None:
+        """The last layer's second half, the head, and what comes after: the backward pass, or nothing."""
+        tail = self._products(anchors[-1][-1].index, following)
+        is_last = following == len(self.run.sightings)
+        # The next pass's own first products stand before its first attention.
+        tail = tail if is_last else tail[: len(tail) - len(self.pattern) + self.behind]
+        self._assign(self.pattern[: self.behind], tail[: self.behind], len(anchors), is_end=is_last)
+        rest = tail[self.behind :]
+        turning = min(
+            (one.index for one in self.run.sightings[anchors[-1][-1].index :] if _is_of_training(one)),
+            default=following,
+        )
+        if rest and rest[0].index < turning:
+            self.placement.products.append(Place(sighting=rest[0], pass_number=self.number, role="head"))
+            rest = rest[1:]
+        for product in rest:
+            is_backward = self.run.is_training and product.index > min(turning, product.index)
+            (self.placement.backward if is_backward else self.placement.extras).append(product)
+
+    def _complain_missing(
+        self, pattern: Pattern, products: Sequence[Sighting], layer: int, *, is_end: bool = False
+    ) -> None:
+        near = products[0] if products else self.run.segments[0][0][0]
+        around = self.run.sightings[max(0, near.index - _NEAR) : near.index + _NEAR]
+        is_unclear = is_end or any(one.name.kernel_class == "other" for one in around)
+        self.placement.complaints.append(
+            Complaint(
+                sighting=near,
+                expected=f"{len(pattern)} matrix products by the attention of layer {layer}, as in the other layers",
+                seen=f"{len(products)}",
+                is_unclear=is_unclear,
+            )
+        )
+
+    def _place_others(self, anchors: Sequence[Anchor], previous: int, following: int) -> None:
+        """Kernels between the products, by what stands before and behind them."""
+        own = [one for one in self.placement.products if one.pass_number == self.number]
+        marks = sorted(
+            [(one.sighting.index, one.role, one.layer) for one in own]
+            + [(kernel.index, None, layer) for layer, anchor in enumerate(anchors, 1) for kernel in anchor]
+        )
+        if not own:
+            return
+        first = self._start(previous, marks[0][0])
+        for one in self.run.sightings[first : marks[0][0]]:
+            self._add_other(one, "before", None)
+        for (start, before, layer), (end, behind, _) in itertools.pairwise(marks):
+            zone = _find_zone(before, behind)
+            for one in self.run.sightings[start + 1 : end]:
+                self._add_other(one, zone, layer)
+        last, role, layer = marks[-1]
+        end = self._end(last, following) if role == "head" or not self.run.is_training else last
+        for one in self.run.sightings[last + 1 : end]:
+            self._add_other(one, "after" if role == "head" else "final", layer)
+
+    def _start(self, previous: int, first: int) -> int:
+        """Where the pass begins: at its first lookup, if another pass came before it."""
+        if previous < 0:
+            return 0
+        training = [i for i in range(previous + 1, first) if _is_of_training(self.run.sightings[i])]
+        start = training[-1] + 1 if training else previous + 1
+        return next((i for i in range(start, first) if is_lookup(self.run.sightings[i])), first)
+
+    def _end(self, last: int, following: int) -> int:
+        stop = min(following, last + 1 + _KERNELS_AFTER_HEAD)
+        for index in range(last + 1, stop):
+            one = self.run.sightings[index]
+            if _is_of_training(one) or is_product(one) or is_lookup(one):
+                return index
+        return stop
+
+    def _add_other(self, sighting: Sighting, zone: Zone, layer: int | None) -> None:
+        if not is_product(sighting):
+            self.placement.others.append(Place(sighting=sighting, pass_number=self.number, layer=layer, zone=zone))
+
+
+def breaks_feed_forward(placement: Placement) -> bool:
+    """Whether the products that are read as a feed-forward layer have none of its arithmetic, or a norm in between."""
+    inside = [one.sighting for one in placement.others if one.zone == "feed_forward"]
+    return not inside or any(is_norm(one) for one in inside)
+
+
+def adds_parts(sighting: Sighting) -> bool:
+    """Whether it is the second kernel of a product whose sum was split."""
+    return sighting.name.kernel_class == "gemm" and SUM_OF_PARTS in sighting.name.operation
+
+
+def _find_zone(before: Role | None, behind: Role | None) -> Zone:
+    """None is attention itself."""
+    if behind == "head":
+        return "final"
+    if before in _INTO_FEED_FORWARD:
+        return "feed_forward"
+    if behind in _INTO_FEED_FORWARD:
+        return "middle"
+    if before in _INTO_HEADS:
+        return "heads"
+    if behind in ("output", "values"):
+        return "merge"
+    return "between"
+
+
+def _is_of_training(sighting: Sighting) -> bool:
+    return sighting.name.direction == "backward" or sighting.name.kernel_class == "optimizer"
+
+
+def _between(indices: Sequence[int], after: int, before: int) -> Sequence[int]:
+    return indices[bisect_right(indices, after) : bisect_left(indices, before)]

@@ -1,0 +1,351 @@
+"""Layers and roles, from the order in which kernels ran.
+
+A decoder's layer is a few matrix products around one attention, over and over. So attention marks the layers: between
+two of them the same products stand in the same order as long as a forward pass lasts, and other ones where it ends. How
+many stand there, how many of them come again after the last attention, and how many before the first, says which are
+the projections of queries, keys and values, which the output, which the feed-forward layer, and which the head. Where
+more than one reading fits, all are kept, and sizes decide.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stepscope.recover.facts import Sighting
+
+Role = Literal[
+    "query_key_value",
+    "query",
+    "key",
+    "value",
+    "key_value",
+    "scores",
+    "values",
+    "output",
+    "gate",
+    "up",
+    "gate_up",
+    "down",
+    "head",
+]
+# Where a kernel stands that is neither a product nor attention.
+Zone = Literal["before", "heads", "merge", "middle", "feed_forward", "between", "final", "after"]
+
+_PROJECTIONS: tuple[tuple[Role, ...], ...] = (("query_key_value",), ("query", "key_value"), ("query", "key", "value"))
+_FEED_FORWARDS: tuple[tuple[Role, ...], ...] = (("up", "down"), ("gate_up", "down"), ("gate", "up", "down"))
+# Where both halves of a layer start from the same input, a compiler may do the feed-forward half first.
+_BEHIND: tuple[tuple[Role, ...], ...] = (
+    *(("output", *roles) for roles in _FEED_FORWARDS),
+    *((*roles, "output") for roles in _FEED_FORWARDS),
+)
+_KERNELS_AFTER_HEAD = 24
+_PRODUCTS_OF_LAYER = range(4, 10)
+_SUM_OF_PARTS = "partial results"  # what a decoded name calls the second kernel of a split product
+
+
+Anchor = tuple[Sighting, ...]  # the kernels of one attention
+
+
+class NoTransformerError(Exception):
+    """The kernels show no decoder that could be read. Its text says what was missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One way to read the roles: the products of a layer by role, and the other kernels by where they stand."""
+
+    products: dict[Role, Sighting]
+    zones: dict[Zone, tuple[Sighting, ...]]
+
+    @property
+    def is_gated(self) -> bool:
+        return "gate" in self.products or "gate_up" in self.products
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """What the order shows. `attentions` are fused kernels, none where scores were written out."""
+
+    num_layers: int
+    num_passes: int
+    is_training: bool
+    attentions: tuple[Sighting, ...] = ()
+    backward_attentions: tuple[Sighting, ...] = ()
+    softmaxes: tuple[Sighting, ...] = ()  # around the anchors, where attention is not fused
+    updates: tuple[Sighting, ...] = ()
+    readings: tuple[Reading, ...] = ()
+    dtype: str | None = None
+    notes: tuple[str, ...] = ()
+    layer_indices: tuple[tuple[int, ...], ...] = ()  # of each pass: where its attentions stand
+    # What comes after the last attention is what comes after each: passes of one layer would look the same.
+    may_be_one_layer: bool = False
+    has_start: bool = False  # embeddings were looked up before a pass: its first layer is in the file
+
+    @property
+    def is_fused(self) -> bool:
+        return bool(self.attentions)
+
+
+def find_structure(sightings: Sequence[Sighting]) -> Structure:
+    """Raises NoTransformerError where there is none to be seen."""
+    fused = [sighting for sighting in sightings if _is_attention(sighting, backward=False)]
+    anchors = _merge(fused or [one for one in sightings if _is_softmax(one)], sightings)
+    products = [sighting for sighting in sightings if is_product(sighting)]
+    if not products:
+        raise NoTransformerError("no matrix product among the kernels")
+    if not anchors:
+        raise NoTransformerError("no attention among the kernels, neither fused nor a softmax between matrix products")
+    is_training = any(_is_of_training(one) for one in sightings)
+    passes, readings = _find_passes(sightings, products, anchors, is_fused=bool(fused), is_training=is_training)
+    backward = tuple(sighting for sighting in sightings if _is_attention(sighting, backward=True))
+    updates = tuple(sighting for sighting in sightings if sighting.name.kernel_class == "optimizer")
+    return Structure(
+        num_layers=len(passes[0]),
+        num_passes=len(passes),
+        is_training=is_training,
+        attentions=tuple(fused),
+        backward_attentions=backward,
+        softmaxes=() if fused else tuple(kernel for anchor in passes[0] for kernel in anchor),
+        updates=updates,
+        readings=readings,
+        dtype=_main_dtype(readings[0]),
+        layer_indices=tuple(tuple(anchor[0].index for anchor in one) for one in passes),
+        may_be_one_layer=_may_be_one_layer(products, passes[0], readings[0]),
+        has_start=any(_is_lookup(one) or "embedding" in one.name.fused for one in sightings[: passes[-1][0][0].index]),
+    )
+
+
+def is_product(sighting: Sighting) -> bool:
+    name = sighting.name
+    return name.kernel_class == "gemm" and _SUM_OF_PARTS not in name.operation
+
+
+def _is_of_training(sighting: Sighting) -> bool:
+    return sighting.name.direction == "backward" or sighting.name.kernel_class == "optimizer"
+
+
+def _is_norm(sighting: Sighting) -> bool:
+    name = sighting.name
+    return name.kernel_class == "norm" or (name.kernel_class == "reduction" and "mean" in (*name.fused, name.operation))
+
+
+def _is_attention(sighting: Sighting, *, backward: bool) -> bool:
+    name = sighting.name
+    return (
+        name.kernel_class == "attention" and (name.direction == "backward" or "backward" in name.operation) == backward
+    )
+
+
+def _is_softmax(sighting: Sighting) -> bool:
+    """Softmax, or the maximum of rows which one that is written out begins with."""
+    name = sighting.name
+    if name.direction == "backward":
+        return False
+    if name.kernel_class == "softmax":
+        return True
+    written_out = "amax" in name.fused or "maximum" in name.operation
+    return name.kernel_class in ("reduction", "softmax") and written_out
+
+
+def _merge(anchors: list[Sighting], sightings: Sequence[Sighting]) -> list[Anchor]:
+    """Kernels of one attention: nothing that multiplies matrices stands between them."""
+    merged: list[Anchor] = []
+    for anchor in anchors:
+        start = merged[-1][-1].index + 1 if merged else 0
+        if merged and not any(is_product(one) for one in sightings[start : anchor.index]):
+            merged[-1] = (*merged[-1], anchor)
+        else:
+            merged.append((anchor,))
+    return merged
+
+
+def _between(products: Sequence[Sighting], start: Sighting, end: Sighting) -> list[Sighting]:
+    return [product for product in products if start.index < product.index < end.index]
+
+
+def _symbols(gap: list[Sighting]) -> tuple[object, ...]:
+    """Equal where the same kernels ran with the same geometry and, where it was counted, the same work."""
+    return tuple(
+        (one.name.name, one.grid, one.block, one.counters.get("tensor_ops"), one.counters.get("ffma")) for one in gap
+    )
+
+
+def _find_passes(
+    sightings: Sequence[Sighting],
+    products: Sequence[Sighting],
+    anchors: Sequence[Anchor],
+    *,
+    is_fused: bool,
+    is_training: bool,
+) -> tuple[list[Sequence[Anchor]], tuple[Reading, ...]]:
+    """Embeddings are looked up at the start of a pass. Some models look up a bias of positions in every layer, too: so
+    where every gap has a lookup, gaps that are those of a layer count for more."""
+    symbols = [_symbols(_between(products, a[-1], b[0])) for a, b in itertools.pairwise(anchors)]
+    looked_up = [
+        any(_is_lookup(one) for one in sightings[a[-1].index : b[0].index]) for a, b in itertools.pairwise(anchors)
+    ]
+    ways = [[False] * len(symbols), looked_up] if symbols and all(looked_up) else [looked_up]
+    for way in ways:
+        runs = _find_runs(symbols, way)
+        _refuse_other_layers(symbols, looked_up, runs, is_training=is_training)
+        passes = [anchors[start : start + length] for start, length in runs]
+        is_whole = not is_training and len(passes) == 1
+        readings = tuple(_read_roles(sightings, products, passes[0], is_fused=is_fused, is_whole=is_whole))
+        if readings:
+            return passes, readings
+    raise NoTransformerError(_describe_gap(products, passes[0]))
+
+
+def _find_runs(symbols: list[tuple[object, ...]], is_start: list[bool]) -> list[tuple[int, int]]:
+    """Forward passes as (first anchor, number of anchors): those with the gap that is met first."""
+    inner = [i for i in range(len(symbols)) if not is_start[i]]
+    if not inner:
+        return [(i, 1) for i in range(len(symbols) + 1)]
+    repeated = [i for i in inner if i + 1 < len(symbols) and symbols[i] == symbols[i + 1]]
+    gap = symbols[repeated[0]] if repeated else min((symbols[i] for i in inner), key=len)
+    runs: list[tuple[int, int]] = []
+    i = 0
+    while i < len(symbols):
+        if symbols[i] != gap or is_start[i]:
+            i += 1
+            continue
+        start = i
+        while i < len(symbols) and symbols[i] == gap and not is_start[i]:
+            i += 1
+        runs.append((start, i - start + 1))
+    return _whole_runs(runs)
+
+
+def _refuse_other_layers(
+    symbols: list[tuple[object, ...]], looked_up: list[bool], runs: list[tuple[int, int]], *, is_training: bool
+) -> None:
+    """Between two passes there is a head or a lookup more than between two layers. And what stands outside of the
+    passes must not be the layers of another model; in training the loss and layers that are computed again stand there,
+    never the same few products twice in a row."""
+    inside = {anchor for start, length in runs for anchor in range(start, start + length)}
+    starts = {start for start, _ in runs}
+    layer = len(symbols[runs[0][0]]) if runs[0][1] > 1 else 0
+    for i, gap in enumerate(symbols):
+        if i in inside and i + 1 in starts and len(gap) <= layer and not looked_up[i]:
+            raise NoTransformerError(
+                "layers that differ follow one another: two models at once, or work put in between"
+            )
+        is_repeated = i + 1 < len(symbols) and gap == symbols[i + 1]
+        is_outside = i not in inside and i + 1 not in inside
+        if is_outside and len(gap) in _PRODUCTS_OF_LAYER and (is_repeated or not is_training):
+            raise NoTransformerError("layers of two kinds, one after the other: several models ran")
+
+
+def _may_be_one_layer(products: Sequence[Sighting], layers: Sequence[Anchor], reading: Reading) -> bool:
+    if len(layers) < 2 or "head" not in reading.products:
+        return False
+    gap = _between(products, layers[0][-1], layers[1][0])
+    tail = [product for product in products if product.index > layers[-1][-1].index]
+    return len(tail) <= len(gap) and _symbols(tail) == _symbols(gap[: len(tail)])
+
+
+def _whole_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """A recorder may begin and end within a pass; those in between are whole."""
+    longest = max(length for _, length in runs)
+    if len(runs) > 1 and runs[0][1] < longest:
+        runs = runs[1:]
+    if len(runs) > 1 and runs[-1][1] < longest:
+        runs = runs[:-1]
+    lengths = sorted({length for _, length in runs})
+    if len(lengths) > 1:
+        raise NoTransformerError(
+            f"forward passes of {' and '.join(map(str, lengths))} layers: several models, or layers that differ"
+        )
+    return runs
+
+
+def _is_lookup(sighting: Sighting) -> bool:
+    name = sighting.name
+    return name.direction != "backward" and (name.kernel_class == "embedding" or "gather by index" in name.operation)
+
+
+def _read_roles(
+    sightings: Sequence[Sighting],
+    products: Sequence[Sighting],
+    layers: Sequence[Anchor],
+    *,
+    is_fused: bool,
+    is_whole: bool,
+) -> Iterator[Reading]:
+    """Every way in which the products around the attentions are those of a layer. `is_whole`: nothing but a head comes
+    after the last layer, because nothing was trained."""
+    first, last = layers[0][0], layers[-1][-1]
+    before = [product for product in products if product.index < first.index]
+    tail = _until_backward(sightings, [product for product in products if product.index > last.index])
+    gap = _between(products, layers[0][-1], layers[1][0]) if len(layers) > 1 else None
+    for projections, feed_forward in itertools.product(_PROJECTIONS, _BEHIND):
+        behind: list[Role] = [*(() if is_fused else ("values",)), *feed_forward]
+        ahead: list[Role] = [*projections, *(() if is_fused else ("scores",))]
+        if len(before) < len(ahead) or not len(behind) <= len(tail) <= (len(behind) + 1 if is_whole else len(tail)):
+            continue
+        if gap is None:
+            placed = [*zip(ahead, before[-len(ahead) :], strict=True), *zip(behind, tail, strict=False)]
+        elif len(gap) == len(behind) + len(ahead) and _symbols(tail[: len(behind)]) == _symbols(gap[: len(behind)]):
+            placed = list(zip([*behind, *ahead], gap, strict=True))
+        else:
+            continue
+        head = tail[len(behind)] if len(tail) > len(behind) else None
+        zones = _find_zones(sightings, placed, layers, before[-len(ahead)], tail[len(behind) - 1], head)
+        if any(_is_norm(one) for one in zones["feed_forward"]) or not zones["feed_forward"]:
+            continue
+        yield Reading(products={**dict(placed), **({"head": head} if head else {})}, zones=zones)
+
+
+def _until_backward(sightings: Sequence[Sighting], products: list[Sighting]) -> list[Sighting]:
+    """What comes after the last attention and before anything that is certainly of the backward pass or of another."""
+    ends = [
+        one.index
+        for one in sightings
+        if one.name.direction == "backward" or one.name.kernel_class in ("optimizer", "attention") or _is_lookup(one)
+    ]
+    start = products[0].index if products else 0
+    end = min((index for index in ends if index > start), default=len(sightings))
+    return [product for product in products if product.index < end]
+
+
+def _find_zones(
+    sightings: Sequence[Sighting],
+    placed: list[tuple[Role, Sighting]],
+    layers: Sequence[Anchor],
+    first_product: Sighting,
+    last: Sighting,
+    head: Sighting | None,
+) -> dict[Zone, tuple[Sighting, ...]]:
+    where = dict(placed)
+    up = next(where[role] for role in ("gate", "gate_up", "up") if role in where)
+    ahead = next(where[role] for role in ("query_key_value", "query") if role in where)
+    has_gap = len(layers) > 1
+    anchor, output, down = layers[0][-1].index, where["output"].index, where["down"].index
+    is_usual = output < down
+    after_head = next((s.index for s in sightings if head and s.index > head.index and is_product(s)), len(sightings))
+    spans: dict[Zone, tuple[int, int]] = {
+        "before": (-1, first_product.index),
+        "merge": (anchor, output) if is_usual else (down, output),
+        "middle": (output, up.index) if is_usual else (anchor, up.index),
+        "feed_forward": (up.index, down),
+        "between": (max(output, down), ahead.index) if has_gap else (0, 0),
+        "heads": (ahead.index, layers[1 if has_gap else 0][0].index),
+        "final": (last.index, head.index if head else len(sightings)),
+        "after": (head.index, min(after_head, head.index + _KERNELS_AFTER_HEAD)) if head else (0, 0),
+    }
+    return {
+        zone: tuple(one for one in sightings[max(0, start + 1) : end] if not is_product(one))
+        for zone, (start, end) in spans.items()
+    }
+
+
+def _describe_gap(products: Sequence[Sighting], layers: Sequence[Anchor]) -> str:
+    if len(layers) < 2:
+        return "one attention alone, and too few matrix products around it for a layer"
+    count = len(_between(products, layers[0][-1], layers[1][0]))
+    return f"{count} matrix products between one attention and the next, which are not those of a decoder's layer"
+
+
+def _main_dtype(reading: Reading) -> str | None:
+    return reading.products["output"].name.dtype

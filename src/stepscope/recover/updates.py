@@ -1,0 +1,39 @@
+"""How many parameters an optimizer went over, from its launches."""
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.recover.facts import Sighting
+from stepscope.recover.families import update
+
+
+def find_updated(sightings: Sequence[Sighting]) -> tuple[Sighting, int, int] | None:
+    """The first launch of an optimizer, and how many elements it went over in a step: at least, at most.
+
+    A kernel may be called for several lists of tensors, or several times for the same one. So a single call is the
+    least, and all calls of a kernel in a step are the most."""
+    launches = [one for one in sightings if one.name.kernel_class == "optimizer"]
+    known = [one for one in launches if update.read(one) is not None]
+    if not known or len(known) < len(launches):
+        return None
+    low, high = 0, 0
+    for step in _split_steps(sightings):
+        calls = [(call[0].name.name, found) for call in update.split_calls(step) if (found := update.join(call))]
+        low = max([low, *(found.elements.low for _, found in calls)])
+        totals: dict[str, int] = {}
+        for name, found in calls:
+            totals[name] = totals.get(name, 0) + found.elements.high
+        high = max([high, *totals.values()])
+    return known[0], low, high
+
+
+def _split_steps(sightings: Sequence[Sighting]) -> Iterator[list[Sighting]]:
+    """The optimizer's launches between one attention and the next."""
+    step: list[Sighting] = []
+    for one in sightings:
+        if one.name.kernel_class == "optimizer":
+            step.append(one)
+        elif one.name.kernel_class == "attention" and step:
+            yield step
+            step = []
+    if step:
+        yield step

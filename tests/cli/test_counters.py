@@ -1,0 +1,46 @@
+"""`stepscope profile --counters` as a person types it, on a machine without a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import stepscope
+from tests.unit.ncu_files import COUNTED, StandIn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--counters"], ["`ncu` is not on the PATH", "hint: stepscope doctor"]),
+        (["--counters", "--size", "medium"], ["`24` layers are too many", "0.2 to 0.5 s a kernel", "--num-layers 2"]),
+        (["--counters", "--nsys"], ["`--nsys` and `--counters` together"]),
+        (["--counters", "--annotate", "a:b"], ["`--annotate` does nothing with `--counters`"]),
+        (["--kernel-class", "gemm"], ["`--kernel-class` does nothing without `--counters`"]),
+        (["--format", "csv"], ["the page is text or json, not `csv`"]),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_before_anything_runs(
+    tmp_path: Path, arguments: list[str], said: list[str]
+) -> None:
+    done = stepscope(tmp_path, "profile", *arguments, PATH="/nowhere")
+    assert done.returncode == 2, done.stderr
+    for part in said:
+        assert part in done.stderr
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    StandIn(tmp_path)
+    done = stepscope(tmp_path, "profile", "--counters", PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert done.returncode == 2
+    assert "hardware counters are a GPU's, and device `auto` here is the CPU" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_explain_prints_the_counters_of_any_file(tmp_path: Path) -> None:
+    done = stepscope(tmp_path, "explain", str(COUNTED), "--table", "counters", "--format", "csv")
+    assert done.returncode == 0, done.stderr
+    header, *rows = done.stdout.splitlines()
+    assert header.startswith("short,class,count,grid,tensor_ops,fp32_flops")
+    assert sum("mem-efficient attention" in row for row in rows) == 1

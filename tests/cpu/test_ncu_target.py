@@ -1,0 +1,47 @@
+"""The program that runs under Nsight Compute, where there is no GPU to count on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from stepscope.cost import forward_flops
+from stepscope.errors import StepscopeError
+from stepscope.jobs.ncu import count_with_ncu
+from stepscope.measure.ncu_target import check_layers, count_operations
+from stepscope.spec import ModelShape, Scalar, build_case
+from stepscope.step import build
+from tests.unit.ncu_files import StandIn
+
+
+def test_the_program_itself_says_when_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    StandIn(folder).set(run_target=True)
+    case = build_case({"size": "nano", "device": "cpu", "mode": "inference"})
+    with pytest.raises(StepscopeError, match="hardware counters are a GPU's, and device `cpu` here is the CPU"):
+        count_with_ncu(case, metrics=["dram__bytes_read.sum"], scratch=tmp_path)
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash"])
+def test_operations_are_those_of_the_closed_form_with_all_of_attention(attention: str) -> None:
+    shape: dict[str, Scalar] = {"size": "nano", "num_layers": 2, "num_kv_heads": 2, "context": 32}
+    workload = build_case({**shape, "attention": attention, "mode": "inference", "device": "cpu"}).workload
+    assert isinstance(workload.model, ModelShape)
+    counted = count_operations(build(workload, torch.device("cpu")))
+    half = workload.batch * 2 * 2 * 32 * 32 * workload.model.d_model  # of two layers' squares, which a mask leaves
+    closed = forward_flops(workload.model, batch=workload.batch, context=32)
+    assert sum(counted.values()) == closed + half
+    assert counted.get("attention") == (None if attention == "naive" else 2 * half)
+
+
+def test_a_model_with_too_many_layers_is_refused_when_it_is_seen() -> None:
+    def model(layers: int) -> nn.Module:
+        return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(layers)), "head": nn.Linear(2, 2)})
+
+    check_layers(model(12))
+    with pytest.raises(StepscopeError, match="`13` layers are too many to count") as raised:
+        check_layers(model(13))
+    assert "--set" in raised.value.hint

@@ -1,0 +1,43 @@
+"""The recorded runs whose truth is known, and ways to spoil them."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepscope.recording.opening import open_recording
+from stepscope.recover.answer import Answer, recover
+from stepscope.recover.evidence import Evidence, gather
+from stepscope.recover.facts import Sighting
+
+FOLDER = Path(__file__).parents[2] / "fixtures" / "evidence"
+TRUTHS: dict[str, dict[str, Any]] = json.loads((FOLDER / "truth.json").read_text())
+COUNTERS = sorted(path.name for path in FOLDER.glob("*.csv.gz"))
+TRACES = sorted(path.name for path in FOLDER.glob("*.json.gz"))
+
+
+@cache
+def read_evidence(file: str) -> Evidence:
+    return gather(open_recording(FOLDER / file))
+
+
+@cache
+def recovered(file: str) -> Answer:
+    return recover([read_evidence(file)])
+
+
+def truth_of(file: str) -> dict[str, Any]:
+    """Counters were collected of fewer layers than traces; how many parameters that makes was not."""
+    truth = dict(TRUTHS[file.partition(".")[0]])
+    if ".csv" in file and truth["counted_layers"] != truth["num_layers"]:
+        truth |= {"num_layers": truth["counted_layers"], "parameters": None}
+    return truth | {"dtype": {"autocast": "bf16"}.get(truth["dtype"], truth["dtype"])}
+
+
+def with_kernels(evidence: Evidence, sightings: Iterable[Sighting]) -> Evidence:
+    numbered = tuple(msgspec.structs.replace(one, index=index) for index, one in enumerate(sightings))
+    return replace(evidence, sightings=numbered)

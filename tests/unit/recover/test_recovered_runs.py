@@ -1,0 +1,71 @@
+"""The integers of real runs, from their traces and counters. Runs named `held_` were not looked at while the models of
+kernels were made."""
+
+import pytest
+
+from stepscope.recover.answer import FIELDS, Field, recover
+from tests.unit.recover.evidence_runs import COUNTERS, TRACES, read_evidence, recovered, truth_of
+
+EXACT = ("num_layers", "d_model", "num_heads", "num_kv_heads", "batch", "context", "dtype", "d_head")
+
+
+def _holds(field: Field, truth: object) -> bool:
+    if field.value == truth or truth in field.alternatives:
+        return True
+    return (
+        isinstance(truth, int) and field.low is not None and field.high is not None and field.low <= truth <= field.high
+    )
+
+
+@pytest.mark.parametrize("file", COUNTERS)
+def test_counters_give_the_model(file: str) -> None:
+    answer, truth = recovered(file), truth_of(file)
+    assert {name: answer.fields[name].value for name in EXACT} == {name: truth[name] for name in EXACT}
+    assert _holds(answer.fields["d_ff"], truth["d_ff"])
+    assert _holds(answer.fields["vocab_size"], truth["vocab_size"])
+    if truth["parameters"]:
+        assert answer.candidates[0].parameters == pytest.approx(truth["parameters"], rel=0.005)
+
+
+@pytest.mark.parametrize("file", [*COUNTERS, *TRACES])
+def test_nothing_certain_is_wrong(file: str) -> None:
+    answer, truth = recovered(file), truth_of(file)
+    certain = {name: field.value for name, field in answer.fields.items() if field.certain}
+    assert certain == {name: truth[name] for name in certain}
+    assert {"num_layers", "dtype"} <= set(certain)
+
+
+@pytest.mark.parametrize("file", [*COUNTERS, *TRACES])
+def test_the_truth_is_in_the_set(file: str) -> None:
+    answer, truth = recovered(file), truth_of(file)
+    told = [name for name in FIELDS if name != "parameters" and answer.fields[name].value is not None]
+    assert [name for name in told if not _holds(answer.fields[name], truth[name])] == []
+
+
+def test_a_compiled_trace_alone_shows_no_sizes() -> None:
+    answer = recovered("llama_compiled.forward.json.gz")
+    assert answer.candidates == ()
+    assert [name for name in FIELDS if answer.fields[name].value is not None] == ["num_layers", "dtype"]
+    assert any("counters" in one for one in answer.would_decide)
+
+
+def test_a_snapshot_decides_the_vocabulary() -> None:
+    alone = recovered("gpt2_fp32_efficient.train.json.gz")
+    assert not alone.fields["vocab_size"].certain
+    files = ("gpt2_fp32_efficient.train.json.gz", "gpt2_fp32_efficient.snapshot.pickle.gz")
+    together = recover([read_evidence(file) for file in files])
+    assert (together.fields["vocab_size"].value, together.fields["vocab_size"].certain) == (50257, True)
+
+
+def test_counters_and_a_trace_together_leave_no_more_open_than_either() -> None:
+    files = ("held_smol.forward.json.gz", "held_smol.csv.gz")
+    together = recover([read_evidence(file) for file in files])
+    for name in FIELDS:
+        if any(recovered(file).fields[name].certain for file in files):
+            assert together.fields[name].certain, name
+    assert together.candidates[0].context == 1000
+
+
+def test_the_items_add_up_to_the_parameters() -> None:
+    answer = recovered("gpt2_tf32.csv.gz")
+    assert sum(item.count for item in answer.items) == answer.candidates[0].parameters == 77_706_240

@@ -1,0 +1,345 @@
+"""Counting under Nsight Compute, with a stand-in for `ncu`: what is asked of it, kept, gone on with and refused."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.counters import CountedCase
+from stepscope.jobs import counters
+from stepscope.jobs.counters import Counters, name_cases
+from stepscope.jobs.ncu import choose_metrics
+from stepscope.jobs.sweep import Planned
+from stepscope.measure.ncu_target import Counted
+from stepscope.measure.target import RefusedError
+from stepscope.recording import ncu, store
+from stepscope.recording.counter_metrics import FEW, FULL
+from stepscope.spec import Case, Grid, grid_from_flags
+from tests.unit.ncu_files import COUNTED, StandIn
+from tests.unit.rows import ENVIRONMENT
+
+ANSWER = Counted(environment=ENVIRONMENT, parameters=1000, forward_flops={"gemm": 10**9, "attention": 10**6})
+REFUSED = RefusedError(message="out of memory", detail="tried to allocate 1 TiB")
+
+
+def encode(answer: Counted | RefusedError) -> str:
+    return msgspec.json.encode(answer).decode()
+
+
+class Bench:
+    """A machine with a GPU and an `ncu`, as far as the job can see."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out = folder / "out"
+        self.stages: list[str] = []
+        self.done: list[str] = []
+        self.environment = ENVIRONMENT
+        self.source: str | None = None
+        (folder / "bin").mkdir()
+        (folder / "tmp").mkdir()
+        monkeypatch.setenv("PATH", str(folder / "bin") + os.pathsep + "/usr/bin:/bin")
+        monkeypatch.setattr("tempfile.tempdir", str(folder / "tmp"))
+        monkeypatch.setattr(counters, "plan_cases", self._plan)
+        self.ncu = StandIn(folder / "bin")
+        self.ncu.set(answer=encode(ANSWER))
+
+    def _plan(self, cases: Sequence[Case], *_: object) -> list[Planned]:
+        return [Planned(case=case, environment=self.environment, source=self.source) for case in cases]
+
+    def count(self, flags: dict[str, str], *, force: bool = False, **more: object) -> list[CountedCase]:
+        job = Counters(folder=self.out, command="stepscope profile", force=force, **more)  # type: ignore[arg-type]
+        return job.run(grid_from_flags({"device": "cuda", **flags}), self.stages.append, self.done.append)
+
+    def left(self) -> set[str]:
+        """What is in the folder, hidden files too."""
+        return {path.name for path in self.out.iterdir()} if self.out.exists() else set()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
+
+
+ONE = {"size": "nano", "context": "64"}
+GRID = {"size": "nano", "context": "64,128"}
+
+
+def test_one_case_is_a_recording_in_the_folder_that_was_named(bench: Bench) -> None:
+    (counted,) = bench.count(ONE)
+    kept = store.load(bench.out)
+    assert kept.kernels.height == 49
+    assert kept.manifest.case == counted.case
+    assert kept.manifest.case.workload.mode == "inference"
+    assert (kept.manifest.parameters, kept.manifest.forward_flops) == (1000, ANSWER.forward_flops)
+    assert (kept.manifest.source, kept.manifest.versions["torch"]) == ("nsight compute", ENVIRONMENT.torch)
+    assert ncu.read(bench.out / "raw.csv.gz").kernels.equals(kept.kernels)
+    assert bench.done == [f"[1/1] out: 49 kernels in {bench.done[0].split()[-2]} s"]
+    assert list((bench.out.parent / "tmp").iterdir()) == []
+
+
+def test_ncu_is_asked_for_few_metrics_of_what_runs_between_start_and_stop(bench: Bench) -> None:
+    bench.count(ONE, passes=2)
+    ((given, program),) = bench.ncu.calls()
+    csv = given.pop("--log-file")
+    assert given == {
+        "--clock-control": "none",
+        "--cache-control": "none",
+        "--profile-from-start": "off",
+        "--csv": "",
+        "--page": "raw",
+        "--metrics": ",".join(FEW),
+    }
+    assert program[0] == sys.executable
+    assert Path(csv).parent == Path(program[-1]).parent
+    manifest = store.load(bench.out).manifest
+    assert manifest.case is not None
+    assert manifest.case.timing.steps == 2
+
+
+def test_metrics_are_lists_of_ours_or_names_of_ncu() -> None:
+    assert choose_metrics("few") == FEW
+    assert choose_metrics("full") == FULL
+    assert choose_metrics("few,sm__cycles_elapsed.max,few") == (*FEW, "sm__cycles_elapsed.max")
+    with pytest.raises(StepscopeError, match="not a metric of Nsight Compute: `everything`"):
+        choose_metrics("everything")
+
+
+def test_every_case_of_a_grid_is_a_process_and_a_recording_of_its_own(bench: Bench) -> None:
+    cases = bench.count(GRID | {"d_model": "64,128"})
+    assert bench.left() == {f"context-{L}_d_model-{d}" for L in (64, 128) for d in (64, 128)}
+    assert [case.name for case in cases] == [
+        "context-64_d_model-64",
+        "context-64_d_model-128",
+        "context-128_d_model-64",
+        "context-128_d_model-128",
+    ]
+    assert len(bench.ncu.calls()) == 4
+    for case in cases:
+        assert store.load(bench.out / case.name).manifest.case == case.case
+
+
+def test_a_grid_goes_on_where_it_stopped(bench: Bench) -> None:
+    bench.count(GRID)
+    again = bench.count(GRID | {"context": "64,128,256"})
+    assert len(bench.ncu.calls()) == 3
+    assert all(case.recording is not None for case in again)
+    assert bench.done[2:4] == [
+        f"[{n}/3] context-{L}: there already; --force counts it again" for n, L in ((1, 64), (2, 128))
+    ]
+    bench.count(GRID, force=True)
+    assert len(bench.ncu.calls()) == 5
+
+
+@pytest.mark.parametrize("change", ["settings", "versions", "source", "metrics", "passes"])
+def test_a_recording_of_something_else_is_neither_taken_nor_replaced(bench: Bench, change: str) -> None:
+    bench.count(GRID)
+    flags: dict[str, str] = GRID
+    more: dict[str, Any] = {}
+    match change:
+        case "settings":
+            flags = GRID | {"batch": "2"}
+        case "versions":
+            bench.environment = msgspec.structs.replace(ENVIRONMENT, torch="2.14.0")
+        case "source":
+            bench.source = "another digest"
+        case "metrics":
+            more = {"metrics": "full"}
+        case "passes":
+            more = {"passes": 2}
+    with pytest.raises(StepscopeError, match="context-64` is a recording of something else") as raised:
+        bench.count(flags, **more)
+    assert raised.value.hint.startswith("--force")
+    assert len(bench.ncu.calls()) == 2
+    bench.count(flags, force=True, **more)
+    assert len(bench.ncu.calls()) == 4
+
+
+def test_one_case_does_not_replace_what_is_there(bench: Bench) -> None:
+    bench.count(ONE)
+    with pytest.raises(StepscopeError, match="out` exists"):
+        bench.count(ONE)
+    assert len(bench.ncu.calls()) == 1
+    with pytest.raises(StepscopeError, match="is no folder for the 2 recordings of a grid"):
+        bench.count(GRID)
+    bench.count(ONE, force=True)
+    assert len(bench.ncu.calls()) == 2
+
+
+def test_a_folder_of_somebody_elses_is_refused_before_anything_runs(bench: Bench) -> None:
+    (bench.out / "context-128").mkdir(parents=True)
+    for force in (False, True):
+        with pytest.raises(StepscopeError, match=r"context-128` (exists|is no recording)"):
+            bench.count(GRID, force=force)
+    assert bench.ncu.calls() == []
+
+
+def test_a_case_that_fails_costs_the_others_nothing_and_leaves_nothing(bench: Bench) -> None:
+    bench.ncu.set(at_context={"64": {"answer": encode(REFUSED), "code": 1, "no_kernels": True}})
+    failed, fine = bench.count(GRID)
+    assert failed.recording is None
+    assert failed.reason == "out of memory tried to allocate 1 TiB"
+    assert fine.recording is not None
+    assert bench.left() == {"context-128"}
+    assert bench.done[0] == "[1/2] context-64: out of memory tried to allocate 1 TiB"
+
+
+def test_when_every_case_fails_the_first_reason_is_the_error(bench: Bench) -> None:
+    bench.ncu.set(answer=encode(REFUSED), code=1, no_kernels=True)
+    with pytest.raises(StepscopeError, match="out of memory"):
+        bench.count(GRID)
+    assert bench.left() == set()
+
+
+def test_a_full_disk_ends_it_and_keeps_what_was_done(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_one(recording: store.Recording, folder: Path, **more: object) -> None:
+        if folder.name == "context-128":
+            raise StepscopeError(f"cannot write to `{folder}`: No space left on device")
+        saved(recording, folder, **more)  # type: ignore[arg-type]
+
+    saved = store.save
+    monkeypatch.setattr(store, "save", save_one)
+    with pytest.raises(StepscopeError, match="No space left on device"):
+        bench.count(GRID | {"context": "64,128,256"})
+    assert bench.left() == {"context-64"}
+    assert len(bench.ncu.calls()) == 2
+
+
+PERMISSION = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
+
+
+@pytest.mark.parametrize("where", ["logs", "says"])
+def test_a_machine_that_permits_no_counters_is_told_at_the_first_case(bench: Bench, where: str) -> None:
+    bench.ncu.set(**{where: PERMISSION + " on the target device 0.\n"}, no_kernels=True, code=1)
+    with pytest.raises(StepscopeError, match="does not permit hardware counters: `ERR_NVGPUCTRPERM`") as raised:
+        bench.count(GRID)
+    assert "NVreg_RestrictProfilingToAdminUsers=0" in raised.value.detail
+    assert raised.value.hint == "stepscope doctor"
+    assert len(bench.ncu.calls()) == 1
+    assert not bench.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message", "detail"),
+    [
+        ({"answer": None, "code": 3, "writes_nothing": True}, "ncu exited with 3, before the case had run", "nothing"),
+        ({"answer": None, "says": "oh"}, "ncu exited with 0, before the case had run", "oh"),
+        ({"writes_nothing": True}, "ncu wrote nothing", "it said nothing"),
+        (
+            {"code": 9, "no_kernels": True, "logs": "==ERROR== Failed to find metric x__y.sum\n"},
+            "ncu exited with 9",
+            "==ERROR== Failed to find metric x__y.sum",
+        ),
+        ({"no_kernels": True}, "not the CSV of Nsight Compute", "expected a header"),
+    ],
+)
+def test_a_failure_of_ncu_is_told_in_its_words(
+    bench: Bench, settings: dict[str, object], message: str, detail: str
+) -> None:
+    bench.ncu.set(**settings)
+    with pytest.raises(StepscopeError) as raised:
+        bench.count(ONE)
+    assert raised.value.message.startswith(message)
+    assert detail in raised.value.detail
+    assert not bench.out.exists()
+
+
+def test_without_ncu_it_says_so_before_anything_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(StepscopeError, match="`ncu` is not on the PATH"):
+        bench.count(ONE)
+    assert not bench.out.exists()
+
+
+def test_without_a_gpu_ncu_is_not_started(bench: Bench) -> None:
+    bench.environment = msgspec.structs.replace(ENVIRONMENT, device="cpu")
+    with pytest.raises(StepscopeError, match="hardware counters are a GPU's, and device `cuda` here is the CPU"):
+        bench.count(ONE)
+    assert bench.ncu.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "hint"),
+    [
+        ({"size": "medium"}, "`24` layers are too many to count", "--num-layers 2"),
+        ({"num_layers": "2,13"}, "`13` layers are too many to count", "--num-layers 2"),
+        ({"mode": "train"}, "mode `train` is too long to count", "stepscope profile --mode train"),
+        ({"mode": "forward-backward"}, "mode `forward-backward` is too long", "stepscope profile --mode"),
+        ({"steps": "4"}, "`--steps` does nothing with `--counters`", "--record-steps 1"),
+        ({"device": "cpu"}, "device `cpu` here is the CPU", "without --counters"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_with_the_reason(flags: dict[str, str], message: str, hint: str) -> None:
+    with pytest.raises(StepscopeError) as raised:
+        name_cases(grid_from_flags(flags), passes=1)
+    assert message in raised.value.message
+    assert hint in raised.value.hint
+
+
+def test_a_dozen_layers_and_a_forward_pass_with_its_graph_are_fine() -> None:
+    (named,) = name_cases(grid_from_flags({"size": "small", "mode": "forward"}), passes=1)
+    assert named.case.workload.mode == "forward"
+    assert named.name == ""
+
+
+def test_nothing_asked_for_is_a_small_case_with_fused_attention() -> None:
+    ((_, case),) = name_cases(Grid(), passes=1)
+    assert case.workload.attention == "sdpa"
+    assert case.workload.mode == "inference"
+
+
+def test_cases_of_other_models_are_named_by_their_arguments() -> None:
+    grid = grid_from_flags({"hf": "gpt2,a/b config.json", "context": "64,64"}, ["n_layer=1,2"])
+    names = [one.name for one in name_cases(grid, passes=1)]
+    assert names == [
+        "hf-gpt2_n_layer-1",
+        "hf-gpt2_n_layer-2",
+        "hf-a-b-config.json_n_layer-1",
+        "hf-a-b-config.json_n_layer-2",
+    ]
+
+
+def test_names_that_would_be_the_same_are_told_apart() -> None:
+    names = [one.name for one in name_cases(grid_from_flags({"hf": "a/b,a-b"}), passes=1)]
+    assert names == ["hf-a-b", "hf-a-b_2"]
+
+
+def test_the_case_and_its_progress_are_told_meanwhile(bench: Bench) -> None:
+    bench.ncu.set(stages=["building", "counting, 40% of the pass"])
+    bench.count(ONE)
+    told = [stage.rpartition(",")[0] for stage in bench.stages if stage.endswith(" s")]
+    assert "[1/1] out: building" in told
+    assert "[1/1] out: counting, 40% of the pass" in told
+
+
+def test_ctrl_c_ends_ncu_and_its_program_and_keeps_what_was_done(bench: Bench) -> None:
+    bench.ncu.set(at_context={"128": {"hangs": True}})
+    started = bench.out.parent / "bin" / "started.txt"
+
+    def interrupt() -> None:
+        while not started.exists() or not started.read_text():
+            time.sleep(0.02)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        bench.count(GRID)
+    assert time.monotonic() - began < 8
+    assert bench.left() == {"context-64"}
+    assert list((bench.out.parent / "tmp").iterdir()) == []
+    status = Path(f"/proc/{started.read_text()}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_the_fixture_names_no_machine() -> None:
+    told = ncu.read(COUNTED).counters.write_json()
+    assert "Host" not in told
+    assert "uuid" not in told.casefold()
