@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from stepscope.recover.evidence import Evidence
+from stepscope.recover.facts import Window
 from stepscope.recover.observation import Observation, observe
 from stepscope.recover.parameters import Item, itemise, total
 from stepscope.recover.shape import CORE_FIELDS, Core, Cores
@@ -354,21 +355,29 @@ def _core_evidence(name: str, solution: Solution) -> tuple[str, ...]:
         "batch": f"{core.tokens:,} tokens in sequences of {core.context}",
         "context": f"{core.tokens:,} tokens in {core.batch} sequences",
     }
-    return (says[name], f"{solution.best.explained} of {solution.facts} counts of elements explained")
+    return (says[name],)
 
 
 def _feed_forward_evidence(reached: Reached) -> tuple[str, ...]:
     sized = reached.feed_forward
-    window = f"products admit {sized.window.low:,} to {sized.window.high:,}" if sized.window else "no product tells"
-    return (window, f"{sized.explained} of {sized.to_explain} counts between the products explained")
+    window = f"products admit {_spell(sized.window)}" if sized.window else "no product tells"
+    return (window, *_told(sized, "between the products"))
 
 
 def _vocabulary_evidence(reached: Reached) -> tuple[str, ...]:
     sized = reached.vocabulary
     if sized.window is None:
         return ("no product of a head was seen",)
-    window = f"the head's product admits {sized.window.low:,} to {sized.window.high:,}"
-    return (window, f"{sized.explained} of {sized.to_explain} counts after it explained")
+    window = f"the head's product admits {_spell(sized.window)}"
+    return (window, *_told(sized, "after it"))
+
+
+def _spell(window: Window) -> str:
+    return f"{window.low:,} alone" if window.is_exact else f"{window.low:,} to {window.high:,}"
+
+
+def _told(sized: Sized, where: str) -> tuple[str, ...]:
+    return (f"{sized.explained} of {sized.to_explain} counts {where} explained",) if sized.to_explain else ()
 
 
 def _would_decide(fields: dict[str, Field], evidence: Evidence, structure: Structure) -> Iterable[str]:

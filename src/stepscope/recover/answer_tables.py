@@ -36,13 +36,13 @@ def _headline(answer: Answer, files: str) -> str:
     if answer.counts:
         lines.append(
             f"{answer.explained} of {answer.counts} counts of elements explained; "
-            f"{_plural(answer.num_consistent, 'set')} of sizes fit all products and attentions"
+            f"{_spell_sets(answer.num_consistent)} all products and attentions"
         )
     return "\n".join(lines)
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def _spell_sets(count: int) -> str:
+    return "one set of sizes fits" if count == 1 else f"{count:,} sets of sizes fit"
 
 
 def fields_table(answer: Answer) -> Table:

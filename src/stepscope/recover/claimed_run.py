@@ -14,13 +14,14 @@ import msgspec
 from stepscope import hardware
 from stepscope.recover.answer import Candidate, recover
 from stepscope.recover.claim import SIZES, Claim
-from stepscope.recover.claimed_shape import Shape
+from stepscope.recover.claimed_shape import SIZE_FIELDS, Shape
 from stepscope.recover.evidence import Evidence
 from stepscope.recover.facts import Gather, Rows, Sighting
 from stepscope.recover.families import memory_bound
 from stepscope.recover.families.elementwise import is_recent
 from stepscope.recover.families.tilings import PROCESSORS
 from stepscope.recover.placing import (
+    MOST_EXTRAS,
     Fits,
     Pattern,
     Placement,
@@ -79,11 +80,12 @@ def open_all(evidence: Sequence[Evidence], claim: Claim) -> tuple[Shape, list[Cl
 def _complete(shape: Shape, opened: Sequence["_Opened"], evidence: Sequence[Evidence]) -> Iterator[Shape]:
     """What the claim may mean, the likeliest first. What comes last leaves open whatever nobody knows: if that is
     contradicted, the claim is, whatever the open sizes are."""
-    if None not in msgspec.structs.astuple(shape):
+    open_sizes = [name for name in SIZE_FIELDS if getattr(shape, name) is None]
+    if not open_sizes:
         yield shape
         return
     pairs = list(_pair(shape, opened))
-    if any(value is None for name, value in msgspec.structs.asdict(shape).items() if name not in ("batch", "context")):
+    if not set(open_sizes) <= {"batch", "context"}:
         yield from (filled for one in _recover(evidence) if (filled := _fill(shape, one)) is not None)
     yield from pairs
     if not pairs:
@@ -99,8 +101,8 @@ def _recover(evidence: Sequence[Evidence]) -> tuple[Candidate, ...]:
 
 def _fill(shape: Shape, candidate: Candidate) -> Shape | None:
     """The claim with what it leaves open as recovered; None where the two disagree."""
-    known = {name: value for name, value in msgspec.structs.asdict(shape).items() if value is not None}
-    found = {name: getattr(candidate, name) for name in Shape.__struct_fields__}
+    known = {name: value for name in SIZE_FIELDS if (value := getattr(shape, name)) is not None}
+    found = {name: getattr(candidate, name) for name in SIZE_FIELDS}
     return Shape(**found) if all(found[name] == value for name, value in known.items()) else None
 
 
@@ -170,18 +172,21 @@ class _Opened:
         return best
 
     def _choose_patterns(self, gated: bool | None, fits: Fits) -> list[tuple[Pattern, int]]:
-        """Those that fit one layer; where none does, the claim is refuted in any, and a few that nearly do are enough
-        to say how."""
-        patterns, gap = find_patterns(self.run, gated=gated), self.run.gap
+        """Those that fit one layer, with products that have no role in it if need be. Where none does, the claim is
+        refuted in any, and a few that nearly do are enough to say how."""
+        gap = self.run.gap
         if gap is None:
-            return patterns
-        misfits = [
-            sum(role is not None and not fits(role, one) for role, one in zip(pattern, gap, strict=True))
-            for pattern, _ in patterns
-        ]
-        least = min(misfits, default=0)
-        chosen = [pattern for pattern, count in zip(patterns, misfits, strict=True) if count == least]
-        return chosen[:_MOST_MISFITS] if least else chosen
+            return find_patterns(self.run, gated=gated)
+        misfits: list[tuple[int, tuple[Pattern, int]]] = []
+        for extras in range(MOST_EXTRAS + 1):
+            for pattern, behind in find_patterns(self.run, gated=gated, extras=extras):
+                roles = zip(pattern, gap, strict=True)
+                wrong = sum(role is not None and not fits(role, one) for role, one in roles)
+                misfits.append((wrong, (pattern, behind)))
+            fitting = [pattern for wrong, pattern in misfits if not wrong]
+            if fitting:
+                return fitting
+        return [pattern for _, pattern in sorted(misfits, key=lambda one: one[0])[:_MOST_MISFITS]]
 
     def count_tokens(self) -> int | None:
         """By the first lookup, which is that of the tokens, or by the first norm that has a row for each of them."""

@@ -1,11 +1,16 @@
 """The sizes of a claim, and of the matrix products that a model of that shape asks for."""
 
+from typing import Literal, get_args
+
 import msgspec
 
 from stepscope.recover.shape import Core
 from stepscope.recover.structure import Role
 
 Size = int | None
+# The positions that the head is asked about: all, all but the last of each sequence, the last alone.
+HeadRows = Literal["all", "all but last", "last"]
+HEAD_ROWS: tuple[HeadRows, ...] = get_args(HeadRows)
 Sizes = tuple[Size, Size, Size, Size]  # rows, columns, inner, batch; None is not claimed
 
 
@@ -20,6 +25,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: Size = None
     batch: Size = None
     context: Size = None
+    head_rows: HeadRows | None = None  # None: any of them
 
     @property
     def tokens(self) -> Size:
@@ -76,10 +82,20 @@ def product_sizes(role: Role, shape: Shape) -> tuple[Sizes, ...]:
         case "down":
             return ((tokens, width, shape.d_ff, 1),)
         case "head":
-            fewer = plus(tokens, None if shape.batch is None else -shape.batch)
-            return tuple((rows, shape.vocab_size, width, 1) for rows in (tokens, fewer, shape.batch) if rows != 0)
+            ways = HEAD_ROWS if shape.head_rows is None else (shape.head_rows,)
+            return tuple((count_head_rows(shape, way), shape.vocab_size, width, 1) for way in ways)
         case "scores" | "values":
             return _attention_sizes(role, shape)
+
+
+def count_head_rows(shape: Shape, way: HeadRows) -> Size:
+    match way:
+        case "all":
+            return shape.tokens
+        case "all but last":
+            return plus(shape.tokens, None if shape.batch is None else -shape.batch)
+        case "last":
+            return shape.batch
 
 
 def _attention_sizes(role: Role, shape: Shape) -> tuple[Sizes, ...]:
@@ -90,3 +106,6 @@ def _attention_sizes(role: Role, shape: Shape) -> tuple[Sizes, ...]:
     for rows, sequences in ((length, times(shape.batch, heads)), (times(group, length), times(shape.batch, kv_heads))):
         choices.append((rows, length, head, sequences) if role == "scores" else (rows, head, length, sequences))
     return tuple(choices)
+
+
+SIZE_FIELDS: tuple[str, ...] = tuple(name for name in Shape.__struct_fields__ if name != "head_rows")

@@ -47,7 +47,7 @@ Anchor = tuple[Sighting, ...]
 # A place in a gap between two attentions: a role, or nothing that a layer has.
 Pattern = tuple[Role | None, ...]
 Fits = Callable[[Role, Sighting], bool]
-_MOST_EXTRAS = 2  # products in a gap that no layer has, for which places are tried
+MOST_EXTRAS = 2  # products in a gap that no layer has, for which places are tried
 _INTO_HEADS: tuple[Role, ...] = ("query_key_value", "query", "key", "value", "key_value", "scores")
 _INTO_FEED_FORWARD: tuple[Role, ...] = ("up", "gate", "gate_up")
 _KERNELS_AFTER_HEAD = 24
@@ -134,7 +134,8 @@ def examine(sightings: Sequence[Sighting]) -> Run:
         for before, after in itertools.pairwise(segment)
     ]
     counts = Counter(map(len, gaps))
-    usual = min(counts, key=lambda count: (-counts[count], count)) if counts else None
+    possible = {len(first) + len(second) + (0 if fused else 2) for first in PROJECTIONS for second in BEHIND}
+    usual = min(counts, key=lambda count: (-counts[count], count not in possible, count)) if counts else None
     return Run(
         sightings=tuple(sightings),
         products=products,
@@ -145,9 +146,9 @@ def examine(sightings: Sequence[Sighting]) -> Run:
     )
 
 
-def find_patterns(run: Run, *, gated: bool | None) -> list[tuple[Pattern, int]]:
+def find_patterns(run: Run, *, gated: bool | None, extras: int = 0) -> list[tuple[Pattern, int]]:
     """Every way to read the products between two attentions, with how many of its places belong to the layer behind.
-    Places without a role are tried only where every product cannot have one."""
+    `extras` of them have no role."""
     orders = [
         (
             (*(() if run.is_fused else ("values",)), *feed_forward),
@@ -156,18 +157,14 @@ def find_patterns(run: Run, *, gated: bool | None) -> list[tuple[Pattern, int]]:
         for projections, feed_forward in itertools.product(PROJECTIONS, BEHIND)
         if gated is None or gated == any(role in ("gate", "gate_up") for role in feed_forward)
     ]
-    if run.gap_products is None:
-        return [((*behind, *ahead), len(behind)) for behind, ahead in orders]
-    for extras in range(_MOST_EXTRAS + 1):
-        found = [
-            pattern
-            for behind, ahead in orders
-            if len(behind) + len(ahead) + extras == run.gap_products
-            for pattern in _spread((*behind, *ahead), len(behind), run.gap_products)
-        ]
-        if found:
-            return found
-    return []
+    if run.gap is None:
+        return [((*behind, *ahead), len(behind)) for behind, ahead in orders] if not extras else []
+    return [
+        pattern
+        for behind, ahead in orders
+        if len(behind) + len(ahead) + extras == len(run.gap)
+        for pattern in _spread((*behind, *ahead), len(behind), len(run.gap))
+    ]
 
 
 def _spread(roles: tuple[Role, ...], behind: int, places: int) -> Iterator[tuple[Pattern, int]]:
@@ -231,10 +228,10 @@ class _Layout:
 
     def lay_out(self, anchors: Sequence[Anchor], previous: int, following: int) -> None:
         """`previous` and `following`: where the pass before ended its attentions and where the next begins."""
-        ahead = self.pattern[self.behind :]
+        ahead = _only_roles(self.pattern[self.behind :])
         before = self._products(previous, anchors[0][0].index)
         # Positions may be turned into angles by a product, and a compiler may put it between those of the first layer.
-        chosen = self._choose(ahead, before[-len(ahead) - _MOST_EXTRAS :])
+        chosen = self._choose(ahead, before[-len(ahead) - MOST_EXTRAS :], from_end=True)
         self._assign(ahead, chosen, layer=1, is_end=self.placement.starts_late)
         if previous < 0:
             self.placement.extras.extend(one for one in before if one not in chosen)
@@ -265,8 +262,9 @@ class _Layout:
         self.placement.intruders.append(Place(sighting=product, pass_number=self.number, layer=layer))
 
     def _fill_gap(self, products: list[Sighting], layer: int) -> None:
-        pattern = self.pattern
+        pattern, behind = self.pattern, self.behind
         if len(products) > len(pattern):
+            pattern, behind = _only_roles(pattern), len(_only_roles(pattern[:behind]))
             chosen = self._choose(pattern, products)
             for one in products:
                 if one not in chosen:
@@ -275,16 +273,16 @@ class _Layout:
         if len(products) < len(pattern):
             self._complain_missing(pattern, products, layer)
             return
-        self._assign(pattern[: self.behind], products[: self.behind], layer)
-        self._assign(pattern[self.behind :], products[self.behind :], layer + 1)
+        self._assign(pattern[:behind], products[:behind], layer)
+        self._assign(pattern[behind:], products[behind:], layer + 1)
 
-    def _choose(self, pattern: Pattern, products: list[Sighting]) -> list[Sighting]:
-        """Those of too many products that fit the roles best; the last ones where others fit as well."""
-        wanted = len(pattern)
-        if not wanted <= len(products) <= wanted + _MOST_EXTRAS:
-            return products[-wanted:]
+    def _choose(self, roles: Pattern, products: list[Sighting], *, from_end: bool = False) -> list[Sighting]:
+        """Those of too many products that fit the roles best, and of equals the first, or the last."""
+        wanted = len(roles)
+        if not wanted <= len(products) <= wanted + MOST_EXTRAS:
+            return products[-wanted:] if from_end else products[:wanted]
         choices = [list(chosen) for chosen in itertools.combinations(products, wanted)]
-        return max(reversed(choices), key=lambda chosen: self._count_fitting(pattern, chosen))
+        return max(choices[:: -1 if from_end else 1], key=lambda chosen: self._count_fitting(roles, chosen))
 
     def _count_fitting(self, pattern: Pattern, products: Sequence[Sighting]) -> int:
         return sum(role is None or self.fits(role, one) for role, one in zip(pattern, products, strict=True))
@@ -295,18 +293,24 @@ class _Layout:
         is_last = following == len(self.run.sightings)
         # The next pass's own first products stand before its first attention.
         tail = tail if is_last else tail[: len(tail) - len(self.pattern) + self.behind]
-        self._assign(self.pattern[: self.behind], tail[: self.behind], len(anchors), is_end=is_last)
-        rest = tail[self.behind :]
-        turning = min(
-            (one.index for one in self.run.sightings[anchors[-1][-1].index :] if _is_of_training(one)),
-            default=following,
-        )
-        if rest and rest[0].index < turning:
-            self.placement.products.append(Place(sighting=rest[0], pass_number=self.number, role="head"))
-            rest = rest[1:]
-        for product in rest:
-            is_backward = self.run.is_training and product.index > min(turning, product.index)
-            (self.placement.backward if is_backward else self.placement.extras).append(product)
+        behind = _only_roles(self.pattern[: self.behind])
+        chosen = self._choose(behind, tail[: len(behind) + MOST_EXTRAS])
+        self._assign(behind, chosen, len(anchors), is_end=is_last)
+        end = chosen[-1].index if chosen else -1
+        for one in tail:
+            if one.index < end and one not in chosen:
+                self._add_intruder(one, len(anchors))
+        self._place_tail([one for one in tail if one.index > end], anchors[-1][-1].index, following)
+
+    def _place_tail(self, products: list[Sighting], last_attention: int, following: int) -> None:
+        """The head, and what comes behind it. The backward pass begins with what is certainly of it."""
+        kernels = self.run.sightings[last_attention:]
+        turning = next((one.index for one in kernels if _is_of_training(one)), following)
+        if products and products[0].index < turning:
+            self.placement.products.append(Place(sighting=products[0], pass_number=self.number, role="head"))
+            products = products[1:]
+        for product in products:
+            (self.placement.backward if product.index > turning else self.placement.extras).append(product)
 
     def _complain_missing(
         self, pattern: Pattern, products: Sequence[Sighting], layer: int, *, is_end: bool = False
@@ -374,6 +378,10 @@ def breaks_feed_forward(placement: Placement) -> bool:
 def adds_parts(sighting: Sighting) -> bool:
     """Whether it is the second kernel of a product whose sum was split."""
     return sighting.name.kernel_class == "gemm" and SUM_OF_PARTS in sighting.name.operation
+
+
+def _only_roles(pattern: Pattern) -> Pattern:
+    return tuple(role for role in pattern if role is not None)
 
 
 def _find_zone(before: Role | None, behind: Role | None) -> Zone:

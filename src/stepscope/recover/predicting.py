@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from stepscope.hardware import Hardware
-from stepscope.recover.claimed_shape import Shape, Size, Sizes, plus, product_sizes, times
+from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, Size, Sizes, count_head_rows, product_sizes, times
 from stepscope.recover.facts import Attention, Gather, Rows, Sighting, Window
 from stepscope.recover.families import attention, memory_bound, products
 from stepscope.recover.families.bounds import BoundedProduct, find_window
@@ -296,8 +296,7 @@ def _token_rows(shape: Shape) -> tuple[Size, ...]:
 
 def _final_rows(shape: Shape) -> tuple[Size, ...]:
     """The last norm may be of the tokens that the head is asked about only."""
-    fewer = plus(shape.tokens, None if shape.batch is None else -shape.batch)
-    return (shape.tokens, shape.batch, fewer)
+    return tuple(count_head_rows(shape, way) for way in HEAD_ROWS)
 
 
 def _softmax_rows(shape: Shape) -> tuple[Size, ...]:
@@ -338,7 +337,7 @@ def _describe_product(role: Role, shape: Shape) -> str:
 def _suggest(role: Role, shape: Shape, product: BoundedProduct) -> str:
     """The columns, or the size summed over, that the kernel would have if all else were true."""
     rows, columns, inner, batch = product_sizes(role, shape)[0]
-    if rows is None or columns is None or inner is None or batch is None:
+    if not rows or columns is None or inner is None or batch is None:
         return ""
     across = find_window(product, rows=rows, inner=inner, batch=batch)
     if across is not None:

@@ -13,6 +13,7 @@ from stepscope.recover.shape import divisors
 
 Interval = tuple[int, int | None]  # both included; None: no end was found
 _LARGEST = 1 << 22
+_FACTORS = (2, 3, 4, 8)
 _PAIRS = {"num_heads": "d_head", "d_head": "num_heads", "batch": "context", "context": "batch"}
 
 
@@ -34,13 +35,22 @@ def find_passing(shape: Shape, name: str, passes: Callable[[Shape], bool]) -> tu
         found.append((low, value - 1))
     if high > value:
         found.append((value + 1, high if high < _LARGEST else None))
-    found += [(size, size) for size in _swap(shape, name, passes) if not low <= size <= high]
+    apart = set(_swap(shape, name, passes))
+    # Grids of compiled kernels know a count but for a power of two.
+    apart |= {size for factor in _FACTORS for size in _scale(value, factor) if passes_with(size)}
+    found += [(size, size) for size in apart if not low <= size <= high]
     return tuple(sorted(found, key=lambda one: one[0]))
 
 
 def is_tested(value: int, others: tuple[Interval, ...]) -> bool:
     """Whether neither half the value nor twice as much, nor anything beyond, would have passed."""
     return all(high is not None and 2 * low > value and high < 2 * value for low, high in others)
+
+
+def _scale(value: int, factor: int) -> Iterator[int]:
+    yield value * factor
+    if value % factor == 0:
+        yield value // factor
 
 
 def _reach(value: int, step: int, passes_with: Callable[[int], bool]) -> int:

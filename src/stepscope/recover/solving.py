@@ -103,22 +103,7 @@ def _count_some(cores: Cores, facts: Sequence[tuple[Zone, Seen]]) -> Ints:
     explained = np.zeros(len(cores), np.int64)
     known = {zone: list(sizes(cores, zone)) for zone in {zone for zone, _ in facts}}
     for zone, seen in facts:
-        if _is_running_sum(seen):
-            explained += _are_sequences(seen, cores)
-        else:
-            explained += _is_explained(seen, counted_up_to(cores) if _is_counting(seen) else known[zone], len(cores))
-    return explained
-
-
-def _is_running_sum(seen: Seen) -> bool:
-    """Over the positions of every sequence, as `transformers` does to find packed ones."""
-    return bool(seen.widths) and "running sum" in seen.sighting.name.operation
-
-
-def _are_sequences(seen: Seen, cores: Cores) -> Flags:
-    explained = np.zeros(len(cores), np.bool_)
-    for rows, widths in zip(seen.counts, seen.widths, strict=True):
-        explained |= _inside(cores.batch, rows) & _inside(cores.context, widths)
+        explained += _is_explained(seen, counted_up_to(cores) if _is_counting(seen) else known[zone], len(cores))
     return explained
 
 
@@ -134,13 +119,6 @@ def _is_explained(seen: Seen, possible: Iterable[Quantity], count: int) -> Flags
         if explained.all():
             break
     return explained
-
-
-def possible_sizes(core: Core, zone: Zone, seen: Seen) -> Iterator[int]:
-    """What a kernel there may work on, of one candidate."""
-    for size in counted_up_to(core) if _is_counting(seen) else sizes(core, zone):
-        assert isinstance(size, int)
-        yield size
 
 
 def _is_counting(seen: Seen) -> bool:

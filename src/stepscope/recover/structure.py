@@ -8,6 +8,7 @@ more than one reading fits, all are kept, and sizes decide.
 """
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -160,11 +161,16 @@ def _merge(anchors: list[Sighting], sightings: Sequence[Sighting]) -> list[Ancho
     return merged
 
 
-def _between(products: Sequence[Sighting], start: Sighting, end: Sighting) -> list[Sighting]:
-    return [product for product in products if start.index < product.index < end.index]
+def _between(products: Sequence[Sighting], start: Sighting, end: Sighting) -> Sequence[Sighting]:
+    first = bisect_right(products, start.index, key=_index)
+    return products[first : bisect_left(products, end.index, lo=first, key=_index)]
 
 
-def _symbols(gap: list[Sighting]) -> tuple[object, ...]:
+def _index(sighting: Sighting) -> int:
+    return sighting.index
+
+
+def _symbols(gap: Sequence[Sighting]) -> tuple[object, ...]:
     """Equal where the same kernels ran with the same geometry and, where it was counted, the same work."""
     return tuple(
         (one.name.name, one.grid, one.block, one.counters.get("tensor_ops"), one.counters.get("ffma")) for one in gap

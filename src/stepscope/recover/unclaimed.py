@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.recover.claimed_shape import Shape, product_sizes
+from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, count_head_rows, product_sizes
 from stepscope.recover.facts import Sighting
 from stepscope.recover.families.bounds import find_window
 from stepscope.recover.observation import Seen
@@ -69,7 +69,9 @@ def is_explained(counted: Counted, shape: Shape) -> bool:
     if counted.place_zone == "after":
         if shape.vocab_size is None:
             return True
-        rows = {core.tokens, core.tokens - core.batch, core.batch}
+        ways = HEAD_ROWS if shape.head_rows is None else (shape.head_rows,)
+        # Positions may be cut off behind the head as well.
+        rows = {count_head_rows(shape, way) or 0 for way in ways} | {core.tokens - core.batch}
         expected |= rows | {number * shape.vocab_size for number in rows}
     return counted.seen.explained_by(one for one in expected if isinstance(one, int))
 
@@ -88,10 +90,11 @@ def find_unclaimed_products(
     """Kernels that multiply and have no place in the claimed model."""
     for place in placement.intruders:
         yield place.sighting, "a matrix product that no layer of the claimed kind has"
-    for one in placement.extras:
-        if not _is_rotary(one, predictor, shape):
-            yield one, "a matrix product outside of the layers that is not the head's"
     roles: tuple[Role, ...] = (*(role for role in placement.pattern if role is not None), "head")
+    for one in placement.extras:
+        is_of_backward = run.is_training and _is_of_backward(one, roles, predictor, shape)
+        if not is_of_backward and not _is_rotary(one, predictor, shape):
+            yield one, "a matrix product outside of the layers that is not the head's"
     for one in placement.backward:
         if not _is_of_backward(one, roles, predictor, shape) and not _is_rotary(one, predictor, shape):
             yield one, "a matrix product that is no gradient of the claimed layers"
@@ -109,8 +112,12 @@ def find_unclaimed_products(
 
 def find_unknown(run: Run) -> Iterator[tuple[Sighting, str]]:
     for one in run.sightings:
-        if one.name.kernel_class == "other" and not one.counters.get("tensor_ops"):
+        if is_unknown(one):
             yield one, "a kernel whose name says nothing"
+
+
+def is_unknown(sighting: Sighting) -> bool:
+    return sighting.name.kernel_class == "other" and not sighting.counters.get("tensor_ops")
 
 
 def summarise(kind: Kind, found: Iterable[tuple[Sighting, str]]) -> tuple[Work, ...]:

@@ -15,7 +15,7 @@ import msgspec
 from stepscope import hardware
 from stepscope.recover.claim import FIELDS, Claim
 from stepscope.recover.claimed_run import ClaimedRun, open_all
-from stepscope.recover.claimed_shape import Shape
+from stepscope.recover.claimed_shape import HEAD_ROWS, SIZE_FIELDS, Shape
 from stepscope.recover.evidence import Evidence
 from stepscope.recover.facts import Sighting
 from stepscope.recover.plausibility import find_contradictions
@@ -28,6 +28,7 @@ from stepscope.recover.unclaimed import (
     find_unknown,
     is_explained,
     is_too_much,
+    is_unknown,
     summarise,
 )
 from stepscope.recover.updates import find_updated
@@ -137,9 +138,7 @@ class _Judge:
         found += self._refute_updates(file)
         device = hardware.find(file.evidence.device) if file.evidence.device else None
         found += [
-            _refutation(
-                file, one.sighting, what="the evidence contradicts itself", expected=one.expected, seen=one.seen
-            )
+            _refutation(file, one.sighting, what="evidence against itself", expected=one.expected, seen=one.seen)
             for one in find_contradictions(file.run.sightings, file.placement, device)
         ]
         yield from found
@@ -212,6 +211,9 @@ class _Judge:
                         seen=f"{len(extra)}, in {spent:.1%} of the GPU's time",
                     )
                 )
+            strange = [one for one in file.placement.others if one.zone in _LAYER_ZONES and is_unknown(one.sighting)]
+            if strange:
+                missing.append(f"{len(strange)} kernels of unknown names stand inside the layers")
             if is_too_much(unknown, time, _MOST_UNKNOWN):
                 missing.append(f"kernels of unknown names take more than {_MOST_UNKNOWN:.0%} of the GPU's time")
             if is_too_much(counts, time, _MOST_UNEXPLAINED):
@@ -263,13 +265,28 @@ class _Judge:
             case "gated":
                 return ("not tested" if any(file.fits_otherwise for file in self.files) else "tested"), ()
             case "parameters":
-                is_seen = any(find_updated(file.run.sightings) for file in self.files)
-                return ("tested" if is_seen else "not tested"), ()
+                return self._test_parameters()
             case "tied":
                 return "not tested", ()
         assert isinstance(value, int)
-        others = find_passing(self.shape, name, passes)
+        others = find_passing(self._settle_head(passes), name, passes)
         return ("tested" if is_tested(value, others) else "not tested"), others
+
+    def _settle_head(self, passes: Callable[[Shape], bool]) -> Shape:
+        """With the positions that the head is asked about: a product for few of them and a larger vocabulary would look
+        the same, and is another question."""
+        ways = (msgspec.structs.replace(self.shape, head_rows=way) for way in HEAD_ROWS)
+        return next((shape for shape in ways if passes(shape)), self.shape)
+
+    def _test_parameters(self) -> tuple[FieldVerdict, tuple[Interval, ...]]:
+        value = self.claim.parameters or 0
+        for file in self.files:
+            if seen := find_updated(file.run.sightings):
+                _, low, high = seen
+                others: tuple[Interval, ...] = ((low, value - 1), (value + 1, high))
+                others = tuple(one for one in others if one[1] is not None and one[0] <= one[1])
+                return ("tested" if is_tested(value, others) else "not tested"), others
+        return "not tested", ()
 
     def _is_disputed(self, name: str) -> bool:
         """Whether what contradicts the claim would not, if the field were left open."""
@@ -278,7 +295,7 @@ class _Judge:
                 return True
             if name == "dtype" and any(self._refute_dtype(file)):
                 return True
-            if name in Shape.__struct_fields__:
+            if name in SIZE_FIELDS:
                 opened = msgspec.structs.replace(self.shape, **{name: None})
                 wrong = [one for one in file.checks if one.test(self.shape) is False]
                 if any(one.test(opened) is not False for one in wrong):
@@ -304,6 +321,12 @@ class _Judge:
                 yield f"{name}: {_describe_untested(result)}"
         if self.unseen > _MOST_UNKNOWN:
             yield f"{self.unseen:.1%} of the GPU's time is in kernels of other streams, which were not looked at"
+        claimed = [name for name in SIZE_FIELDS if name in self.claim.fields]
+        if self.shape.core is None and claimed:
+            yield "for the sizes that are not claimed none were found that go with those that are"
+        matrices = self._count_matrices()
+        if matrices is not None and 0 < matrices[0] < matrices[1]:
+            yield "fewer feed-forward matrices were allocated than the claim has: layers may share their weights"
         for file in self.files:
             if any(one.is_unclear for one in file.placement.complaints):
                 yield "a layer lacks a matrix product where the evidence ends or a kernel of unknown name stands"
@@ -322,23 +345,26 @@ class _Judge:
             passes = len(file.placement.num_layers)
             kind = "of training" if file.run.is_training else "forward"
             yield f"{file.evidence.file}: {passes} {'pass' if passes == 1 else 'passes'} {kind}"
-        yield from self._look_at_allocations()
+        if matrices := self._count_matrices():
+            found, needed = matrices
+            yield f"allocations: {found} of the size of a feed-forward matrix, of which the claim has {needed}"
         taken = {
             name: value
-            for name, value in msgspec.structs.asdict(self.shape).items()
-            if value is not None and name not in self.claim.fields
+            for name in SIZE_FIELDS
+            if (value := getattr(self.shape, name)) is not None and name not in self.claim.fields
         }
         if taken:
             said = ", ".join(f"{name} {value:,}" for name, value in taken.items())
             yield f"not claimed, taken from the evidence: {said}"
         yield "counters show the shape of work, not weights, data or usefulness: docs/verify.md"
 
-    def _look_at_allocations(self) -> Iterator[str]:
+    def _count_matrices(self) -> tuple[int, int] | None:
+        """Allocations of the size of a feed-forward matrix, and how many such matrices the claim has."""
         width, hidden, layers = self.claim.d_model, self.claim.d_ff, self.claim.num_layers
         if not self.allocations or not width or not hidden or not layers:
-            return
+            return None
         found = max(self.allocations.count(width * hidden * size) for size in (2, 4))
-        yield f"allocations: {found} of the size of a feed-forward matrix, of which the claim has {2 * layers} or more"
+        return found, layers * (3 if self.claim.gated else 2)
 
 
 def _refutation(

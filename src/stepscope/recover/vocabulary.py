@@ -55,7 +55,7 @@ def _positions(core: Core | Cores) -> Iterator[Quantity]:
 def _masks(core: Core | Cores) -> Iterator[Quantity]:
     square = core.context * core.context
     padded = core.context * (-(-core.context // 8) * 8)
-    yield from (square, core.batch * square, core.batch * core.num_heads * square, core.batch * padded)
+    yield from (square, core.batch * square, core.batch * padded)
 
 
 def _weights(core: Core | Cores) -> Iterator[Quantity]:

@@ -3,6 +3,7 @@
 import pytest
 
 from stepscope.recover.answer import recover
+from stepscope.recover.facts import Sighting
 from stepscope.recover.structure import NoTransformerError, find_structure, is_product
 from tests.unit.recover.evidence_runs import read_evidence, recovered, with_kernels
 
@@ -90,3 +91,45 @@ def test_the_same_pass_twice_is_two_passes() -> None:
     evidence = read_evidence("gpt2_bf16_odd.csv.gz")
     structure = find_structure(with_kernels(evidence, evidence.sightings * 2).sightings)
     assert (structure.num_layers, structure.num_passes) == (2, 2)
+
+
+def _layer_between(name: str) -> tuple[list[Sighting], slice]:
+    """The kernels, and those from the first attention to the second: a layer, turned round."""
+    sightings = list(read_evidence(name).sightings)
+    (attentions,) = find_structure(sightings).layer_indices
+    return sightings, slice(attentions[0], attentions[1])
+
+
+def test_a_pass_with_a_layer_less_is_refused() -> None:
+    whole, layer = _layer_between("held_gpt2.csv.gz")
+    shorter = whole[: layer.start] + whole[layer.stop :]
+    with pytest.raises(NoTransformerError, match="4 and 5 layers"):
+        find_structure(with_kernels(read_evidence("held_gpt2.csv.gz"), [*whole, *shorter, *whole]).sightings)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2_bf16_odd.forward.json.gz", "llama_bf16.forward.json.gz", "gpt2_bf16_odd.csv.gz"]
+)
+@pytest.mark.parametrize("with_lookups", [True, False])
+def test_one_layer_over_and_over_is_not_taken_for_many(name: str, with_lookups: bool) -> None:
+    sightings = list(read_evidence(name).sightings)
+    (attentions,) = find_structure(sightings).layer_indices
+    alone = sightings[: attentions[0]] + sightings[attentions[-1] :]
+    first = (
+        0 if with_lookups else next(i for i, one in enumerate(alone) if one.name.kernel_class in ("norm", "reduction"))
+    )
+    try:
+        field = recover([with_kernels(read_evidence(name), alone[first:] * 3)]).fields["num_layers"]
+    except NoTransformerError:
+        return
+    assert field.value == 1 or not field.certain
+
+
+def test_a_head_that_looks_like_a_projection_leaves_the_layers_open() -> None:
+    """Persistent kernels show no sizes: then one layer, run again and again, looks the same as many."""
+    evidence = read_evidence("gpt2_bf16_odd.forward.json.gz")
+    (first, *_) = find_structure(evidence.sightings).readings
+    head, joint = first.products["head"], first.products["query_key_value"]
+    alike = [joint if one is head else one for one in evidence.sightings]
+    field = recover([with_kernels(evidence, alike)]).fields["num_layers"]
+    assert (field.value, field.certain, field.alternatives) == (4, False, (1,))

@@ -1,0 +1,56 @@
+"""True claims on the recorded runs, and runs that cheat, made from them."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from stepscope.explain.kernel_names import decode
+from stepscope.recover.claim import Claim, make_claim
+from stepscope.recover.evidence import Evidence
+from stepscope.recover.facts import Sighting
+from stepscope.recover.verification import Verification
+from stepscope.recover.verifying import verify
+from tests.unit.recover.evidence_runs import read_evidence, truth_of, with_kernels
+
+_CLAIMED = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "vocab_size", "batch", "context")
+_GATED = ("llama", "qwen2", "qwen3", "builtin")
+
+
+def claim_fields(file: str, **changes: object) -> dict[str, Any]:
+    truth = truth_of(file)
+    fields = {name: truth[name] for name in (*_CLAIMED, "dtype")}
+    return {**fields, "gated": truth["family"] in _GATED, **changes}
+
+
+def true_claim(file: str, **changes: object) -> Claim:
+    """What is claimed of the run; a change to None is not claimed."""
+    return make_claim({name: value for name, value in claim_fields(file, **changes).items() if value is not None})
+
+
+@cache
+def verified(file: str) -> Verification:
+    return verify([read_evidence(file)], true_claim(file))
+
+
+def spoil(file: str, change: Callable[[list[Sighting]], list[Sighting]], **changes: object) -> Verification:
+    """What is said of a run whose kernels were changed, and of a true claim or another."""
+    evidence = read_evidence(file)
+    return verify([with_kernels(evidence, change(list(evidence.sightings)))], true_claim(file, **changes))
+
+
+def edit(sighting: Sighting, **counters: int) -> Sighting:
+    return msgspec.structs.replace(sighting, counters={**sighting.counters, **counters})
+
+
+def rename(sighting: Sighting, name: str) -> Sighting:
+    return msgspec.structs.replace(sighting, name=decode(name))
+
+
+def time(sighting: Sighting, share: float) -> Sighting:
+    return msgspec.structs.replace(sighting, duration_ns=round(sighting.duration_ns * share))
+
+
+def find(evidence: Evidence, kernel_class: str) -> list[int]:
+    return [one.index for one in evidence.sightings if one.name.kernel_class == kernel_class]

@@ -1,0 +1,148 @@
+"""Verifying: what refutes, what is tested by it, and when nothing can be told."""
+
+import pytest
+
+from stepscope.recover.facts import Sighting
+from stepscope.recover.verification import Verdict, describe_interval, undecided
+from stepscope.recover.verifying import verify
+from tests.unit.recover.claims import spoil, true_claim, verified
+from tests.unit.recover.evidence_runs import COUNTERS, TRACES, read_evidence
+
+GPT2 = "gpt2_bf16_odd.csv.gz"
+LLAMA = "llama_bf16.csv.gz"
+# What Hopper's persistent kernels leave open even under counters.
+AMBIGUOUS = ("llama_compiled.csv.gz",)
+DEVELOPED = [file for file in COUNTERS if not file.startswith("held_")]
+DEVELOPED_TRACES = [file for file in TRACES if not file.startswith("held_")]
+
+
+@pytest.mark.parametrize("file", DEVELOPED)
+def test_a_true_claim_is_consistent_with_counters(file: str) -> None:
+    answer = verified(file)
+    assert answer.verdict is (Verdict.UNDECIDED if file in AMBIGUOUS else Verdict.CONSISTENT), answer.why
+    assert answer.unexplained_share < 0.01
+
+
+@pytest.mark.parametrize("file", DEVELOPED_TRACES)
+def test_a_true_claim_is_never_refuted_by_a_trace(file: str) -> None:
+    answer = verified(file)
+    assert answer.verdict is not Verdict.REFUTED, answer.why
+    assert not answer.refuted_by
+
+
+@pytest.mark.parametrize("file", [GPT2, LLAMA, "qwen3_cudnn.csv.gz", "gpt2_fp16_naive.csv.gz"])
+@pytest.mark.parametrize("name", ["d_model", "num_heads", "d_head", "d_ff", "vocab_size", "batch", "context"])
+def test_twice_a_size_is_refuted_and_the_size_is_named(file: str, name: str) -> None:
+    claim = true_claim(file)
+    answer = verify([read_evidence(file)], true_claim(file, **{name: 2 * getattr(claim, name)}))
+    assert answer.verdict is Verdict.REFUTED
+    assert answer.fields[name].verdict == "refuted"
+    assert answer.refuted_by[0].expected
+    assert answer.refuted_by[0].seen
+
+
+def test_sizes_that_swap_are_told_apart_by_attention() -> None:
+    swapped = verify([read_evidence(GPT2)], true_claim(GPT2, num_heads=20, num_kv_heads=20, d_head=32))
+    assert swapped.verdict is Verdict.REFUTED
+    assert swapped.refuted_by[0].what == "attention"
+    swapped = verify([read_evidence(GPT2)], true_claim(GPT2, batch=6, context=100))
+    assert swapped.verdict is Verdict.REFUTED
+
+
+def test_the_other_kind_of_feed_forward_layer_is_refuted() -> None:
+    assert verify([read_evidence(GPT2)], true_claim(GPT2, gated=True)).verdict is Verdict.REFUTED
+    answer = verify([read_evidence(LLAMA)], true_claim(LLAMA, gated=False))
+    assert answer.verdict is Verdict.REFUTED
+
+
+def test_values_that_would_pass_too_are_listed_and_do_pass() -> None:
+    answer = verified("gpt2_compiled.csv.gz")
+    low, high = answer.fields["d_ff"].passes_too[0]
+    assert (low, high) == (3009, 3071)
+    evidence = [read_evidence("gpt2_compiled.csv.gz")]
+    for size, verdict in ((low, Verdict.CONSISTENT), (low - 1, Verdict.REFUTED)):
+        claim = true_claim("gpt2_compiled.csv.gz", d_ff=size)
+        assert verify(evidence, claim).verdict is verdict
+    assert describe_interval((5, None)) == "5 and more"
+
+
+def test_what_no_kernel_depends_on_is_not_tested() -> None:
+    answer = verified("llama_bf16.forward.json.gz")  # a trace whose head fills the GPU whatever the vocabulary
+    assert answer.verdict is Verdict.UNDECIDED
+    assert answer.fields["vocab_size"].verdict == "not tested"
+    assert answer.fields["d_model"].verdict == "tested"
+    assert "vocab_size: 4,097 to 31,999" in answer.why
+    assert any("no counters" in note for note in answer.notes)
+
+
+def test_counters_and_a_trace_together_test_what_one_leaves_open() -> None:
+    files = ["qwen3_cudnn.forward.json.gz", "qwen3_cudnn.csv.gz"]
+    alone = verified(files[0])
+    both = verify([read_evidence(file) for file in files], true_claim(files[1]))
+    assert alone.verdict is Verdict.UNDECIDED
+    assert both.verdict is Verdict.CONSISTENT
+    assert both.kernels == 2 * alone.kernels
+
+
+@pytest.mark.parametrize("file", [GPT2, LLAMA, "builtin_autocast.csv.gz"])
+def test_a_claim_without_batch_and_context_is_held_against_the_tokens_that_ran(file: str) -> None:
+    open_claim = {"batch": None, "context": None}
+    answer = verify([read_evidence(file)], true_claim(file, **open_claim))
+    assert answer.verdict is Verdict.CONSISTENT, answer.why
+    truth = true_claim(file)
+    assert any(f"batch {truth.batch:,}, context {truth.context:,}" in note for note in answer.notes)
+    wrong = verify([read_evidence(file)], true_claim(file, d_ff=2 * (truth.d_ff or 0), **open_claim))
+    assert wrong.verdict is Verdict.REFUTED
+
+
+def test_a_claim_of_few_sizes_is_tested_with_what_is_recovered() -> None:
+    few = dict.fromkeys(("d_model", "num_heads", "num_kv_heads", "d_head", "vocab_size", "batch", "context"))
+    answer = verify([read_evidence(GPT2)], true_claim(GPT2, **few))
+    assert answer.verdict is Verdict.CONSISTENT, answer.why
+    assert answer.fields["d_ff"].verdict == "tested"
+    assert answer.fields["d_model"].verdict == "not claimed"
+    assert verify([read_evidence(GPT2)], true_claim(GPT2, **{**few, "d_ff": 640})).verdict is not Verdict.CONSISTENT
+
+
+def test_every_pass_of_training_is_compared_with_its_backward_attention() -> None:
+    answer = verified("llama_bf16.train.json.gz")
+    attention = next(one for one in answer.comparisons if one.what == "attention")
+    assert (attention.launches, attention.agree) == (24, 24)  # two steps of three layers: one forward, three backward
+    up = next(one for one in answer.comparisons if one.what.startswith("up"))
+    assert up.launches == 6
+
+
+def test_the_optimizer_tests_the_parameters() -> None:
+    file = "llama_bf16.train.json.gz"
+    parameters = 99_359_744
+    answer = verify([read_evidence(file)], true_claim(file, parameters=parameters))
+    assert answer.fields["parameters"].verdict == "tested"
+    assert answer.fields["parameters"].passes_too[1] == (parameters + 1, 99_811_328)
+    assert verify([read_evidence(file)], true_claim(file, parameters=110_000_000)).verdict is Verdict.REFUTED
+
+
+def test_evidence_that_ends_in_the_middle_of_a_pass_cannot_tell_the_layers() -> None:
+    file = "gpt2_fp32_efficient.forward.json.gz"
+
+    def cut(kernels: list[Sighting]) -> list[Sighting]:
+        return kernels[:40]  # of 66, in the second of three layers
+
+    answer = spoil(file, cut)
+    assert answer.verdict is Verdict.UNDECIDED
+    assert "a part of pass 1 only, 2 layers" in answer.why
+    assert spoil(file, cut, num_layers=1).verdict is Verdict.REFUTED
+
+
+def test_kernels_of_other_streams_leave_the_claim_open() -> None:
+    evidence, claim = [read_evidence(GPT2)], true_claim(GPT2)
+    assert verify(evidence, claim, unseen=0.005).verdict is Verdict.CONSISTENT
+    answer = verify(evidence, claim, unseen=0.2)
+    assert answer.verdict is Verdict.UNDECIDED
+    assert "20.0% of the GPU's time is in kernels of other streams" in answer.why
+
+
+def test_what_is_no_decoder_leaves_every_field_untested() -> None:
+    answer = undecided(true_claim(GPT2), "no attention among the kernels", [read_evidence(GPT2)])
+    assert answer.verdict is Verdict.UNDECIDED
+    assert answer.fields["d_ff"].verdict == "not tested"
+    assert answer.fields["tied"].verdict == "not claimed"
