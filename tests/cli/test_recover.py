@@ -14,7 +14,8 @@ def test_json_has_candidates_and_fields(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "recover", EVIDENCE / "gpt2_bf16_odd.csv.gz", "--format", "json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    keys = "num_layers d_model num_heads num_kv_heads d_head d_ff vocab_size batch context dtype parameters".split()
+    keys = ["num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "vocab_size", "batch", "context"]
+    keys += ["dtype", "parameters"]
     assert list(answer["candidates"][0]) == keys
     assert list(answer["fields"]) == keys
     assert {"value", "certain", "alternatives", "evidence"} <= set(answer["fields"]["d_ff"])

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 import polars as pl
 
 from stepscope.cost import product_dims
@@ -16,6 +17,7 @@ from stepscope.explain.kernel_names import decode
 from stepscope.recording.counter_metrics import CounterKey, canonical_counters
 from stepscope.recording.store import Recording
 from stepscope.recover.facts import Sighting, Triple
+from stepscope.recover.families.tensor_cores import count_operations
 
 Sizes = tuple[int, int, int, int]
 _MOST_KERNELS = 200_000
@@ -96,7 +98,7 @@ def _sightings(
     kernels: pl.DataFrame, counters: dict[int, dict[CounterKey, int]], told: dict[int, Sizes]
 ) -> Iterable[Sighting]:
     for index, row in enumerate(kernels.iter_rows(named=True)):
-        yield Sighting(
+        sighting = Sighting(
             index=index,
             name=decode(row["name"] or ""),
             grid=_triple(row, "grid"),
@@ -107,6 +109,10 @@ def _sightings(
             counters=counters.get(row["row"], {}),
             told=told.get(row["row"]),
         )
+        operations = count_operations(sighting)
+        if operations is not None:
+            sighting = msgspec.structs.replace(sighting, counters={**sighting.counters, "tensor_ops": operations})
+        yield sighting
 
 
 def _triple(row: dict[str, int | None], what: str) -> Triple:
