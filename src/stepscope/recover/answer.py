@@ -36,6 +36,8 @@ FIELDS = (
 )
 _SLACK = 1  # counts that the truth may leave unexplained where another candidate does not
 _ENOUGH = 0.85  # of the counts must be explained before agreement among candidates makes anything certain
+# What one rank of several need not have whole.
+_OF_A_SHARE = ("d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "batch", "context")
 _MOST_CANDIDATES = 24
 _MOST_ALTERNATIVES = 64
 _PADDING = 8  # what a compiler rounds a vocabulary up to
@@ -173,13 +175,15 @@ def _reach(observation: Observation, evidence: Evidence) -> Reached | None:
     feed_forward = find_feed_forward(observation, core)
     if feed_forward.window is None:
         return None
-    vocabulary = _narrow(find_vocabulary(observation, core), core, evidence.allocations)
+    vocabulary = _narrow(find_vocabulary(observation, core), feed_forward, core, evidence.allocations)
     style = find_style(observation, core.context)
     return Reached(solution=solution, feed_forward=feed_forward, vocabulary=vocabulary, style=style)
 
 
-def _narrow(vocabulary: Sized, core: Core, allocations: Sequence[int]) -> Sized:
-    """A tensor of logits in a snapshot is tokens · vocabulary elements, and the embedding vocabulary · width."""
+def _narrow(vocabulary: Sized, feed_forward: Sized, core: Core, allocations: Sequence[int]) -> Sized:
+    """A tensor of logits in a snapshot is tokens · vocabulary elements, and the embedding vocabulary · width. So are
+    activations and weights of other layers, of their own widths: those are left out. Where nothing else bounds the
+    vocabulary, what is found is the best guess and no more."""
     sizes = frozenset(allocations)
     window = vocabulary.window
     if not sizes or window is None:
@@ -188,13 +192,15 @@ def _narrow(vocabulary: Sized, core: Core, allocations: Sequence[int]) -> Sized:
     tables = {
         size // (core.d_model * width) for size in sizes for width in (2, 4) if size % (core.d_model * width) == 0
     }
-    both = {size for size in logits & tables if size in window}
-    kept = [size for size in vocabulary.best if size in both] or sorted(both, key=surprise_of_vocabulary)
-    if not kept or (vocabulary.best and vocabulary.best[0] not in kept):
+    others = {core.d_model, core.query_width, core.key_width, core.joint_width, 2 * core.key_width}
+    others |= {part * size for size in feed_forward.best for part in (1, 2)}
+    both = {size for size in logits & tables if size in window} - {part * size for size in others for part in (1, 2)}
+    if not vocabulary.best:
+        return replace(vocabulary, best=tuple(sorted(both, key=surprise_of_vocabulary)))
+    kept = tuple(size for size in vocabulary.best if size in both)
+    if not kept:
         return vocabulary
-    return replace(
-        vocabulary, best=tuple(kept), explained=vocabulary.explained + 1, to_explain=vocabulary.to_explain + 1
-    )
+    return replace(vocabulary, best=kept, explained=vocabulary.explained + 1, to_explain=vocabulary.to_explain + 1)
 
 
 def _assemble(found: Found) -> Answer:
@@ -206,6 +212,10 @@ def _assemble(found: Found) -> Answer:
         fields[name] = _core_field(name, likely)
     fields["d_ff"] = _sized_field([one.feed_forward for one in likely], _feed_forward_evidence(first))
     fields["vocab_size"] = _vocabulary_field(first)
+    notes = [*evidence.notes, *structure.notes]
+    if _exchanges_within(found):
+        notes.append("collectives ran within the forward pass: sizes may be those of one rank's share of the model")
+        fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in _OF_A_SHARE}
     candidates = tuple(_candidates(structure, first))
     items = _itemise(structure, first)
     fields["parameters"] = _parameters_field(candidates, first)
@@ -219,8 +229,14 @@ def _assemble(found: Found) -> Answer:
         explained=solution.best.explained,
         counts=solution.facts,
         would_decide=tuple(_would_decide(fields, evidence, structure)),
-        notes=(*evidence.notes, *structure.notes),
+        notes=tuple(notes),
     )
+
+
+def _exchanges_within(found: Found) -> bool:
+    """Between the layers of a pass, where models that are split over GPUs exchange; gradients are exchanged later."""
+    spans = [(layers[0], layers[-1]) for layers in found.structure.layer_indices]
+    return any(first < index <= last for index in found.evidence.exchanges for first, last in spans)
 
 
 def _agreeing(solution: Solution) -> Cores:

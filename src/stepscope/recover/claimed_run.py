@@ -162,6 +162,7 @@ class _Opened:
 
         for pattern, behind in self._choose_patterns(gated, fits):
             placement = place(self.run, pattern, behind, claim.num_layers, fits)
+            placement.leave_out(self.predictor.find_single_steps(placement, shape))
             checks = list(self.predictor.predict(placement))
             wrong = len({check.key for check in checks if check.test(shape) is False}) + len(placement.complaints)
             score = (wrong, breaks_feed_forward(placement), pattern.count(None))

@@ -31,6 +31,7 @@ class Evidence:
     file: str
     sightings: tuple[Sighting, ...] = ()
     allocations: tuple[int, ...] = ()
+    exchanges: tuple[int, ...] = ()  # indices of the kernels before which collectives ran, on whichever stream
     device: str = ""  # as its driver calls it
     device_sms: int | None = None
     notes: tuple[str, ...] = ()
@@ -45,7 +46,7 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
     profiler wrote down of products."""
     manifest = recording.manifest
     notes = list(manifest.notes)
-    kernels = recording.kernels.with_row_index("row").filter(pl.col("kind") == "kernel")
+    kernels = everything = recording.kernels.with_row_index("row").filter(pl.col("kind") == "kernel")
     streams = Counter(zip(kernels["process"], kernels["device"], kernels["stream"], strict=True))
     if len(streams) > 1:
         kernels = _main_stream(kernels, streams)
@@ -59,6 +60,7 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
         source=manifest.source,
         file=file or manifest.file,
         sightings=tuple(_sightings(kernels, _counters(recording.counters), _told(recording) if use_shapes else {})),
+        exchanges=_find_exchanges(everything, kernels),
         allocations=tuple(recording.allocations["requested_bytes"].drop_nulls().to_list()),
         device=manifest.device,
         device_sms=manifest.device_sms,
@@ -71,6 +73,15 @@ def _main_stream(kernels: pl.DataFrame, streams: Counter[tuple[int, int, int]]) 
     return kernels.filter(
         pl.col("process").eq_missing(process), pl.col("device").eq_missing(device), pl.col("stream").eq_missing(stream)
     )
+
+
+def _find_exchanges(everything: pl.DataFrame, kernels: pl.DataFrame) -> tuple[int, ...]:
+    names = everything.get_column("name").fill_null("")
+    collective = {name for name in names.unique() if decode(name).kernel_class == "communication"}
+    if not collective:
+        return ()
+    starts = everything.filter(names.is_in(list(collective))).get_column("start_ns")
+    return tuple(kernels.get_column("start_ns").search_sorted(starts.sort()).to_list())
 
 
 def _counters(table: pl.DataFrame) -> dict[int, dict[CounterKey, int]]:

@@ -51,6 +51,7 @@ MOST_EXTRAS = 2  # products in a gap that no layer has, for which places are tri
 _INTO_HEADS: tuple[Role, ...] = ("query_key_value", "query", "key", "value", "key_value", "scores")
 _INTO_FEED_FORWARD: tuple[Role, ...] = ("up", "gate", "gate_up")
 _KERNELS_AFTER_HEAD = 24
+_PRODUCTS_AT_TURN = 3
 _NEAR = 40  # kernels to either side of a place where something is missing
 
 
@@ -95,6 +96,7 @@ class Run:
 class Placement:
     pattern: Pattern
     num_layers: list[int] = field(default_factory=list)  # of each pass
+    starts: list[Sighting] = field(default_factory=list)  # the first attention of each pass
     attentions: list[Place] = field(default_factory=list)
     recomputed: list[Sighting] = field(default_factory=list)  # attention run again for the backward pass
     backward_attentions: list[Sighting] = field(default_factory=list)
@@ -105,6 +107,12 @@ class Placement:
     backward: list[Sighting] = field(default_factory=list)  # products of the backward pass, in no order
     complaints: list[Complaint] = field(default_factory=list)
     starts_late: bool = False  # no lookup before the first attention
+    left_out: set[int] = field(default_factory=set)  # passes that are not compared
+
+    def leave_out(self, passes: set[int]) -> None:
+        self.left_out |= passes
+        for places in (self.attentions, self.products, self.others, self.intruders):
+            places[:] = [one for one in places if one.pass_number not in passes]
 
     def is_cut(self, pass_number: int) -> bool:
         """Whether the file may hold only a part of the pass: the first where it starts, the last where it ends."""
@@ -117,33 +125,71 @@ class Placement:
 def examine(sightings: Sequence[Sighting]) -> Run:
     """Raises NoTransformerError where there is nothing to lay out."""
     fused = [one for one in sightings if is_attention(one, backward=False)]
-    anchors = merge_anchors(fused or [one for one in sightings if is_softmax(one)], sightings)
+    anchors = merge_anchors(fused, sightings) if fused else _find_softmaxes(sightings)
     products = tuple(one for one in sightings if is_product(one))
     if not products or not anchors:
         missing = "matrix product" if not products else "attention"
         raise NoTransformerError(f"no {missing} among the kernels")
-    ends = [one.index for one in sightings if is_lookup(one) or _is_of_training(one)]
+    is_training = any(_is_of_training(one) for one in sightings)
+    segments = _split(anchors, [one.index for one in sightings if is_lookup(one) or _is_of_training(one)])
+    usual = _find_usual(segments, products, is_fused=bool(fused))
+    if is_training and usual is not None:
+        segments = [part for one in segments for part in _split_at_turn(one, products, len(usual))]
+    return Run(
+        sightings=tuple(sightings),
+        products=products,
+        segments=tuple(segments),
+        is_fused=bool(fused),
+        is_training=is_training,
+        gap=usual,
+    )
+
+
+def _find_softmaxes(sightings: Sequence[Sighting]) -> list[Anchor]:
+    """Those of attention have one grid in all layers; that of a loss or of sampling has another."""
+    anchors = merge_anchors([one for one in sightings if is_softmax(one)], sightings)
+    grids = Counter(anchor[0].grid for anchor in anchors)
+    usual = max(grids, key=lambda grid: grids[grid], default=None)
+    return [anchor for anchor in anchors if anchor[0].grid == usual]
+
+
+def _split(anchors: Sequence[Anchor], ends: Sequence[int]) -> list[tuple[Anchor, ...]]:
+    """Attentions between which none of these kernels stands."""
     segments: list[list[Anchor]] = [[anchors[0]]]
     for before, after in itertools.pairwise(anchors):
         if _between(ends, before[-1].index, after[0].index):
             segments.append([])
         segments[-1].append(after)
+    return [tuple(segment) for segment in segments]
+
+
+def _find_usual(
+    segments: Sequence[tuple[Anchor, ...]], products: Sequence[Sighting], *, is_fused: bool
+) -> tuple[Sighting, ...] | None:
+    """The first of the gaps with as many products as most have, if possible as many as a layer."""
     gaps = [
         tuple(one for one in products if before[-1].index < one.index < after[0].index)
         for segment in segments
         for before, after in itertools.pairwise(segment)
     ]
     counts = Counter(map(len, gaps))
-    possible = {len(first) + len(second) + (0 if fused else 2) for first in PROJECTIONS for second in BEHIND}
-    usual = min(counts, key=lambda count: (-counts[count], count not in possible, count)) if counts else None
-    return Run(
-        sightings=tuple(sightings),
-        products=products,
-        segments=tuple(tuple(segment) for segment in segments),
-        is_fused=bool(fused),
-        is_training=any(_is_of_training(one) for one in sightings),
-        gap=next((gap for gap in gaps if len(gap) == usual), None),
-    )
+    possible = {len(first) + len(second) + (0 if is_fused else 2) for first in PROJECTIONS for second in BEHIND}
+    usual = min(counts, key=lambda count: (-counts[count], count not in possible, count), default=None)
+    return next((gap for gap in gaps if len(gap) == usual), None)
+
+
+def _split_at_turn(
+    segment: tuple[Anchor, ...], products: Sequence[Sighting], usual: int
+) -> Iterator[tuple[Anchor, ...]]:
+    """Where nothing in the names of a backward pass shows it, and attention is run again in it: between the last layer
+    and the first that is run again stand the head and its two gradients besides."""
+    where = [one.index for one in products]
+    start = 0
+    for i, (before, after) in enumerate(itertools.pairwise(segment), start=1):
+        if len(_between(where, before[-1].index, after[0].index)) >= usual + _PRODUCTS_AT_TURN:
+            yield segment[start:i]
+            start = i
+    yield segment[start:]
 
 
 def find_patterns(run: Run, *, gated: bool | None, extras: int = 0) -> list[tuple[Pattern, int]]:
@@ -198,6 +244,7 @@ def _find_passes(run: Run, num_layers: int | None, placement: Placement) -> list
             continue
         passes.extend(_split_unseen(run, segment, num_layers))
     placement.num_layers = [len(one) for one in passes]
+    placement.starts = [one[0][0] for one in passes]
     return passes
 
 
@@ -211,7 +258,7 @@ def _split_unseen(run: Run, segment: tuple[Anchor, ...], num_layers: int | None)
         else:
             pieces.append([after])
     lengths = {len(piece) for piece in pieces}
-    is_even = lengths == {num_layers} or (num_layers is None and len(lengths) == 1)
+    is_even = lengths == {num_layers} or (len(lengths) == 1 and lengths != {1})
     return [tuple(piece) for piece in pieces] if is_even else [segment]
 
 

@@ -17,6 +17,7 @@ from stepscope.recover.structure import Role, Zone
 from stepscope.recover.structure import _is_norm as is_norm
 
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle", "final")
+_WITH_TOKENS = ("index", "embedding", "norm")
 # Boost clocks of single cards are above those of data sheets; nothing was seen beyond 0.85 of the sheet.
 _FASTEST = 1.15
 _WORDS: dict[Role, str] = {
@@ -91,6 +92,18 @@ class Predictor:
             return None
         return _any_of(admits(product, sizes) for sizes in product_sizes(role, shape))
 
+    def find_single_steps(self, placement: Placement, shape: Shape) -> set[int]:
+        """Passes whose lookups and norms have a row for each sequence: one token more of a text that is generated."""
+        if shape.batch is None or shape.tokens == shape.batch:
+            return set()
+        rows: dict[int, set[int]] = {}
+        for place in placement.others:
+            if place.zone in ("before", *_NORM_ZONES) and place.sighting.name.kernel_class in _WITH_TOKENS:
+                fact = memory_bound.read(place.sighting, recent=self._recent)
+                if isinstance(fact, Gather | Rows) and fact.rows.is_exact:
+                    rows.setdefault(place.pass_number, set()).add(fact.rows.low)
+        return {number for number, seen in rows.items() if seen == {shape.batch}}
+
     def predict(self, placement: Placement) -> Iterator[Check]:
         yield from self._check_products(placement)
         yield from self._check_speed(placement.products)
@@ -163,7 +176,7 @@ class Predictor:
                 seen=describe_launch(sighting),
                 key=("attention", identity(sighting)),
             )
-        elif sighting.name.kernel_class == "softmax" and sighting.name.library != "Inductor":
+        elif sighting.name.kernel_class in ("softmax", "reduction") and sighting.name.library != "Inductor":
             yield from self._check_rows(sighting, "softmax of attention", where, _softmax_rows, _context)
 
     def _check_norm(self, place: Place) -> Iterator[Check]:

@@ -42,6 +42,7 @@ _BEHIND: tuple[tuple[Role, ...], ...] = (
 )
 _KERNELS_AFTER_HEAD = 24
 _PRODUCTS_OF_LAYER = range(4, 10)
+_PASSES_READ = 3  # of many: the first may be cut off, and the next be whole
 _SUM_OF_PARTS = "partial results"  # what a decoded name calls the second kernel of a split product
 
 
@@ -81,7 +82,7 @@ class Structure:
     layer_indices: tuple[tuple[int, ...], ...] = ()  # of each pass: where its attentions stand
     # What comes after the last attention is what comes after each: passes of one layer would look the same.
     may_be_one_layer: bool = False
-    has_start: bool = False  # embeddings were looked up before a pass: its first layer is in the file
+    has_start: bool = False  # embeddings were looked up before the pass that was read: its first layer is in the file
 
     @property
     def is_fused(self) -> bool:
@@ -98,7 +99,8 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
     if not anchors:
         raise NoTransformerError("no attention among the kernels, neither fused nor a softmax between matrix products")
     is_training = any(_is_of_training(one) for one in sightings)
-    passes, readings = _find_passes(sightings, products, anchors, is_fused=bool(fused), is_training=is_training)
+    passes, shown = _find_passes(sightings, products, anchors, is_fused=bool(fused), is_training=is_training)
+    readings = shown.readings
     backward = tuple(sighting for sighting in sightings if _is_attention(sighting, backward=True))
     updates = tuple(sighting for sighting in sightings if sighting.name.kernel_class == "optimizer")
     return Structure(
@@ -107,13 +109,13 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
         is_training=is_training,
         attentions=tuple(fused),
         backward_attentions=backward,
-        softmaxes=() if fused else tuple(kernel for anchor in passes[0] for kernel in anchor),
+        softmaxes=() if fused else tuple(kernel for anchor in shown.layers for kernel in anchor),
         updates=updates,
         readings=readings,
         dtype=_main_dtype(readings[0]),
         layer_indices=tuple(tuple(anchor[0].index for anchor in one) for one in passes),
-        may_be_one_layer=_may_be_one_layer(products, passes[0], readings[0]),
-        has_start=any(_is_lookup(one) or "embedding" in one.name.fused for one in sightings[: passes[-1][0][0].index]),
+        may_be_one_layer=_may_be_one_layer(products, shown.layers, readings[0]),
+        has_start=shown.has_start,
     )
 
 
@@ -177,6 +179,15 @@ def _symbols(gap: Sequence[Sighting]) -> tuple[object, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """A forward pass that was read. What comes before it is the start of a pass, or the end of one that was cut off."""
+
+    layers: Sequence[Anchor]
+    readings: tuple[Reading, ...]
+    has_start: bool
+
+
 def _find_passes(
     sightings: Sequence[Sighting],
     products: Sequence[Sighting],
@@ -184,9 +195,10 @@ def _find_passes(
     *,
     is_fused: bool,
     is_training: bool,
-) -> tuple[list[Sequence[Anchor]], tuple[Reading, ...]]:
+) -> tuple[list[Sequence[Anchor]], _Pass]:
     """Embeddings are looked up at the start of a pass. Some models look up a bias of positions in every layer, too: so
-    where every gap has a lookup, gaps that are those of a layer count for more."""
+    where every gap has a lookup, gaps that are those of a layer count for more. Of several passes one is read that has
+    both a start and a head, if there is one."""
     symbols = [_symbols(_between(products, a[-1], b[0])) for a, b in itertools.pairwise(anchors)]
     looked_up = [
         any(_is_lookup(one) for one in sightings[a[-1].index : b[0].index]) for a, b in itertools.pairwise(anchors)
@@ -197,10 +209,39 @@ def _find_passes(
         _refuse_other_layers(symbols, looked_up, runs, is_training=is_training)
         passes = [anchors[start : start + length] for start, length in runs]
         is_whole = not is_training and len(passes) == 1
-        readings = tuple(_read_roles(sightings, products, passes[0], is_fused=is_fused, is_whole=is_whole))
-        if readings:
-            return passes, readings
+        ends = [anchors[start - 1][-1].index if start else -1 for start, _ in runs]
+        looked_at = [
+            _read_pass(sightings, products, layers, end, is_fused=is_fused, is_whole=is_whole)
+            for layers, end in list(zip(passes, ends, strict=True))[:_PASSES_READ]
+        ]
+        if any(one.readings for one in looked_at):
+            return passes, max(looked_at, key=_completeness)
     raise NoTransformerError(_describe_gap(products, passes[0]))
+
+
+def _read_pass(
+    sightings: Sequence[Sighting],
+    products: Sequence[Sighting],
+    layers: Sequence[Anchor],
+    end_before: int,
+    *,
+    is_fused: bool,
+    is_whole: bool,
+) -> _Pass:
+    """`end_before`: where the attention before this pass stands. A start is a lookup ahead of the first projection;
+    those after it are of the layer, as are positions that are looked up to turn queries."""
+    readings = tuple(_read_roles(sightings, products, layers, end_before, is_fused=is_fused, is_whole=is_whole))
+    has_start = any(_begins(one) for reading in readings for one in reading.zones["before"])
+    return _Pass(layers=layers, readings=readings, has_start=has_start)
+
+
+def _begins(sighting: Sighting) -> bool:
+    return _is_lookup(sighting) or "embedding" in sighting.name.fused
+
+
+def _completeness(one: _Pass) -> tuple[bool, bool, bool]:
+    has_head = any("head" in reading.products for reading in one.readings)
+    return bool(one.readings), one.has_start and has_head, has_head
 
 
 def _find_runs(symbols: list[tuple[object, ...]], is_start: list[bool]) -> list[tuple[int, int]]:
@@ -275,6 +316,7 @@ def _read_roles(
     sightings: Sequence[Sighting],
     products: Sequence[Sighting],
     layers: Sequence[Anchor],
+    end_before: int,
     *,
     is_fused: bool,
     is_whole: bool,
@@ -282,7 +324,7 @@ def _read_roles(
     """Every way in which the products around the attentions are those of a layer. `is_whole`: nothing but a head comes
     after the last layer, because nothing was trained."""
     first, last = layers[0][0], layers[-1][-1]
-    before = [product for product in products if product.index < first.index]
+    before = [product for product in products if end_before < product.index < first.index]
     tail = _until_backward(sightings, [product for product in products if product.index > last.index])
     gap = _between(products, layers[0][-1], layers[1][0]) if len(layers) > 1 else None
     for projections, feed_forward in itertools.product(_PROJECTIONS, _BEHIND):
@@ -297,10 +339,19 @@ def _read_roles(
         else:
             continue
         head = tail[len(behind)] if len(tail) > len(behind) else None
-        zones = _find_zones(sightings, placed, layers, before[-len(ahead)], tail[len(behind) - 1], head)
+        begin = before[-len(ahead)].index
+        edges = (_find_start(sightings, end_before, begin), begin, tail[len(behind) - 1].index)
+        zones = _find_zones(sightings, placed, layers, edges, head)
         if any(_is_norm(one) for one in zones["feed_forward"]) or not zones["feed_forward"]:
             continue
         yield Reading(products={**dict(placed), **({"head": head} if head else {})}, zones=zones)
+
+
+def _find_start(sightings: Sequence[Sighting], end_before: int, begin: int) -> int:
+    """Of a pass whose layers begin there: its first lookup, behind what is left of the pass before it."""
+    if end_before < 0:
+        return 0
+    return next((one.index for one in sightings[end_before + 1 : begin] if _begins(one)), begin)
 
 
 def _until_backward(sightings: Sequence[Sighting], products: list[Sighting]) -> list[Sighting]:
@@ -319,10 +370,11 @@ def _find_zones(
     sightings: Sequence[Sighting],
     placed: list[tuple[Role, Sighting]],
     layers: Sequence[Anchor],
-    first_product: Sighting,
-    last: Sighting,
+    edges: tuple[int, int, int],
     head: Sighting | None,
 ) -> dict[Zone, tuple[Sighting, ...]]:
+    """`edges`: where the pass begins, its first product, and the last of its layers'."""
+    start, first_product, last = edges
     where = dict(placed)
     up = next(where[role] for role in ("gate", "gate_up", "up") if role in where)
     ahead = next(where[role] for role in ("query_key_value", "query") if role in where)
@@ -331,13 +383,13 @@ def _find_zones(
     is_usual = output < down
     after_head = next((s.index for s in sightings if head and s.index > head.index and is_product(s)), len(sightings))
     spans: dict[Zone, tuple[int, int]] = {
-        "before": (-1, first_product.index),
+        "before": (start - 1, first_product),
         "merge": (anchor, output) if is_usual else (down, output),
         "middle": (output, up.index) if is_usual else (anchor, up.index),
         "feed_forward": (up.index, down),
         "between": (max(output, down), ahead.index) if has_gap else (0, 0),
         "heads": (ahead.index, layers[1 if has_gap else 0][0].index),
-        "final": (last.index, head.index if head else len(sightings)),
+        "final": (last, head.index if head else len(sightings)),
         "after": (head.index, min(after_head, head.index + _KERNELS_AFTER_HEAD)) if head else (0, 0),
     }
     return {

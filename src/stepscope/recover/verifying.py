@@ -106,11 +106,10 @@ class _Judge:
         layers = self.claim.num_layers
         for number, seen in enumerate(file.placement.num_layers, start=1):
             if layers is not None and seen != layers and not (seen < layers and file.placement.is_cut(number)):
-                first = next(one for one in file.placement.attentions if one.pass_number == number)
                 found.append(
                     _refutation(
                         file,
-                        first.sighting,
+                        file.placement.starts[number - 1],
                         where=f"pass {number}",
                         what="number of layers",
                         expected=f"{layers} layers",
@@ -328,6 +327,8 @@ class _Judge:
         if matrices is not None and 0 < matrices[0] < matrices[1]:
             yield "fewer feed-forward matrices were allocated than the claim has: layers may share their weights"
         for file in self.files:
+            if left_out := len(file.placement.left_out):
+                yield f"{left_out} passes of {file.evidence.file} are of one token a sequence, and were not compared"
             if any(one.is_unclear for one in file.placement.complaints):
                 yield "a layer lacks a matrix product where the evidence ends or a kernel of unknown name stands"
             for number, seen in enumerate(file.placement.num_layers, start=1):

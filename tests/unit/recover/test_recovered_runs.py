@@ -1,6 +1,8 @@
 """The integers of real runs, from their traces and counters. Runs named `held_` were not looked at while the models of
 kernels were made."""
 
+from dataclasses import replace
+
 import pytest
 
 from stepscope.recover.answer import FIELDS, Field, recover
@@ -71,6 +73,15 @@ def test_a_snapshot_decides_the_vocabulary() -> None:
     files = ("gpt2_fp32_efficient.train.json.gz", "gpt2_fp32_efficient.snapshot.pickle.gz")
     together = recover([read_evidence(file) for file in files])
     assert (together.fields["vocab_size"].value, together.fields["vocab_size"].certain) == (50257, True)
+
+
+def test_other_tensors_of_a_snapshot_are_not_taken_for_logits() -> None:
+    """Logits were freed: what is left is the feed-forward layer's activations and weights."""
+    evidence = read_evidence("held_llama.forward.json.gz")
+    tokens, d_model, d_ff = 3 * 448, 1536, 4224
+    field = recover([replace(evidence, allocations=(tokens * d_ff * 2, d_model * d_ff * 2))]).fields["vocab_size"]
+    assert field.value is None
+    assert not field.certain
 
 
 def test_counters_and_a_trace_together_leave_no_more_open_than_either() -> None:

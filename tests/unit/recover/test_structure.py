@@ -1,11 +1,16 @@
 """Layers and roles, and evidence that shows none."""
 
+from dataclasses import replace
+
+import polars as pl
 import pytest
 
+from stepscope.recording.opening import open_recording
 from stepscope.recover.answer import recover
+from stepscope.recover.evidence import gather
 from stepscope.recover.facts import Sighting
 from stepscope.recover.structure import NoTransformerError, find_structure, is_product
-from tests.unit.recover.evidence_runs import read_evidence, recovered, with_kernels
+from tests.unit.recover.evidence_runs import FOLDER, read_evidence, recovered, with_kernels
 
 
 def test_roles_of_a_gated_layer() -> None:
@@ -133,3 +138,33 @@ def test_a_head_that_looks_like_a_projection_leaves_the_layers_open() -> None:
     alike = [joint if one is head else one for one in evidence.sightings]
     field = recover([with_kernels(evidence, alike)]).fields["num_layers"]
     assert (field.value, field.certain, field.alternatives) == (4, False, (1,))
+
+
+def test_a_start_and_a_head_of_different_passes_make_no_whole_pass() -> None:
+    """A recording that begins and ends within a pass, cut alike: three layers are left of each of two passes."""
+    evidence = read_evidence("gpt2_bf16_odd.forward.json.gz")
+    (attentions,) = find_structure(evidence.sightings).layer_indices
+    twice = (evidence.sightings * 2)[attentions[0] + 1 : len(evidence.sightings) + attentions[3]]
+    assert not recover([with_kernels(evidence, twice)]).fields["num_layers"].certain
+
+
+def test_sizes_of_a_model_that_is_split_over_gpus_are_not_certain() -> None:
+    evidence = read_evidence("llama_bf16.csv.gz")
+    (attentions,) = find_structure(evidence.sightings).layer_indices
+    answer = recover([replace(evidence, exchanges=(attentions[0] + 2,))])
+    assert answer.fields["num_heads"].value == 16
+    assert [name for name, field in answer.fields.items() if field.certain] == ["num_layers", "d_head", "dtype"]
+    assert any("share" in note for note in answer.notes)
+    # Gradients are exchanged after the layers.
+    assert recover([replace(evidence, exchanges=(attentions[-1] + 9,))]).fields["num_heads"].certain
+
+
+def test_collectives_are_seen_on_any_stream() -> None:
+    recording = open_recording(FOLDER / "gpt2_bf16_odd.forward.json.gz")
+    other = recording.kernels.filter(pl.col("kind") == "kernel")[40].with_columns(
+        name=pl.lit("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
+        stream=pl.lit(20, pl.Int64),
+        start_ns=pl.col("start_ns") - 1,
+    )
+    assert gather(recording).exchanges == ()
+    assert gather(replace(recording, kernels=pl.concat([recording.kernels, other]))).exchanges == (40,)

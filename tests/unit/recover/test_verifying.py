@@ -1,12 +1,16 @@
 """Verifying: what refutes, what is tested by it, and when nothing can be told."""
 
+import msgspec
 import pytest
 
+from stepscope.recording.opening import open_recording
+from stepscope.recover.claim import make_claim
+from stepscope.recover.evidence import gather
 from stepscope.recover.facts import Sighting
 from stepscope.recover.verification import Verdict, describe_interval, undecided
 from stepscope.recover.verifying import verify
 from tests.unit.recover.claims import spoil, true_claim, verified
-from tests.unit.recover.evidence_runs import COUNTERS, TRACES, read_evidence
+from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence
 
 GPT2 = "gpt2_bf16_odd.csv.gz"
 LLAMA = "llama_bf16.csv.gz"
@@ -131,6 +135,33 @@ def test_evidence_that_ends_in_the_middle_of_a_pass_cannot_tell_the_layers() -> 
     assert answer.verdict is Verdict.UNDECIDED
     assert "a part of pass 1 only, 2 layers" in answer.why
     assert spoil(file, cut, num_layers=1).verdict is Verdict.REFUTED
+
+
+def test_steps_of_one_token_are_said_not_to_be_compared() -> None:
+    file = "gpt2_fp32_efficient.forward.json.gz"
+
+    def generate(kernels: list[Sighting]) -> list[Sighting]:
+        """The pass again, with the grids of a single token."""
+        single = {"index", "norm", "gemm", "attention"}
+        again = [
+            msgspec.structs.replace(one, grid=(1, 1, 1)) if one.name.kernel_class in single else one for one in kernels
+        ]
+        return [*kernels, *again]
+
+    answer = spoil(file, generate)
+    assert answer.verdict is Verdict.UNDECIDED, answer.why
+    assert "1 passes of gpt2_fp32_efficient.forward.json.gz are of one token a sequence" in answer.why
+    assert spoil(file, generate, num_layers=2).verdict is Verdict.REFUTED
+
+
+def test_attention_that_is_run_again_for_the_backward_pass_is_no_layer() -> None:
+    recording = open_recording(FOLDER.parent / "h200_nano_checkpoint.json.gz")
+    sizes = {"num_layers": 4, "d_model": 128, "num_heads": 4, "d_ff": 512, "vocab_size": 10000, "batch": 4}
+    claim = make_claim({**sizes, "context": 64, "dtype": "fp32", "gated": True})
+    answer = verify([gather(recording)], claim)
+    assert answer.verdict is Verdict.CONSISTENT, answer.why
+    softmax = next(one for one in answer.comparisons if one.what == "softmax of attention")
+    assert (softmax.launches, softmax.agree) == (16, 16)  # two steps of four layers, twice each
 
 
 def test_kernels_of_other_streams_leave_the_claim_open() -> None:

@@ -1,0 +1,132 @@
+"""`stepscope verify`."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from stepscope.errors import Exit
+from tests.cli.command import stepscope
+
+EVIDENCE = Path(__file__).parents[1] / "fixtures" / "evidence"
+COUNTERS = str(EVIDENCE / "gpt2_bf16_odd.csv.gz")
+CLAIM = {
+    "num_layers": 2,
+    "d_model": 640,
+    "num_heads": 10,
+    "d_ff": 2560,
+    "vocab_size": 32003,
+    "batch": 3,
+    "context": 200,
+    "dtype": "bf16",
+    "gated": False,
+}
+
+
+def write_claim(folder: Path, **changes: object) -> str:
+    fields = {name: value for name, value in {**CLAIM, **changes}.items() if value is not None}
+    (folder / "claim.json").write_text(json.dumps(fields))
+    return "claim.json"
+
+
+def test_a_true_claim_is_consistent_and_everything_was_tested(tmp_path: Path) -> None:
+    done = stepscope(tmp_path, "verify", COUNTERS, "--claim", write_claim(tmp_path), "--format", "json")
+    assert done.returncode == Exit.OK, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["verdict"] == "consistent"
+    assert answer["refuted_by"] == []
+    assert {answer["fields"][name]["verdict"] for name in CLAIM} == {"tested"}
+    assert answer["fields"]["d_head"] == {
+        "claimed": 64,
+        "verdict": "tested",
+        "passes_too": [[62, 63]],
+        "implied": True,
+    }
+
+
+def test_a_false_claim_is_refuted_by_a_kernel(tmp_path: Path) -> None:
+    done = stepscope(tmp_path, "verify", COUNTERS, "--claim", write_claim(tmp_path, d_ff=3072))
+    assert done.returncode == Exit.GATE_FAILED, done.stdout + done.stderr
+    assert "refuted" in done.stdout.splitlines()[0]
+    assert "#19 bf16 gemm 128×104" in done.stdout
+    assert "expected 600 × 3,072, summed over 640" in done.stdout
+    assert "tensor_ops 2,044,723,200" in done.stdout
+    table = stepscope(tmp_path, "verify", COUNTERS, "--claim", "claim.json", "--format", "csv")
+    assert "down projection of the feed-forward layer" in table.stdout
+
+
+def test_a_config_of_transformers_and_flags_are_a_claim(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 640, "n_head": 10, "n_inner": None, "vocab_size": 32003}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ["verify", COUNTERS, "--claim", "config.json", "--dtype", "bf16", "--context", "200", "--batch"]
+    assert stepscope(tmp_path, *asked, "3").returncode == Exit.OK
+    assert stepscope(tmp_path, *asked, "6").returncode == Exit.GATE_FAILED
+
+
+@pytest.mark.parametrize(
+    ("claim", "says"),
+    [
+        ({"n_layers": 2}, "did you mean num_layers?"),
+        ({"d_ff": -1}, "d_ff `-1` is no size"),
+        ({"num_kv_heads": 3}, "num_kv_heads `3` does not divide num_heads `10`"),
+    ],
+)
+def test_what_is_no_claim_is_refused(tmp_path: Path, claim: dict[str, object], says: str) -> None:
+    done = stepscope(tmp_path, "verify", COUNTERS, "--claim", write_claim(tmp_path, **claim))
+    assert done.returncode == Exit.BAD_INPUT
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_evidence_of_something_else_cannot_tell(tmp_path: Path) -> None:
+    lines = gzip.decompress(Path(COUNTERS).read_bytes()).decode().splitlines(keepends=True)
+    kept = [line for line in lines if "nvjet" not in line and "cutlass" not in line]
+    (tmp_path / "elementwise.csv").write_text("".join(kept))
+    done = stepscope(tmp_path, "verify", "elementwise.csv", "--claim", write_claim(tmp_path))
+    assert done.returncode == Exit.UNDECIDED, done.stdout + done.stderr
+    assert "no matrix product among the kernels" in done.stdout
+    (tmp_path / "empty.csv").write_text("".join(lines[:2]))
+    assert stepscope(tmp_path, "verify", "empty.csv", "--claim", "claim.json").returncode == Exit.BAD_INPUT
+
+
+def test_a_truncated_file_cannot_tell_and_says_that_it_ends_early(tmp_path: Path) -> None:
+    whole = gzip.decompress(Path(COUNTERS).read_bytes())
+    (tmp_path / "cut.csv").write_bytes(whole[: len(whole) * 2 // 3])
+    done = stepscope(tmp_path, "verify", "cut.csv", "--claim", write_claim(tmp_path))
+    assert done.returncode == Exit.UNDECIDED, done.stdout + done.stderr
+    assert "the file ends in the middle of a row" in done.stdout
+
+
+def test_a_signed_report_is_checked_with_its_nonce_and_files(tmp_path: Path) -> None:
+    assert stepscope(tmp_path, "key", "new", "lab.key").returncode == Exit.OK
+    made = stepscope(
+        tmp_path, "verify", COUNTERS, "--claim", write_claim(tmp_path), "--sign", "lab.key", "--nonce", "abc1",
+        "--gpu-uuid", "GPU-01234567-89ab-cdef-0123-456789abcdef", "--out", "report.json",
+    )  # fmt: skip
+    assert made.returncode == Exit.OK, made.stderr
+    check = ["verify", COUNTERS, "--signed", "report.json", "--public-key", "lab.key.pub", "--nonce"]
+    good = stepscope(tmp_path, *check, "abc1")
+    assert good.returncode == Exit.OK, good.stdout + good.stderr
+    assert "consistent" in good.stdout
+    replayed = stepscope(tmp_path, *check, "abc2")
+    assert replayed.returncode == Exit.GATE_FAILED
+    report = (tmp_path / "report.json").read_bytes()
+    (tmp_path / "report.json").write_bytes(report.replace(b"consistent", b"Consistent", 1))
+    assert stepscope(tmp_path, *check, "abc1").returncode == Exit.GATE_FAILED
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--signed", "r.json"], ["--claim", "c.toml", COUNTERS, "--nonce", "a"], ["--public-key", "k"]]
+)
+def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, flags: list[str]) -> None:
+    done = stepscope(tmp_path, "verify", *flags)
+    assert done.returncode == Exit.BAD_INPUT
+    assert "hint:" in done.stderr
+
+
+def test_names_from_a_file_reach_no_terminal_as_commands(tmp_path: Path) -> None:
+    text = gzip.decompress(Path(COUNTERS).read_bytes()).decode()
+    (tmp_path / "evil.csv").write_text(text.replace("vectorized_gather_kernel", "\x1b]0;owned\x07kernel"))
+    done = stepscope(tmp_path, "verify", "evil.csv", "--claim", write_claim(tmp_path))
+    assert "\x1b]" not in done.stdout
