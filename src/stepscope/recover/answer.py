@@ -40,6 +40,7 @@ _ENOUGH = 0.85  # of the counts must be explained before agreement among candida
 _OF_A_SHARE = ("d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "batch", "context")
 _MOST_CANDIDATES = 24
 _MOST_ALTERNATIVES = 64
+_SMALLEST_VOCABULARY = 4096  # of a language model's head; classifiers and poolers have fewer outputs
 _PADDING = 8  # what a compiler rounds a vocabulary up to
 _ODD_READING = 2.0  # surprise of one product for gate and up beside a layer norm
 
@@ -119,6 +120,11 @@ def recover(evidence: Sequence[Evidence]) -> Answer:
         raise NoTransformerError(
             f"the files show {' and '.join(map(str, sorted(counts)))} layers: no one model ran them"
         )
+    dtypes = {one.structure.dtype for one in found}
+    if len(dtypes) > 1:
+        raise NoTransformerError(
+            f"the files show products in {' and '.join(map(str, dtypes))}: they are of different runs"
+        )
     fitted = sorted((one for one in found if one.reached), key=lambda one: len(one.reached[0].solution.consistent))
     if not fitted:
         return _answer_without_sizes(found[0])
@@ -161,9 +167,13 @@ def _meet(first: Sized, second: Sized) -> Sized:
         return first if first.best else second
     both = tuple(size for size in first.best if size in second.best)
     if not both:
-        return first
+        raise NoTransformerError("no sizes fit all of the files: they are of different runs")
     return replace(
-        first, best=both, explained=first.explained + second.explained, to_explain=first.to_explain + second.to_explain
+        first,
+        best=both,
+        explained=first.explained + second.explained,
+        to_explain=first.to_explain + second.to_explain,
+        is_told=first.is_told or second.is_told,
     )
 
 
@@ -196,11 +206,11 @@ def _narrow(vocabulary: Sized, feed_forward: Sized, core: Core, allocations: Seq
     others |= {part * size for size in feed_forward.best for part in (1, 2)}
     both = {size for size in logits & tables if size in window} - {part * size for size in others for part in (1, 2)}
     if not vocabulary.best:
-        return replace(vocabulary, best=tuple(sorted(both, key=surprise_of_vocabulary)))
+        return replace(vocabulary, best=tuple(sorted(both, key=surprise_of_vocabulary)), is_told=False)
     kept = tuple(size for size in vocabulary.best if size in both)
     if not kept:
         return vocabulary
-    return replace(vocabulary, best=kept, explained=vocabulary.explained + 1, to_explain=vocabulary.to_explain + 1)
+    return replace(vocabulary, best=kept, is_told=True)
 
 
 def _assemble(found: Found) -> Answer:
@@ -213,6 +223,8 @@ def _assemble(found: Found) -> Answer:
     fields["d_ff"] = _sized_field([one.feed_forward for one in likely], _feed_forward_evidence(first))
     fields["vocab_size"] = _vocabulary_field(first)
     notes = [*evidence.notes, *structure.notes]
+    if first.solution.is_cut:
+        notes.append("attention leaves nearly everything open: only the most usual batches and heads were looked at")
     if _exchanges_within(found):
         notes.append("collectives ran within the forward pass: sizes may be those of one rank's share of the model")
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in _OF_A_SHARE}
@@ -253,7 +265,8 @@ def _core_field(name: str, likely: list[Reached]) -> Field:
     ranked = [getattr(one.core, name) for reached in likely for one in reached.solution.cores]
     agreeing = [value for reached in likely for value in np.unique(getattr(_agreeing(reached.solution), name)).tolist()]
     value, *others = dict.fromkeys([*ranked, *agreeing])
-    return _field(value, others, certain=not others, evidence=_core_evidence(name, solution))
+    is_cut = any(reached.solution.is_cut for reached in likely)
+    return _field(value, others, certain=not others and not is_cut, evidence=_core_evidence(name, solution))
 
 
 def _field(value: int, others: Iterable[int], *, certain: bool, evidence: tuple[str, ...]) -> Field:
@@ -270,15 +283,17 @@ def _sized_field(found: Sequence[Sized], evidence: tuple[str, ...]) -> Field:
         low, high = (sized.window.low, sized.window.high) if sized.window else (None, None)
         return Field(value=None, certain=False, low=low, high=high, evidence=evidence)
     values = list(dict.fromkeys(value for one in found for value in one.best))
-    is_told = sized.window is not None and (sized.window.is_exact or sized.explained > 0)
     others = [value for value in values if value != sized.best[0]]
-    return _field(sized.best[0], others, certain=not others and is_told, evidence=evidence)
+    return _field(sized.best[0], others, certain=not others and sized.is_told, evidence=evidence)
 
 
 def _vocabulary_field(reached: Reached) -> Field:
     found = _sized_field([reached.vocabulary], _vocabulary_evidence(reached))
     value = found.value
     compiled = any(one.name.library == "Inductor" for one in reached.solution.observation.reading.zones["final"])
+    if isinstance(value, int) and value < _SMALLEST_VOCABULARY:
+        unsure = (*found.evidence, "a head of so few outputs need not be over a vocabulary")
+        return msgspec.structs.replace(found, certain=False, evidence=unsure)
     if found.certain and compiled and isinstance(value, int) and value % _PADDING == 0:
         padded = tuple(range(value - _PADDING + 1, value))
         return msgspec.structs.replace(found, certain=False, alternatives=padded)
@@ -384,8 +399,10 @@ def _vocabulary_evidence(reached: Reached) -> tuple[str, ...]:
     sized = reached.vocabulary
     if sized.window is None:
         return ("no product of a head was seen",)
-    window = f"the head's product admits {_spell(sized.window)}"
-    return (window, *_told(sized, "after it"))
+    first, *others = sized.apart or (sized.window,)
+    parts = [f"the head's product admits {_spell(first)}"]
+    parts += [f"{_spell(one)} if it took fewer tokens" for one in others]
+    return ("; or ".join(parts), *_told(sized, "after it"))
 
 
 def _spell(window: Window) -> str:

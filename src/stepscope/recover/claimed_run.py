@@ -164,7 +164,8 @@ class _Opened:
             placement = place(self.run, pattern, behind, claim.num_layers, fits)
             placement.leave_out(self.predictor.find_single_steps(placement, shape))
             checks = list(self.predictor.predict(placement))
-            wrong = len({check.key for check in checks if check.test(shape) is False}) + len(placement.complaints)
+            distinct = {check.key: check for check in checks}.values()
+            wrong = sum(check.test(shape) is False for check in distinct) + len(placement.complaints)
             score = (wrong, breaks_feed_forward(placement), pattern.count(None))
             if best is None or score < best[0]:
                 best = (score, placement, checks)

@@ -86,6 +86,7 @@ class Run:
     is_fused: bool
     is_training: bool
     gap: tuple[Sighting, ...] | None  # matrix products between two attentions, None where there is one a pass
+    product_indices: tuple[int, ...]
 
     @property
     def gap_products(self) -> int | None:
@@ -142,6 +143,7 @@ def examine(sightings: Sequence[Sighting]) -> Run:
         is_fused=bool(fused),
         is_training=is_training,
         gap=usual,
+        product_indices=tuple(one.index for one in products),
     )
 
 
@@ -167,8 +169,9 @@ def _find_usual(
     segments: Sequence[tuple[Anchor, ...]], products: Sequence[Sighting], *, is_fused: bool
 ) -> tuple[Sighting, ...] | None:
     """The first of the gaps with as many products as most have, if possible as many as a layer."""
+    where = [one.index for one in products]
     gaps = [
-        tuple(one for one in products if before[-1].index < one.index < after[0].index)
+        tuple(products[bisect_right(where, before[-1].index) : bisect_left(where, after[0].index)])
         for segment in segments
         for before, after in itertools.pairwise(segment)
     ]
@@ -250,7 +253,7 @@ def _find_passes(run: Run, num_layers: int | None, placement: Placement) -> list
 
 def _split_unseen(run: Run, segment: tuple[Anchor, ...], num_layers: int | None) -> list[tuple[Anchor, ...]]:
     """Where lookups do not show, passes follow each other without a mark, but with the head's product in between."""
-    where = [one.index for one in run.products]
+    where = run.product_indices
     pieces: list[list[Anchor]] = [[segment[0]]]
     for before, after in itertools.pairwise(segment):
         if len(_between(where, before[-1].index, after[0].index)) == run.gap_products:
@@ -293,8 +296,8 @@ class _Layout:
         self._place_others(anchors, previous, following)
 
     def _products(self, after: int, before: int) -> list[Sighting]:
-        where = [one.index for one in self.run.products]
-        return [self.run.products[i] for i in range(bisect_right(where, after), bisect_left(where, before))]
+        where = self.run.product_indices
+        return list(self.run.products[bisect_right(where, after) : bisect_left(where, before)])
 
     def _assign(self, pattern: Pattern, products: Sequence[Sighting], layer: int, *, is_end: bool = False) -> None:
         if len(products) < len(pattern):
@@ -351,7 +354,7 @@ class _Layout:
 
     def _place_tail(self, products: list[Sighting], last_attention: int, following: int) -> None:
         """The head, and what comes behind it. The backward pass begins with what is certainly of it."""
-        kernels = self.run.sightings[last_attention:]
+        kernels = (self.run.sightings[index] for index in range(last_attention, following))
         turning = next((one.index for one in kernels if _is_of_training(one)), following)
         if products and products[0].index < turning:
             self.placement.products.append(Place(sighting=products[0], pass_number=self.number, role="head"))

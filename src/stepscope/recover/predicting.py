@@ -12,6 +12,7 @@ from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, Size, Sizes, count
 from stepscope.recover.facts import Attention, Gather, Rows, Sighting, Window
 from stepscope.recover.families import attention, memory_bound, products
 from stepscope.recover.families.bounds import BoundedProduct, find_window
+from stepscope.recover.families.grids import MemoryFact, join_choices
 from stepscope.recover.placing import Place, Placement, adds_parts
 from stepscope.recover.structure import Role, Zone
 from stepscope.recover.structure import _is_norm as is_norm
@@ -78,13 +79,28 @@ class Predictor:
         self._processors = processors
         self._hardware = hardware
         self._recent = recent
+        # Launches that look alike say the same, and a run has thousands.
         self._products: dict[object, BoundedProduct | None] = {}
+        self._attentions: dict[object, Attention | None] = {}
+        self._facts: dict[object, tuple[MemoryFact, ...]] = {}
 
     def product(self, sighting: Sighting) -> BoundedProduct | None:
         key = identity(sighting)
         if key not in self._products:
             self._products[key] = products.read(sighting, self._processors)
         return self._products[key]
+
+    def _attention(self, sighting: Sighting) -> Attention | None:
+        key = identity(sighting)
+        if key not in self._attentions:
+            self._attentions[key] = attention.read(sighting, self._processors)
+        return self._attentions[key]
+
+    def _choices(self, sighting: Sighting) -> tuple[MemoryFact, ...]:
+        key = (identity(sighting), sighting.shared_bytes)
+        if key not in self._facts:
+            self._facts[key] = memory_bound.choices(sighting, recent=self._recent)
+        return self._facts[key]
 
     def fits(self, role: Role, sighting: Sighting, shape: Shape) -> bool | None:
         product = self.product(sighting)
@@ -99,7 +115,7 @@ class Predictor:
         rows: dict[int, set[int]] = {}
         for place in placement.others:
             if place.zone in ("before", *_NORM_ZONES) and place.sighting.name.kernel_class in _WITH_TOKENS:
-                fact = memory_bound.read(place.sighting, recent=self._recent)
+                fact = join_choices(self._choices(place.sighting))
                 if isinstance(fact, Gather | Rows) and fact.rows.is_exact:
                     rows.setdefault(place.pass_number, set()).add(fact.rows.low)
         return {number for number, seen in rows.items() if seen == {shape.batch}}
@@ -165,13 +181,13 @@ class Predictor:
         return peaks.get(dtype, None) if dtype in ("fp16", "bf16") else None
 
     def check_anchor(self, sighting: Sighting, where: str) -> Iterator[Check]:
-        fact = attention.read(sighting, self._processors)
+        fact = self._attention(sighting)
         if fact is not None:
             yield Check(
                 sighting=sighting,
                 what="attention",
                 where=where,
-                test=lambda shape: _admits_attention(fact, shape),
+                test=lambda shape: admits_attention(fact, shape),
                 expect=_describe_attention,
                 seen=describe_launch(sighting),
                 key=("attention", identity(sighting)),
@@ -191,7 +207,7 @@ class Predictor:
         rows: Callable[[Shape], tuple[Size, ...]],
         width: Callable[[Shape], Size],
     ) -> Iterator[Check]:
-        facts = [one for one in memory_bound.choices(sighting, recent=self._recent) if isinstance(one, Rows)]
+        facts = [one for one in self._choices(sighting) if isinstance(one, Rows)]
         if not facts:
             return
 
@@ -218,7 +234,7 @@ class Predictor:
         for place in placement.others:
             if place.zone != "before" or place.pass_number in seen:
                 continue
-            fact = memory_bound.read(place.sighting, recent=self._recent)
+            fact = join_choices(self._choices(place.sighting))
             if not isinstance(fact, Gather):
                 continue
             seen.add(place.pass_number)
@@ -288,7 +304,7 @@ def _lookup_check(place: Place, fact: Gather) -> Check:
     )
 
 
-def _admits_attention(fact: Attention, shape: Shape) -> bool | None:
+def admits_attention(fact: Attention, shape: Shape) -> bool | None:
     """Programs may repeat key-value heads before they call attention, so that it sees as many as there are heads."""
     sizes = (shape.batch, shape.num_heads, shape.num_kv_heads, shape.context, shape.d_head)
     if None in sizes:

@@ -7,13 +7,14 @@ a program might make: candidates are ordered by how many of them they explain, t
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from stepscope.recover.facts import Attention, Window
+from stepscope.recover.facts import Window
 from stepscope.recover.families.bounds import BoundedProduct, find_window
+from stepscope.recover.heads import find_heads
 from stepscope.recover.observation import Observation, Seen
 from stepscope.recover.shape import Core, Cores, Flags, Ints, divisors, join_cores
 from stepscope.recover.structure import Role, Zone
@@ -29,8 +30,6 @@ _AT_ONCE = 50_000  # candidates that are scored together, for the memory it take
 # No model has heads that are together this many times as wide as its residual stream, or as narrow.
 _WIDEST_HEADS = 8
 _WIDEST = 65_536
-_MOST_HEADS = 256
-_LARGEST_HEAD = 512
 _LARGEST_VOCABULARY = 1 << 20
 _HALF = ("fp16", "bf16")
 _INTO_HEADS: tuple[Role, ...] = ("query", "key", "value", "key_value", "query_key_value")
@@ -53,6 +52,8 @@ class Sized:
     best: tuple[int, ...]  # by how usual they are
     explained: int = 0
     to_explain: int = 0
+    is_told: bool = False  # if there is one alone, it is certain
+    apart: tuple[Window, ...] = ()  # the parts of the window, where it is of several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class Solution:
     explained: Ints
     cores: tuple[Scored, ...]
     facts: int
+    is_cut: bool = False  # there were more candidates than could be looked at
 
     @property
     def best(self) -> Scored:
@@ -77,8 +79,9 @@ def solve(observation: Observation) -> Solution | None:
     if not parts:
         return None
     facts = explainable(observation)
-    consistent = join_cores(parts)
-    return order(observation, consistent, count_explained(consistent, facts), len(facts))
+    consistent = join_cores([part.cores for part in parts])
+    solution = order(observation, consistent, count_explained(consistent, facts), len(facts))
+    return replace(solution, is_cut=any(part.is_cut for part in parts))
 
 
 def order(observation: Observation, consistent: Cores, explained: Ints, facts: int) -> Solution:
@@ -207,71 +210,6 @@ def _has_products(observation: Observation, tokens: int, width: int) -> bool:
     )
 
 
-def _find_heads(observation: Observation, tokens: int, queries: list[Window]) -> Iterator[tuple[int, int, int]]:
-    """(batch, heads, head size) that attention admits, with a product of the last two that some width leaves open."""
-    low, high = min(window.low for window in queries), max(window.high for window in queries)
-    find = _find_fused_heads if observation.structure.is_fused else _find_written_heads
-    yield from find(observation, tokens, Window(low, high))
-
-
-def _find_fused_heads(observation: Observation, tokens: int, queries: Window) -> Iterator[tuple[int, int, int]]:
-    facts = observation.attentions
-    step = 8 if observation.structure.dtype in _HALF else 4
-    head_dims = [
-        size
-        for size in range(step, _LARGEST_HEAD + 1, step)
-        if all(fact.head_dim is None or size in fact.head_dim for fact in facts)
-    ]
-    forward = [fact for fact in facts if fact.direction == "forward"]
-    for batch in divisors(tokens):
-        if any(fact.batch is not None and batch not in fact.batch for fact in facts):
-            continue
-        context = tokens // batch
-        for heads in range(1, _MOST_HEADS + 1):
-            if any(fact.heads is not None and heads not in fact.heads for fact in facts):
-                continue
-            for size in head_dims:
-                full = heads * size
-                if queries.low <= full <= queries.high and all(
-                    _admits(fact, batch, heads, heads, context, size) for fact in forward
-                ):
-                    yield batch, heads, size
-
-
-def _admits(fact: Attention, batch: int, heads: int, kv_heads: int, context: int, head_dim: int) -> bool:
-    return any(fact.admits(batch, heads, kv_heads, context, context, head_dim, causal) for causal in (True, False))
-
-
-def _find_written_heads(observation: Observation, tokens: int, queries: Window) -> Iterator[tuple[int, int, int]]:
-    """Scores are a batch of products, and softmax has a row for each head of each token."""
-    scores, values = observation.products.get("scores"), observation.products.get("values")
-    for heads in range(1, _MOST_HEADS + 1):
-        if not all(seen.explained_by((tokens * heads,)) for seen in observation.softmaxes if seen.is_rows):
-            continue
-        for batch in divisors(tokens):
-            context = tokens // batch
-            if not all(not seen.widths or _holds(seen.widths, context) for seen in observation.softmaxes):
-                continue
-            for size in _head_sizes(scores, values, batch, heads, context):
-                if heads * size in queries:
-                    yield batch, heads, size
-
-
-def _head_sizes(
-    scores: BoundedProduct | None, values: BoundedProduct | None, batch: int, heads: int, context: int
-) -> Iterator[int]:
-    inner = Window(2, _LARGEST_HEAD)
-    sequences = batch * heads
-    window = find_window(scores, rows=context, columns=context, batch=sequences) if scores else inner
-    columns = find_window(values, rows=context, inner=context, batch=sequences) if values else inner
-    if window is None or columns is None:
-        return
-    for size in range(max(2, window.low, columns.low), min(_LARGEST_HEAD, window.high, columns.high) + 1):
-        fits = not scores or scores.admits(context, context, size, sequences)
-        if size % 2 == 0 and fits and (not values or values.admits(context, size, context, sequences)):
-            yield size
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Link:
     """What products leave open for one number of tokens and one width."""
@@ -303,27 +241,27 @@ def _link(observation: Observation, tokens: int, width: int) -> _Link | None:
     return _Link(tokens=tokens, width=width, query=query, columns=columns) if query else None
 
 
-def _chain(observation: Observation, tokens: int) -> Iterator[Cores]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chain:
+    """Candidates with the same number of tokens and the same width. `is_cut`: there are more."""
+
+    cores: Cores
+    is_cut: bool
+
+
+def _chain(observation: Observation, tokens: int) -> Iterator[_Chain]:
     """All candidates with so many tokens, a part for each width."""
     links = [link for width in _find_widths(observation, tokens) if (link := _link(observation, tokens, width))]
     if not links:
         return
-    heads = _find_heads(observation, tokens, [link.query for link in links])
-    rows = [
-        (batch, tokens // batch, 0, num_heads, kv_heads, size)
-        for batch, num_heads, size in heads
-        for kv_heads in divisors(num_heads)
-        if _fits_attention(observation, batch, num_heads, kv_heads, tokens // batch, size)
-    ]
-    if not rows:
+    queries = Window(min(link.query.low for link in links), max(link.query.high for link in links))
+    every, is_cut = find_heads(observation, tokens, queries)
+    if every is None:
         return
-    columns = np.array(rows, np.int64).T
-    names = ("batch", "context", "d_model", "num_heads", "num_kv_heads", "d_head")
-    every = Cores(**dict(zip(names, columns, strict=True)))
     for link in links:
         fitting = every.take(_fits(every, link))
         if len(fitting):
-            yield fitting.with_width(link.width)
+            yield _Chain(cores=fitting.with_width(link.width), is_cut=is_cut)
 
 
 def _fits(cores: Cores, link: _Link) -> Flags:
@@ -338,16 +276,6 @@ def _fits(cores: Cores, link: _Link) -> Flags:
         if role in link.columns:
             fits &= (sizes_ >= link.columns[role].low) & (sizes_ <= link.columns[role].high)
     return fits
-
-
-def _fits_attention(
-    observation: Observation, batch: int, num_heads: int, kv_heads: int, context: int, head_dim: int
-) -> bool:
-    return all(
-        _admits(fact, batch, num_heads, kv_heads, context, head_dim)
-        for fact in observation.attentions
-        if fact.direction == "backward"
-    )
 
 
 def find_feed_forward(observation: Observation, core: Core) -> Sized:
@@ -377,11 +305,9 @@ def find_vocabulary(observation: Observation, core: Core) -> Sized:
         return Sized(window=None, best=())
     seen = [one for one in observation.zones.get("after", ()) if not one.is_rows]
     compiled = any(one.name.library == "Inductor" for one in observation.reading.zones["final"])
-    choices = []
-    for rows in (core.tokens, core.tokens - core.batch, core.batch):
-        if not rows:
-            continue
-        window = find_window(head, rows=rows, inner=core.d_model, largest=_LARGEST_VOCABULARY)
+    found: list[tuple[bool, Sized]] = []
+    for rows in dict.fromkeys((core.tokens, core.tokens - core.batch, core.batch)):
+        window = find_window(head, rows=rows, inner=core.d_model, largest=_LARGEST_VOCABULARY) if rows else None
         if window is None:
             continue
 
@@ -389,8 +315,29 @@ def find_vocabulary(observation: Observation, core: Core) -> Sized:
             return sum(one.explained_by((rows * size, (rows - core.batch) * size, 2 * rows * size)) for one in seen)
 
         ranges = [Window(-(-count.low // rows), count.high // rows) for one in seen for count in one.counts]
-        choices.append(_choose(window, ranges, explain, partial(_oddness_of_vocabulary, head, compiled), len(seen)))
-    return max(choices, key=lambda one: (bool(one.best), one.explained), default=Sized(window=None, best=()))
+        sized = _choose(window, ranges, explain, partial(_oddness_of_vocabulary, head, compiled), len(seen))
+        found.append((rows == core.tokens, sized))
+    return _join_heads(found)
+
+
+def _join_heads(found: list[tuple[bool, Sized]]) -> Sized:
+    """A head may take every token, all but the first or last of each sequence, or one of each. Which, only what comes
+    after it can tell; so what explains as much as the best is left open, every token first."""
+    if not found:
+        return Sized(window=None, best=())
+    most = max(sized.explained for _, sized in found)
+    left = sorted((one for one in found if one[1].explained == most), key=lambda one: not one[0])
+    windows = [sized.window for _, sized in left if sized.window is not None]
+    best = tuple(dict.fromkeys(size for _, sized in left for size in sized.best))
+    is_every = left[0][0]
+    return Sized(
+        window=Window(min(one.low for one in windows), max(one.high for one in windows)),
+        best=best,
+        explained=most,
+        to_explain=left[0][1].to_explain,
+        is_told=is_every and left[0][1].is_told,
+        apart=tuple(windows),
+    )
 
 
 def _oddness_of_vocabulary(head: BoundedProduct, compiled: bool, size: int) -> float:
@@ -431,4 +378,5 @@ def _choose(
     scores = {size: explain(size) for size in inside}
     most = max(scores.values())
     best = sorted((size for size, score in scores.items() if score == most), key=lambda size: (oddness(size), size))
-    return Sized(window=window, best=tuple(best), explained=most, to_explain=to_explain)
+    is_told = window.is_exact or most > 0
+    return Sized(window=window, best=tuple(best), explained=most, to_explain=to_explain, is_told=is_told)

@@ -14,15 +14,16 @@ _OTHER_VOCABULARIES = frozenset(
 
 def surprise(core: Core) -> float:
     return (
-        _of_head(core.d_head)
+        surprise_of_heads(core.batch, core.num_heads, core.d_head, core.context)
         + _of_groups(core.num_heads, core.num_kv_heads)
         + (0.0 if core.query_width == core.d_model else 2.5)
         + _of_width(core.d_model)
-        + _of_context(core.context)
-        + _of_batch(core.batch)
-        + (0.5 if core.num_heads % 2 else 0.0)
-        + (1.0 if core.num_heads > 128 else 0.0)
     )
+
+
+def surprise_of_heads(batch: int, num_heads: int, d_head: int, context: int) -> float:
+    odd = (0.5 if num_heads % 2 else 0.0) + (1.0 if num_heads > 128 else 0.0)
+    return _of_head(d_head) + _of_context(context) + _of_batch(batch) + odd
 
 
 def surprise_of_feed_forward(d_ff: int, d_model: int, *, gated: bool) -> float:

@@ -195,7 +195,8 @@ class _Judge:
             extra = list(find_unclaimed_products(file.run, file.placement, file.predictor, self.shape))
             multiplying = summarise("multiplies", extra)
             unknown = summarise("unknown", find_unknown(file.run))
-            counts = summarise("count", self._find_counts(file))
+            odd = self._find_counts(file)
+            counts = summarise("count", odd)
             works += [*multiplying, *unknown, *counts]
             time = sum(one.duration_ns for one in file.run.sightings)
             if is_too_much(multiplying, time, _MOST_UNCLAIMED):
@@ -221,8 +222,8 @@ class _Judge:
                     f"{_MOST_UNEXPLAINED:.0%} of the GPU's time"
                 )
             inside = [one for one, counted in file.counts if counted.place_zone in _LAYER_ZONES]
-            odd = {one.index for one, _ in self._find_counts(file)}
-            if number := sum(one.index in odd for one in inside):
+            unexplained = {one.index for one, _ in odd}
+            if number := sum(one.index in unexplained for one in inside):
                 missing.append(
                     f"{number} of {len(inside)} kernels inside the layers work on numbers of elements that the claim "
                     "does not explain"
@@ -230,10 +231,17 @@ class _Judge:
         share = sum(work.duration_ns for work in works) / max(total, 1)
         return tuple(sorted(works, key=lambda work: -work.duration_ns)), share, missing
 
-    def _find_counts(self, file: ClaimedRun) -> Iterator[tuple[Sighting, str]]:
+    def _find_counts(self, file: ClaimedRun) -> list[tuple[Sighting, str]]:
+        """Kernels that move data and take a number of elements without an explanation."""
+        known: dict[object, bool] = {}
+        found = []
         for sighting, counted in file.counts:
-            if not is_explained(counted, self.shape):
-                yield sighting, "works on a number of elements that no tensor of the claim has"
+            key = (counted.place_zone, counted.seen.counts)
+            if key not in known:
+                known[key] = is_explained(counted, self.shape)
+            if not known[key]:
+                found.append((sighting, "works on a number of elements that no tensor of the claim has"))
+        return found
 
     def _test_fields(self, refutations: list[Refutation]) -> dict[str, FieldResult]:
         claimed = self.claim.fields

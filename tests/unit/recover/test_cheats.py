@@ -190,3 +190,37 @@ def test_another_data_type_shows_in_the_names_of_products(file: str, dtype: str)
     answer = spoil(file, lambda all_: all_, dtype=dtype)
     assert first(answer)[::2] == (Verdict.REFUTED, "data type")
     assert answer.fields["dtype"].verdict == "refuted"
+
+
+def test_a_product_in_one_layer_of_several_is_named() -> None:
+    answer = spoil(TRACE, lambda all_: [*all_[:40], all_[14], *all_[40:]])
+    assert first(answer) == (Verdict.REFUTED, 40, "work that nobody claimed")
+    assert answer.refuted_by[0].where == "pass 1, layer 2"
+
+
+def test_a_product_under_an_invented_name_is_told_by_its_work() -> None:
+    answer = spoil(GPT2, lambda all_: [*all_, rename(all_[28], "kernel_7f"), rename(all_[28], "kernel_7f")])
+    assert first(answer)[::2] == (Verdict.REFUTED, "work that nobody claimed")
+    assert "one by its work" in answer.unexplained[0].why
+
+
+def test_a_product_in_the_backward_pass_that_is_no_gradient_is_not_claimed() -> None:
+    def busy(kernels: list[Sighting]) -> list[Sighting]:
+        place = find(read_evidence(TRAIN), "optimizer")[0]
+        small = msgspec.structs.replace(kernels[14], grid=(1, 1, 1), duration_ns=10**6)
+        return [*kernels[:place], small, *kernels[place:]]
+
+    answer = spoil(TRAIN, busy)
+    assert first(answer)[::2] == (Verdict.REFUTED, "work that nobody claimed")
+    assert "no gradient" in answer.unexplained[0].why
+
+
+def test_long_kernels_outside_of_the_layers_leave_the_claim_open() -> None:
+    head = read_evidence(GPT2).sightings[48]
+    unknown = msgspec.structs.replace(rename(head, "kernel_7f"), counters={}, duration_ns=30_000)
+    assert "unknown names take more" in spoil(GPT2, lambda all_: [*all_, unknown]).why
+    odd = read_evidence(GPT2).sightings[20]
+    odd = msgspec.structs.replace(edit(odd, store_bytes=2_000_000), grid=(977, 1, 1), duration_ns=60_000)
+    answer = spoil(GPT2, lambda all_: [*all_, odd])
+    assert answer.verdict is Verdict.UNDECIDED
+    assert "more than 5% of the GPU's time" in answer.why

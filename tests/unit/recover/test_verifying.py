@@ -5,8 +5,12 @@ import pytest
 
 from stepscope.recording.opening import open_recording
 from stepscope.recover.claim import make_claim
+from stepscope.recover.claimed_shape import Shape
 from stepscope.recover.evidence import gather
-from stepscope.recover.facts import Sighting
+from stepscope.recover.facts import Sighting, exactly
+from stepscope.recover.families.attention_problem import Rule, build_fact
+from stepscope.recover.predicting import admits_attention
+from stepscope.recover.sensitivity import is_tested
 from stepscope.recover.verification import Verdict, describe_interval, undecided
 from stepscope.recover.verifying import verify
 from tests.unit.recover.claims import spoil, true_claim, verified
@@ -177,3 +181,84 @@ def test_what_is_no_decoder_leaves_every_field_untested() -> None:
     assert answer.verdict is Verdict.UNDECIDED
     assert answer.fields["d_ff"].verdict == "not tested"
     assert answer.fields["tied"].verdict == "not claimed"
+
+
+@pytest.mark.parametrize(("index", "what"), [(0, "lookup of tokens"), (18, "norm")])
+def test_lookups_and_norms_have_a_row_for_each_token(index: int, what: str) -> None:
+    def shorten(kernels: list[Sighting]) -> list[Sighting]:
+        short = msgspec.structs.replace(kernels[index], grid=(599, 1, 1), counters={})
+        return [*kernels[:index], short, *kernels[index + 1 :]]
+
+    answer = spoil(GPT2, shorten)
+    assert (answer.verdict, answer.refuted_by[0].index, answer.refuted_by[0].what) == (Verdict.REFUTED, index, what)
+    assert answer.refuted_by[0].expected.startswith("600 rows of 640")
+
+
+def test_the_sum_of_a_product_in_parts_is_compared_as_well() -> None:
+    file = "llama_fp32.csv.gz"
+    index = next(one.index for one in read_evidence(file).sightings if "splitKreduce" in one.name.name)
+
+    def shorten(kernels: list[Sighting]) -> list[Sighting]:
+        counters = {**kernels[index].counters, "store_bytes": kernels[index].counters["store_bytes"] // 2}
+        short = msgspec.structs.replace(kernels[index], counters=counters)
+        return [*kernels[:index], short, *kernels[index + 1 :]]
+
+    answer = spoil(file, shorten)
+    assert (answer.verdict, answer.refuted_by[0].index) == (Verdict.REFUTED, index)
+
+
+def test_passes_whose_lookups_do_not_show_are_told_apart_by_their_heads() -> None:
+    file = "gpt2_fp32_efficient.forward.json.gz"
+
+    def repeat(kernels: list[Sighting]) -> list[Sighting]:
+        return kernels[13:] + [msgspec.structs.replace(one, duration_ns=one.duration_ns + 7) for one in kernels[13:]]
+
+    answer = spoil(file, repeat)
+    assert answer.verdict is Verdict.CONSISTENT, answer.why
+    assert any("2 passes forward" in note for note in answer.notes)
+
+
+def test_a_claim_whose_heads_fit_no_pair_of_batch_and_context_is_refuted() -> None:
+    wrong = true_claim(GPT2, num_heads=20, num_kv_heads=20, d_head=32, batch=None, context=None)
+    answer = verify([read_evidence(GPT2)], wrong)
+    assert answer.verdict is Verdict.REFUTED
+    assert "attention" in {one.what for one in answer.refuted_by}
+
+
+def test_more_parameters_than_claimed_are_updated() -> None:
+    file = "llama_bf16.train.json.gz"
+    answer = verify([read_evidence(file)], make_claim({"num_layers": 3, "parameters": 50_000_000}))
+    assert answer.verdict is Verdict.REFUTED
+    assert answer.refuted_by[0].what == "optimizer"
+
+
+def test_what_a_trace_cannot_tell_is_listed_with_the_values_that_pass() -> None:
+    answer = verified("gpt2_bf16_odd.forward.json.gz")
+    assert answer.fields["gated"].verdict == "not tested"  # gate and up in one product of the same grid
+    assert "gated: nothing in the evidence depends on it" in answer.why
+    recording = open_recording(FOLDER.parent / "h200_nano_sdpa_bf16.json.gz")
+    sizes = {"num_layers": 4, "d_model": 128, "num_heads": 4, "d_ff": 512, "vocab_size": 10000, "batch": 4}
+    answer = verify([gather(recording)], make_claim({**sizes, "context": 64, "dtype": "bf16"}))
+    assert answer.fields["num_kv_heads"].passes_too == ((1, 1), (2, 2))
+
+
+def test_a_value_is_tested_if_neither_half_nor_twice_would_pass() -> None:
+    assert is_tested(100, ())
+    assert is_tested(100, ((51, 99), (101, 199)))
+    assert not is_tested(100, ((50, 50),))
+    assert not is_tested(100, ((200, 200),))
+    assert not is_tested(100, ((101, None),))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [lambda problem: problem.kv_heads == problem.heads, lambda problem: not problem.causal],
+    ids=["repeated heads", "no mask"],
+)
+def test_attention_may_be_called_with_repeated_heads_and_without_a_mask(rule: Rule) -> None:
+    shape = Shape(d_model=64, num_heads=4, num_kv_heads=2, d_head=16, batch=2, context=8)
+    assert admits_attention(build_fact("forward", rule), shape)
+    assert not admits_attention(build_fact("forward", lambda _: False), shape)
+    opened = msgspec.structs.replace(shape, d_head=None)
+    assert admits_attention(build_fact("forward", rule), opened) is None
+    assert admits_attention(build_fact("forward", rule, batch=exactly(3)), opened) is False
