@@ -89,13 +89,13 @@ def _see_all(sightings: Iterable[Sighting], *, recent: bool) -> tuple[Seen, ...]
     """Kernels with the same windows count once: a second one tells nothing new."""
     found: dict[object, Seen] = {}
     for sighting in sightings:
-        seen = _see(sighting, recent=recent)
+        seen = see(sighting, recent=recent)
         if seen is not None and max(window.high for window in seen.counts) >= _FEWEST:
             found.setdefault((seen.counts, seen.is_rows), seen)
     return tuple(found.values())
 
 
-def _see(sighting: Sighting, *, recent: bool) -> Seen | None:
+def see(sighting: Sighting, *, recent: bool) -> Seen | None:
     if sighting.name.library == "Inductor" and (stored := sighting.counters.get("store_bytes")):
         counts = tuple(exactly(stored // size) for size in _COMPILED_BYTES if stored % size == 0)
         return Seen(sighting=sighting, counts=counts)

@@ -13,34 +13,18 @@ from dataclasses import dataclass, field
 
 from stepscope.recover.facts import Sighting
 from stepscope.recover.structure import (
-    _BEHIND as BEHIND,
-)
-from stepscope.recover.structure import (
-    _PROJECTIONS as PROJECTIONS,
-)
-from stepscope.recover.structure import (
-    _SUM_OF_PARTS as SUM_OF_PARTS,
-)
-from stepscope.recover.structure import (
+    BEHIND,
+    PROJECTIONS,
+    SUM_OF_PARTS,
     NoTransformerError,
     Role,
     Zone,
+    is_attention,
+    is_lookup,
+    is_norm,
     is_product,
-)
-from stepscope.recover.structure import (
-    _is_attention as is_attention,
-)
-from stepscope.recover.structure import (
-    _is_lookup as is_lookup,
-)
-from stepscope.recover.structure import (
-    _is_norm as is_norm,
-)
-from stepscope.recover.structure import (
-    _is_softmax as is_softmax,
-)
-from stepscope.recover.structure import (
-    _merge as merge_anchors,
+    is_softmax,
+    merge_anchors,
 )
 
 Anchor = tuple[Sighting, ...]

@@ -14,8 +14,7 @@ from stepscope.recover.families import attention, memory_bound, products
 from stepscope.recover.families.bounds import BoundedProduct, find_window
 from stepscope.recover.families.grids import MemoryFact, join_choices
 from stepscope.recover.placing import Place, Placement, adds_parts
-from stepscope.recover.structure import Role, Zone
-from stepscope.recover.structure import _is_norm as is_norm
+from stepscope.recover.structure import Role, Zone, is_norm
 
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle", "final")
 _WITH_TOKENS = ("index", "embedding", "norm")

@@ -33,17 +33,17 @@ Role = Literal[
 # Where a kernel stands that is neither a product nor attention.
 Zone = Literal["before", "heads", "merge", "middle", "feed_forward", "between", "final", "after"]
 
-_PROJECTIONS: tuple[tuple[Role, ...], ...] = (("query_key_value",), ("query", "key_value"), ("query", "key", "value"))
+PROJECTIONS: tuple[tuple[Role, ...], ...] = (("query_key_value",), ("query", "key_value"), ("query", "key", "value"))
 _FEED_FORWARDS: tuple[tuple[Role, ...], ...] = (("up", "down"), ("gate_up", "down"), ("gate", "up", "down"))
 # Where both halves of a layer start from the same input, a compiler may do the feed-forward half first.
-_BEHIND: tuple[tuple[Role, ...], ...] = (
+BEHIND: tuple[tuple[Role, ...], ...] = (
     *(("output", *roles) for roles in _FEED_FORWARDS),
     *((*roles, "output") for roles in _FEED_FORWARDS),
 )
 _KERNELS_AFTER_HEAD = 24
 _PRODUCTS_OF_LAYER = range(4, 10)
 _PASSES_READ = 3  # of many: the first may be cut off, and the next be whole
-_SUM_OF_PARTS = "partial results"  # what a decoded name calls the second kernel of a split product
+SUM_OF_PARTS = "partial results"  # what a decoded name calls the second kernel of a split product
 
 
 Anchor = tuple[Sighting, ...]  # the kernels of one attention
@@ -91,8 +91,8 @@ class Structure:
 
 def find_structure(sightings: Sequence[Sighting]) -> Structure:
     """Raises NoTransformerError where there is none to be seen."""
-    fused = [sighting for sighting in sightings if _is_attention(sighting, backward=False)]
-    anchors = _merge(fused or [one for one in sightings if _is_softmax(one)], sightings)
+    fused = [sighting for sighting in sightings if is_attention(sighting, backward=False)]
+    anchors = merge_anchors(fused or [one for one in sightings if is_softmax(one)], sightings)
     products = [sighting for sighting in sightings if is_product(sighting)]
     if not products:
         raise NoTransformerError("no matrix product among the kernels")
@@ -101,7 +101,7 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
     is_training = any(_is_of_training(one) for one in sightings)
     passes, shown = _find_passes(sightings, products, anchors, is_fused=bool(fused), is_training=is_training)
     readings = shown.readings
-    backward = tuple(sighting for sighting in sightings if _is_attention(sighting, backward=True))
+    backward = tuple(sighting for sighting in sightings if is_attention(sighting, backward=True))
     updates = tuple(sighting for sighting in sightings if sighting.name.kernel_class == "optimizer")
     return Structure(
         num_layers=len(passes[0]),
@@ -121,26 +121,26 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
 
 def is_product(sighting: Sighting) -> bool:
     name = sighting.name
-    return name.kernel_class == "gemm" and _SUM_OF_PARTS not in name.operation
+    return name.kernel_class == "gemm" and SUM_OF_PARTS not in name.operation
 
 
 def _is_of_training(sighting: Sighting) -> bool:
     return sighting.name.direction == "backward" or sighting.name.kernel_class == "optimizer"
 
 
-def _is_norm(sighting: Sighting) -> bool:
+def is_norm(sighting: Sighting) -> bool:
     name = sighting.name
     return name.kernel_class == "norm" or (name.kernel_class == "reduction" and "mean" in (*name.fused, name.operation))
 
 
-def _is_attention(sighting: Sighting, *, backward: bool) -> bool:
+def is_attention(sighting: Sighting, *, backward: bool) -> bool:
     name = sighting.name
     return (
         name.kernel_class == "attention" and (name.direction == "backward" or "backward" in name.operation) == backward
     )
 
 
-def _is_softmax(sighting: Sighting) -> bool:
+def is_softmax(sighting: Sighting) -> bool:
     """Softmax, or the maximum of rows which one that is written out begins with."""
     name = sighting.name
     if name.direction == "backward":
@@ -151,7 +151,7 @@ def _is_softmax(sighting: Sighting) -> bool:
     return name.kernel_class in ("reduction", "softmax") and written_out
 
 
-def _merge(anchors: list[Sighting], sightings: Sequence[Sighting]) -> list[Anchor]:
+def merge_anchors(anchors: list[Sighting], sightings: Sequence[Sighting]) -> list[Anchor]:
     """Kernels of one attention: nothing that multiplies matrices stands between them."""
     merged: list[Anchor] = []
     for anchor in anchors:
@@ -201,7 +201,7 @@ def _find_passes(
     both a start and a head, if there is one."""
     symbols = [_symbols(_between(products, a[-1], b[0])) for a, b in itertools.pairwise(anchors)]
     looked_up = [
-        any(_is_lookup(one) for one in sightings[a[-1].index : b[0].index]) for a, b in itertools.pairwise(anchors)
+        any(is_lookup(one) for one in sightings[a[-1].index : b[0].index]) for a, b in itertools.pairwise(anchors)
     ]
     ways = [[False] * len(symbols), looked_up] if symbols and all(looked_up) else [looked_up]
     for way in ways:
@@ -236,7 +236,7 @@ def _read_pass(
 
 
 def _begins(sighting: Sighting) -> bool:
-    return _is_lookup(sighting) or "embedding" in sighting.name.fused
+    return is_lookup(sighting) or "embedding" in sighting.name.fused
 
 
 def _completeness(one: _Pass) -> tuple[bool, bool, bool]:
@@ -307,7 +307,7 @@ def _whole_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
-def _is_lookup(sighting: Sighting) -> bool:
+def is_lookup(sighting: Sighting) -> bool:
     name = sighting.name
     return name.direction != "backward" and (name.kernel_class == "embedding" or "gather by index" in name.operation)
 
@@ -327,7 +327,7 @@ def _read_roles(
     before = [product for product in products if end_before < product.index < first.index]
     tail = _until_backward(sightings, [product for product in products if product.index > last.index])
     gap = _between(products, layers[0][-1], layers[1][0]) if len(layers) > 1 else None
-    for projections, feed_forward in itertools.product(_PROJECTIONS, _BEHIND):
+    for projections, feed_forward in itertools.product(PROJECTIONS, BEHIND):
         behind: list[Role] = [*(() if is_fused else ("values",)), *feed_forward]
         ahead: list[Role] = [*projections, *(() if is_fused else ("scores",))]
         if len(before) < len(ahead) or not len(behind) <= len(tail) <= (len(behind) + 1 if is_whole else len(tail)):
@@ -342,7 +342,7 @@ def _read_roles(
         begin = before[-len(ahead)].index
         edges = (_find_start(sightings, end_before, begin), begin, tail[len(behind) - 1].index)
         zones = _find_zones(sightings, placed, layers, edges, head)
-        if any(_is_norm(one) for one in zones["feed_forward"]) or not zones["feed_forward"]:
+        if any(is_norm(one) for one in zones["feed_forward"]) or not zones["feed_forward"]:
             continue
         yield Reading(products={**dict(placed), **({"head": head} if head else {})}, zones=zones)
 
@@ -359,7 +359,7 @@ def _until_backward(sightings: Sequence[Sighting], products: list[Sighting]) -> 
     ends = [
         one.index
         for one in sightings
-        if one.name.direction == "backward" or one.name.kernel_class in ("optimizer", "attention") or _is_lookup(one)
+        if one.name.direction == "backward" or one.name.kernel_class in ("optimizer", "attention") or is_lookup(one)
     ]
     start = products[0].index if products else 0
     end = min((index for index in ends if index > start), default=len(sightings))

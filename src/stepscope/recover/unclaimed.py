@@ -14,8 +14,7 @@ import msgspec
 from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, count_head_rows, product_sizes
 from stepscope.recover.facts import Sighting
 from stepscope.recover.families.bounds import find_window
-from stepscope.recover.observation import Seen
-from stepscope.recover.observation import _see as see
+from stepscope.recover.observation import Seen, see
 from stepscope.recover.placing import Place, Placement, Run, adds_parts
 from stepscope.recover.predicting import Predictor, admits
 from stepscope.recover.structure import Role, Zone
