@@ -28,6 +28,8 @@ _RECORD = "ncu --csv --page raw --log-file kernels.csv python train.py"
 # Of the columns that say which kernel it is. The host's and the process's names are nobody's business.
 _KERNEL_COLUMNS = ("ID", "Process ID", "Kernel Name", "Stream", "Block Size", "Grid Size", "Device")
 _SKIPPED = ("Process Name", "Host Name", "Kernel Time", "Context", "CC", "Section Name")
+_ATTRIBUTES = ("device__attribute_", "nvlink__", "numa__", "c2clink__")
+_OF_DEVICE = ("device__attribute_display_name", "device__attribute_multiprocessor_count")
 _LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
 _PRIVATE = r"(?i)uuid|serial"
 _DURATIONS = ("gpu__time_duration.sum", "gpu__time_duration.avg", "gpu__time_duration.max", "Duration")
@@ -97,8 +99,13 @@ def _read_blocks(path: Path, seen: _Seen) -> Iterator[pl.DataFrame]:
 
 def _as_frame(block: list[list[str]], header: list[str]) -> pl.DataFrame:
     columns = zip(*block, strict=True)
-    series = [pl.Series(name, values, dtype=pl.String) for name, values in zip(header, columns, strict=True)]
-    return pl.DataFrame(series).drop(*_SKIPPED, strict=False)
+    named = zip(header, columns, strict=True)
+    return pl.DataFrame([pl.Series(name, values, dtype=pl.String) for name, values in named if _is_kept(name)])
+
+
+def _is_kept(column: str) -> bool:
+    """The raw page repeats some 150 attributes of the machine with every kernel."""
+    return column in _OF_DEVICE or not (column in _SKIPPED or column.startswith(_ATTRIBUTES))
 
 
 def _read_rows(path: Path, seen: _Seen) -> Iterator[list[str]]:

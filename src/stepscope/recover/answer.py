@@ -46,7 +46,8 @@ _ODD_READING = 2.0  # surprise of one product for gate and up beside a layer nor
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
-    """`alternatives` beside the value; where they are too many to list, `low` and `high` are their window."""
+    """`alternatives` beside the value; where they are too many to list, `low` and `high` are their window. A window
+    without a `high` has no end."""
 
     value: Value
     certain: bool
@@ -225,6 +226,11 @@ def _assemble(found: Found) -> Answer:
     notes = [*evidence.notes, *structure.notes]
     if first.solution.is_cut:
         notes.append("attention leaves nearly everything open: only the most usual batches and heads were looked at")
+    if structure.layers_differ:
+        notes.append(
+            "layers or passes differ in other kernels than products: what was read of one need not hold for all"
+        )
+        fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in CORE_FIELDS}
     if _exchanges_within(found):
         notes.append("collectives ran within the forward pass: sizes may be those of one rank's share of the model")
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in _OF_A_SHARE}
@@ -313,7 +319,8 @@ def _layers_field(found: Found) -> Field:
         return Field(value=structure.num_layers, certain=False, alternatives=(1,), evidence=(said, unsure))
     if has_head and structure.has_start and not is_cut:
         return Field(value=structure.num_layers, certain=True, evidence=(said,))
-    return Field(value=structure.num_layers, certain=False, evidence=(said, "layers may be outside of the file"))
+    unsure = "layers may be outside of the file"
+    return Field(value=structure.num_layers, certain=False, low=structure.num_layers, evidence=(said, unsure))
 
 
 def _dtype_field(structure: Structure) -> Field:

@@ -21,6 +21,7 @@ from stepscope.recover.families.tensor_cores import count_operations
 
 Sizes = tuple[int, int, int, int]
 _MOST_KERNELS = 200_000
+_MOST = 2.0**100  # beyond any count; an overflow in the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +86,10 @@ def _find_exchanges(everything: pl.DataFrame, kernels: pl.DataFrame) -> tuple[in
 
 
 def _counters(table: pl.DataFrame) -> dict[int, dict[CounterKey, int]]:
-    """By row of the kernel."""
+    """By row of the kernel; what no counter of a kernel can reach was not counted."""
     counters: dict[int, dict[CounterKey, int]] = {}
-    for kernel, key, value in canonical_counters(table).select("kernel", "key", "value").iter_rows():
+    sane = pl.col("value").is_finite() & pl.col("value").is_between(0, _MOST)
+    for kernel, key, value in canonical_counters(table).filter(sane).select("kernel", "key", "value").iter_rows():
         counters.setdefault(kernel, {})[key] = round(value)
     return counters
 

@@ -28,7 +28,7 @@ _MOST_WIDTHS = 4096
 _MOST_RANKED = 2000
 _AT_ONCE = 50_000  # candidates that are scored together, for the memory it takes
 # No model has heads that are together this many times as wide as its residual stream, or as narrow.
-_WIDEST_HEADS = 8
+_WIDEST_HEADS = 16
 _WIDEST = 65_536
 _LARGEST_VOCABULARY = 1 << 20
 _HALF = ("fp16", "bf16")

@@ -82,6 +82,7 @@ class Structure:
     layer_indices: tuple[tuple[int, ...], ...] = ()  # of each pass: where its attentions stand
     # What comes after the last attention is what comes after each: passes of one layer would look the same.
     may_be_one_layer: bool = False
+    layers_differ: bool = False  # in kernels that are no products: the one layer that was read need not stand for all
     has_start: bool = False  # embeddings were looked up before the pass that was read: its first layer is in the file
 
     @property
@@ -116,6 +117,7 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
         layer_indices=tuple(tuple(anchor[0].index for anchor in one) for one in passes),
         may_be_one_layer=_may_be_one_layer(products, shown.layers, readings[0]),
         has_start=shown.has_start,
+        layers_differ=_differ(sightings, passes),
     )
 
 
@@ -282,6 +284,20 @@ def _refuse_other_layers(
         is_outside = i not in inside and i + 1 not in inside
         if is_outside and len(gap) in _PRODUCTS_OF_LAYER and (is_repeated or not is_training):
             raise NoTransformerError("layers of two kinds, one after the other: several models ran")
+
+
+def _differ(sightings: Sequence[Sighting], passes: Sequence[Sequence[Anchor]]) -> bool:
+    """Whether layers, of this pass or of another, show other kernels. A compiler writes a kernel of its own for some
+    layers; there attentions are compared alone."""
+    attentions = {tuple(map(_look, anchor)) for layers in passes for anchor in layers}
+    between = [sightings[a[-1].index : b[0].index] for layers in passes for a, b in itertools.pairwise(layers)]
+    if any(one.name.library == "Inductor" for gap in between[:1] for one in gap):
+        return len(attentions) > 1
+    return len(attentions) > 1 or len({tuple(map(_look, gap)) for gap in between}) > 1
+
+
+def _look(sighting: Sighting) -> tuple[object, ...]:
+    return sighting.name.name, sighting.grid, sighting.block, sighting.counters.get("store_bytes")
 
 
 def _may_be_one_layer(products: Sequence[Sighting], layers: Sequence[Anchor], reading: Reading) -> bool:

@@ -1,12 +1,16 @@
 """The integers of real runs, from their traces and counters. Runs named `held_` were not looked at while the models of
 kernels were made."""
 
+import gzip
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from stepscope.recording.opening import open_recording
 from stepscope.recover.answer import FIELDS, Field, recover
-from tests.unit.recover.evidence_runs import COUNTERS, TRACES, read_evidence, recovered, truth_of
+from stepscope.recover.evidence import gather
+from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, recovered, truth_of
 
 EXACT = ("num_layers", "d_model", "num_heads", "num_kv_heads", "batch", "context", "dtype", "d_head")
 
@@ -96,3 +100,9 @@ def test_counters_and_a_trace_together_leave_no_more_open_than_either() -> None:
 def test_the_items_add_up_to_the_parameters() -> None:
     answer = recovered("gpt2_tf32.csv.gz")
     assert sum(item.count for item in answer.items) == answer.candidates[0].parameters == 77_706_240
+
+
+def test_an_overflow_in_a_file_is_no_count(tmp_path: Path) -> None:
+    text = gzip.decompress((FOLDER / "gpt2_bf16_odd.csv.gz").read_bytes()).decode()
+    (tmp_path / "inf.csv").write_text(text.replace('"1,536,000"', '"1e400"'))
+    assert recover([gather(open_recording(tmp_path / "inf.csv"))]).fields["d_model"].value == 640

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import polars as pl
 import pytest
 
@@ -168,3 +169,17 @@ def test_collectives_are_seen_on_any_stream() -> None:
     )
     assert gather(recording).exchanges == ()
     assert gather(replace(recording, kernels=pl.concat([recording.kernels, other]))).exchanges == (40,)
+
+
+def test_layers_that_differ_beside_their_products_make_no_size_certain() -> None:
+    """One layer's queries are turned by a kernel over fewer elements."""
+    evidence = read_evidence("held_smol.csv.gz")
+    (attentions,) = find_structure(evidence.sightings).layer_indices
+    changed = [
+        msgspec.structs.replace(one, grid=(one.grid[0] // 2, 1, 1)) if one.index == attentions[0] + 4 else one
+        for one in evidence.sightings
+    ]
+    assert not find_structure(evidence.sightings).layers_differ
+    twice = with_kernels(evidence, [*evidence.sightings, *changed])
+    assert find_structure(twice.sightings).layers_differ
+    assert not recover([twice]).fields["num_heads"].certain

@@ -56,9 +56,9 @@ def read(sighting: Sighting, processors: int = PROCESSORS) -> BoundedProduct | N
         return bounded([at_most(lambda rows, columns, _inner, _batch: min(rows, columns), 1)])
     tile = sighting.name.tile
     if tile is not None and len(tile) >= 2:
-        if found := _NVJET.search(text):
+        if len(tile) > 2 and (found := _NVJET.search(text)):
             return _read_nvjet(sighting, found[0], tile, processors)
-        if found := _XMMA.search(text):
+        if len(tile) > 2 and (found := _XMMA.search(text)):
             is_hopper = int(found[1]) == 90
             return _read_xmma_hopper(sighting, tile, processors) if is_hopper else _read_xmma(sighting, tile)
         if found := _CUTLASS.search(text):

@@ -1,5 +1,6 @@
 """What kernels of matrix products leave possible, held against products whose sizes were known."""
 
+import msgspec
 import pytest
 
 from stepscope.explain.kernel_names import decode
@@ -245,3 +246,9 @@ def test_a_vector_is_one_wide() -> None:
 def test_products_are_found_behind_the_common_door() -> None:
     assert isinstance(read_any(COUNTED[0].sighting()), BoundedProduct)
     assert read(Sighting(index=0, name=decode("softmax_warp_forward"), grid=(1, 1, 1), block=(1, 1, 1))) is None
+
+
+def test_a_name_with_half_a_tile_says_little_and_breaks_nothing() -> None:
+    name = msgspec.structs.replace(decode("nvjet_sm90_tst_128x64_64x8_1x2_h_bz_TNT"), tile=(128, 64))
+    fact = read(Sighting(index=0, name=name, grid=(2, 64, 1), block=(384, 1, 1)))
+    assert fact is None or fact.admits(1024, 1024, 1024, 1)
