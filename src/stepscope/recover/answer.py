@@ -317,9 +317,9 @@ def _layers_field(found: Found) -> Field:
     if structure.may_be_one_layer:
         unsure = "what follows the last attention follows each: one layer, run over and over, looks the same"
         return Field(value=structure.num_layers, certain=False, alternatives=(1,), evidence=(said, unsure))
-    if has_head and structure.has_start and not is_cut:
+    if has_head and structure.has_start and not is_cut and not structure.has_others:
         return Field(value=structure.num_layers, certain=True, evidence=(said,))
-    unsure = "layers may be outside of the file"
+    unsure = "attentions outside of these layers" if structure.has_others else "layers may be outside of the file"
     return Field(value=structure.num_layers, certain=False, low=structure.num_layers, evidence=(said, unsure))
 
 
@@ -444,5 +444,5 @@ def _answer_without_sizes(found: Found) -> Answer:
         candidates=(),
         fields=fields,
         would_decide=tuple(_would_decide(fields, evidence, structure)),
-        notes=(*evidence.notes, "grids of these kernels do not depend on the model's sizes: no size can be told"),
+        notes=(*evidence.notes, "no size can be told: no sizes fit, or these kernels' grids do not depend on them"),
     )

@@ -82,6 +82,7 @@ class Structure:
     layer_indices: tuple[tuple[int, ...], ...] = ()  # of each pass: where its attentions stand
     # What comes after the last attention is what comes after each: passes of one layer would look the same.
     may_be_one_layer: bool = False
+    has_others: bool = False  # attentions outside of the passes that are no layers computed again
     layers_differ: bool = False  # in kernels that are no products: the one layer that was read need not stand for all
     has_start: bool = False  # embeddings were looked up before the pass that was read: its first layer is in the file
 
@@ -118,6 +119,7 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
         may_be_one_layer=_may_be_one_layer(products, shown.layers, readings[0]),
         has_start=shown.has_start,
         layers_differ=_differ(sightings, passes),
+        has_others=bool(fused) and _has_others(products, anchors, passes),
     )
 
 
@@ -284,6 +286,14 @@ def _refuse_other_layers(
         is_outside = i not in inside and i + 1 not in inside
         if is_outside and len(gap) in _PRODUCTS_OF_LAYER and (is_repeated or not is_training):
             raise NoTransformerError("layers of two kinds, one after the other: several models ran")
+
+
+def _has_others(products: Sequence[Sighting], anchors: Sequence[Anchor], passes: Sequence[Sequence[Anchor]]) -> bool:
+    """Fused attentions close to each other outside of the passes, as a decoder has beside its encoder. Where layers are
+    computed again for the backward pass, all of that pass stands between them."""
+    inside = {anchor[0].index for layers in passes for anchor in layers}
+    pairs = [(a, b) for a, b in itertools.pairwise(anchors) if not {a[0].index, b[0].index} & inside]
+    return any(len(_between(products, a[-1], b[0])) in range(1, 2 * _PRODUCTS_OF_LAYER.stop) for a, b in pairs)
 
 
 def _differ(sightings: Sequence[Sighting], passes: Sequence[Sequence[Anchor]]) -> bool:
