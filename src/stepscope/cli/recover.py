@@ -46,10 +46,12 @@ def recover(
     """
     from stepscope.jobs import recover as job
     from stepscope.jobs.signing import make_report, read_flags, sign_to_file
+    from stepscope.recover.hashing import hash_files
     from stepscope.report.tables import render
 
     if study:
-        job.check_study_flags(sign=sign, use_shapes=use_shapes)
+        given = {"--sign": sign, "--out": out, "--nonce": nonce, "--weights": weights, "--gpu-uuid": gpu_uuid}
+        job.check_study_flags({**given, "--use-shapes": use_shapes, "--force": force})
         parts = [render(table, format_, width=terminal_width()) for table in job.study_files(evidence, settings)]
         # Several documents would be no JSON.
         show(f"[{','.join(parts)}]\n" if format_ is Format.JSON else printable("\n".join(parts)))
@@ -57,7 +59,8 @@ def recover(
     if settings is not None:
         raise StepscopeError("`--settings` does nothing without `--study`", hint="--study, or leave it out")
     signing = read_flags(sign, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid, out=out)
-    result = job.recover_files(evidence, use_shapes=use_shapes)
+    seen = hash_files(evidence) if signing is not None else ()
+    result, device = job.recover_files(evidence, use_shapes=use_shapes)
     if format_ is Format.JSON:
         show(job.encode(result))
     else:
@@ -65,7 +68,8 @@ def recover(
             show(printable(part if isinstance(part, str) else render(part, format_, width=terminal_width())))
     if signing is not None:
         report = out or Path("report.json")
-        sign_to_file(make_report(signing, job.state(result), evidence), signing, report, force=force)
+        made = make_report(signing, job.state(result), evidence, device=device, seen=seen)
+        sign_to_file(made, signing, report, force=force)
         say(f"signed report: {report}")
     if job.exit_code(result) is Exit.OK:
         say(f"next: stepscope verify {shlex.join(map(str, evidence))} --claim claim.toml")

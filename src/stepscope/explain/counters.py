@@ -217,7 +217,6 @@ _LABELS = {
     "fp32_flops": "fp32 FLOPs",
     "fp64_flops": "fp64 FLOPs",
 }
-_UNITS = {"tensor_ops": "tensor", "fp32_flops": "fp32", "fp64_flops": "fp64"}
 _Total = dict[str, int | None]
 
 

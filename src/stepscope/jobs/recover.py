@@ -1,6 +1,6 @@
 """`stepscope recover`: files somebody hands us, and what model they show."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,12 +34,14 @@ def gather_evidence(paths: Sequence[Path], *, use_shapes: bool = False) -> list[
     return evidence
 
 
-def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> Answer | Undecided:
+def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> tuple[Answer | Undecided, str]:
+    """What was recovered, and what the evidence calls its GPU."""
     evidence = gather_evidence(paths, use_shapes=use_shapes)
+    device = next((one.device for one in evidence if one.device), "")
     try:
-        return recover(evidence)
+        return recover(evidence), device
     except NoTransformerError as error:
-        return Undecided(reason=str(error), notes=tuple(note for one in evidence for note in one.notes))
+        return Undecided(reason=str(error), notes=tuple(note for one in evidence for note in one.notes)), device
 
 
 def describe(result: Answer | Undecided, paths: Sequence[Path]) -> Iterator[str | Table]:
@@ -72,9 +74,9 @@ def encode(result: Answer | Undecided) -> str:
     return msgspec.json.format(msgspec.json.encode(state(result)), indent=2).decode() + "\n"
 
 
-def check_study_flags(*, sign: Path | None, use_shapes: bool) -> None:
+def check_study_flags(flags: Mapping[str, object]) -> None:
     """A flag that would be ignored is an error."""
-    for flag, given in (("--sign", sign is not None), ("--use-shapes", use_shapes)):
+    for flag, given in flags.items():
         if given:
             raise StepscopeError(f"`{flag}` does nothing with `--study`", hint="leave it out")
 

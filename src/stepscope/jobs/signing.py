@@ -16,7 +16,7 @@ from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
 from stepscope.recover.hashing import hash_file, hash_files, hash_weights
 from stepscope.recover.keys import load_private_key
-from stepscope.recover.report import Gpu, Report, Statement, check_nonce, check_uuid
+from stepscope.recover.report import Gpu, HashedFile, Report, Statement, check_nonce, check_uuid
 from stepscope.recover.signing import Mismatch, SignatureCheck, Verdict, check_evidence, check_signed, write_signed
 
 _LIMITS = (
@@ -79,16 +79,26 @@ def check_flags(signing: Signing) -> None:
 
 
 def make_report(
-    signing: Signing, statement: Statement, evidence: Sequence[Path], *, claim: Path | None = None, device: str = ""
+    signing: Signing,
+    statement: Statement,
+    evidence: Sequence[Path],
+    *,
+    claim: Path | None = None,
+    device: str = "",
+    seen: Sequence[HashedFile] = (),
 ) -> Report:
-    """The report on `statement`, not yet signed. `device` is what the evidence calls its GPU."""
+    """The report on `statement`, not yet signed. `device` is what the evidence calls its GPU, `seen` what the evidence
+    was before it was read: a file that changed meanwhile is not what the statement is about."""
     check_flags(signing)
+    hashed = hash_files(evidence)
+    if seen and tuple(seen) != tuple(hashed):
+        raise StepscopeError("the evidence changed while it was read", hint="again, with files that nobody writes to")
     return Report(
         stepscope=__version__,
         signed_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         nonce=signing.nonce,
         gpus=_gpus(device, signing.gpu_uuid),
-        evidence=hash_files(evidence),
+        evidence=hashed,
         claim=None if claim is None else hash_file(claim),
         weights=None if signing.weights is None else hash_weights(signing.weights),
         statement=dict(statement),

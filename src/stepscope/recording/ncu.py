@@ -28,6 +28,7 @@ _RECORD = "ncu --csv --page raw --log-file kernels.csv python train.py"
 # Of the columns that say which kernel it is. The host's and the process's names are nobody's business.
 _KERNEL_COLUMNS = ("ID", "Process ID", "Kernel Name", "Stream", "Block Size", "Grid Size", "Device")
 _SKIPPED = ("Process Name", "Host Name", "Kernel Time", "Context", "CC", "Section Name")
+CUT_SHORT = "the file ends in the middle of a row, which was set aside"
 _ATTRIBUTES = ("device__attribute_", "nvlink__", "numa__", "c2clink__")
 _OF_DEVICE = ("device__attribute_display_name", "device__attribute_multiprocessor_count")
 _LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
@@ -268,7 +269,7 @@ def _explain(seen: _Seen, counters: pl.DataFrame) -> list[str]:
     if seen.bad_rows:
         notes.append(f"{seen.bad_rows:,} rows with too few or too many fields were set aside")
     if seen.cut_short:
-        notes.append("the file ends in the middle of a row, which was set aside")
+        notes.append(CUT_SHORT)
     if counters["text"].str.contains(_DECIMAL_COMMA).any():
         notes.append("numbers with a decimal comma are kept as text: record with LC_ALL=C for numbers")
     return notes

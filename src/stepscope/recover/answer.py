@@ -10,6 +10,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from stepscope.recording.ncu import CUT_SHORT
 from stepscope.recover.evidence import Evidence
 from stepscope.recover.facts import Window
 from stepscope.recover.observation import Observation, observe
@@ -36,6 +37,8 @@ FIELDS = (
 )
 _SLACK = 1  # counts that the truth may leave unexplained where another candidate does not
 _ENOUGH = 0.85  # of the counts must be explained before agreement among candidates makes anything certain
+# What is open where attention admits nearly everything, up to where candidates end or tokens do.
+_OPEN = {"num_heads": 256, "num_kv_heads": 256, "d_head": 512, "batch": 1 << 40, "context": 1 << 40}
 # What one rank of several need not have whole.
 _OF_A_SHARE = ("d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "batch", "context")
 _MOST_CANDIDATES = 24
@@ -140,42 +143,51 @@ def _find(evidence: Evidence) -> Found:
 
 
 def _join(files: list[Found]) -> Found:
-    """The file that leaves least open, with only those of its candidates that the others leave open, too."""
+    """The file that leaves least open, with only those of its candidates that the others leave open, too; reading by
+    reading, because the files are read alike."""
     first, *others = files
-    best = first.reached[0]
-    for other in others:
-        best = msgspec.structs.replace(
-            best,
-            solution=_keep_common(best.solution, [reached.solution for reached in other.reached]),
-            feed_forward=_meet(best.feed_forward, other.reached[0].feed_forward),
-            vocabulary=_meet(best.vocabulary, other.reached[0].vocabulary),
-        )
-    return msgspec.structs.replace(first, reached=(best, *first.reached[1:]))
-
-
-def _keep_common(solution: Solution, others: list[Solution]) -> Solution:
-    mine = solution.consistent
-    kept = [i for i in range(len(mine)) if any(mine[i] in other.consistent for other in others)]
-    if not kept:
+    joined = []
+    for reached in first.reached:
+        one: Reached | None = reached
+        for other in others:
+            one = _join_reading(one, other) if one is not None else None
+        if one is not None:
+            joined.append(one)
+    if not joined:
         raise NoTransformerError("no sizes fit all of the files: they are of different runs")
-    chosen = np.array(kept, np.int64)
-    return order(solution.observation, mine.take(chosen), solution.explained[chosen], solution.facts)
+    return msgspec.structs.replace(first, reached=tuple(sorted(joined, key=lambda one: one.rank)))
 
 
-def _meet(first: Sized, second: Sized) -> Sized:
-    """Sizes of both, where both list any; of what remains the order is the first's."""
+def _join_reading(mine: Reached, file: Found) -> Reached | None:
+    """None where the other file has no such reading, or none of the same sizes."""
+    roles = set(mine.solution.observation.products)
+    alike = [one for one in file.reached if set(one.solution.observation.products) == roles]
+    if not alike:
+        return None
+    solution = _keep_common(mine.solution, alike[0].solution)
+    feed_forward, vocabulary = (
+        _meet(getattr(mine, name), getattr(alike[0], name)) for name in ("feed_forward", "vocabulary")
+    )
+    if solution is None or feed_forward is None or vocabulary is None:
+        return None
+    return msgspec.structs.replace(mine, solution=solution, feed_forward=feed_forward, vocabulary=vocabulary)
+
+
+def _keep_common(solution: Solution, other: Solution) -> Solution | None:
+    theirs = set(other.consistent.rows())
+    chosen = np.array([i for i, row in enumerate(solution.consistent.rows()) if row in theirs], np.int64)
+    if not len(chosen):
+        return None
+    kept = order(solution.observation, solution.consistent.take(chosen), solution.explained[chosen], solution.facts)
+    return replace(kept, is_cut=solution.is_cut and other.is_cut)
+
+
+def _meet(first: Sized, second: Sized) -> Sized | None:
+    """Sizes of both, where both list any; of what remains the order is the first's. None where they contradict."""
     if not first.best or not second.best:
         return first if first.best else second
     both = tuple(size for size in first.best if size in second.best)
-    if not both:
-        raise NoTransformerError("no sizes fit all of the files: they are of different runs")
-    return replace(
-        first,
-        best=both,
-        explained=first.explained + second.explained,
-        to_explain=first.to_explain + second.to_explain,
-        is_told=first.is_told or second.is_told,
-    )
+    return replace(first, best=both, is_told=first.is_told or second.is_told) if both else None
 
 
 def _reach(observation: Observation, evidence: Evidence) -> Reached | None:
@@ -223,6 +235,9 @@ def _assemble(found: Found) -> Answer:
         fields[name] = _core_field(name, likely)
     fields["d_ff"] = _sized_field([one.feed_forward for one in likely], _feed_forward_evidence(first))
     fields["vocab_size"] = _vocabulary_field(first)
+    if not _agree_on_tokens(likely):
+        # Both were found beside the best candidate's tokens and width.
+        fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in ("d_ff", "vocab_size")}
     notes = [*evidence.notes, *structure.notes]
     if first.solution.is_cut:
         notes.append("attention leaves nearly everything open: only the most usual batches and heads were looked at")
@@ -265,14 +280,23 @@ def _agreeing(solution: Solution) -> Cores:
     return solution.consistent.take(solution.explained >= best - _SLACK)
 
 
+def _agree_on_tokens(likely: list[Reached]) -> bool:
+    agreeing = [_agreeing(reached.solution) for reached in likely]
+    pairs = {pair for cores in agreeing for pair in zip(cores.tokens.tolist(), cores.d_model.tolist(), strict=True)}
+    return len(pairs) == 1
+
+
 def _core_field(name: str, likely: list[Reached]) -> Field:
     """Alternatives from the most usual to the oddest, as far as candidates were ranked."""
     solution = likely[0].solution
     ranked = [getattr(one.core, name) for reached in likely for one in reached.solution.cores]
     agreeing = [value for reached in likely for value in np.unique(getattr(_agreeing(reached.solution), name)).tolist()]
     value, *others = dict.fromkeys([*ranked, *agreeing])
-    is_cut = any(reached.solution.is_cut for reached in likely)
-    return _field(value, others, certain=not others and not is_cut, evidence=_core_evidence(name, solution))
+    evidence = _core_evidence(name, solution)
+    if name in _OPEN and any(reached.solution.is_cut for reached in likely):
+        high = min(_OPEN[name], solution.best.core.tokens)
+        return Field(value=value, certain=False, low=1, high=high, evidence=(*evidence, "the most usual of very many"))
+    return _field(value, others, certain=not others, evidence=evidence)
 
 
 def _field(value: int, others: Iterable[int], *, certain: bool, evidence: tuple[str, ...]) -> Field:
@@ -311,7 +335,7 @@ def _layers_field(found: Found) -> Field:
     structure = found.structure
     readings = [reached.solution.observation.reading for reached in found.reached[:1]] or structure.readings
     has_head = all("head" in reading.products for reading in readings)
-    is_cut = any("ends in the middle" in note for note in found.evidence.notes)
+    is_cut = CUT_SHORT in found.evidence.notes
     passes = f"each of {structure.num_passes} forward passes" if structure.num_passes > 1 else "the forward pass"
     said = f"the same matrix products around an attention {structure.num_layers} times in {passes}"
     if structure.may_be_one_layer:
@@ -324,9 +348,11 @@ def _layers_field(found: Found) -> Field:
 
 
 def _dtype_field(structure: Structure) -> Field:
-    name = structure.readings[0].products["output"].name.short
-    said = (f"named by the kernels of the products: {name}",) if structure.dtype else ()
-    return Field(value=structure.dtype, certain=structure.dtype is not None, evidence=said)
+    """Certain where all projections are in one; heads and scores are at times in another."""
+    products = structure.readings[0].products
+    named = {one.name.dtype for role, one in products.items() if role not in ("head", "scores", "values")}
+    said = (f"named by the kernels of the products: {products['output'].name.short}",) if structure.dtype else ()
+    return Field(value=structure.dtype, certain=named == {structure.dtype} != {None}, evidence=said)
 
 
 def _candidates(structure: Structure, reached: Reached) -> Iterable[Candidate]:

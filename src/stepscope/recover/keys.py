@@ -64,11 +64,15 @@ def new_key(path: Path, *, force: bool = False) -> PublicKey:
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     public = public_key_of(key)
-    _create(path, pem, mode=0o600, force=force)
+    # The private one last: whatever fails before it leaves an old key as it was.
+    replaced = beside.read_bytes() if beside.is_file() else None
+    _create(beside, f"{public.text}\n".encode(), mode=0o644, force=force)
     try:
-        _create(beside, f"{public.text}\n".encode(), mode=0o644, force=force)
+        _create(path, pem, mode=0o600, force=force)
     except StepscopeError:
-        path.unlink()
+        beside.unlink()
+        if replaced is not None:
+            _create(beside, replaced, mode=0o644, force=force)
         raise
     return public
 

@@ -1,4 +1,4 @@
-"""The tables of counters that this part of the software began with, explained: `stepscope recover --notes`.
+"""The tables of counters that this part of the software began with, explained: `bench/notes_tables.py` prints them.
 
 `families.fmha_notes` has the numbers over length and width, beside the model. Here are those over the number of layers,
 which were taken to see what depth does. It does nothing.

@@ -10,9 +10,9 @@ from stepscope.recover.families import memory_bound
 from stepscope.recover.families.bounds import BoundedProduct, bounded
 from stepscope.recover.families.bounds import exactly as exactly_measured
 from stepscope.recover.families.elementwise import is_recent
+from stepscope.recover.families.tilings import UNKNOWN
 from stepscope.recover.structure import Reading, Role, Structure, Zone
 
-_H200_SMS = 132
 # What a compiled kernel stored is that of one result or of several, of elements of these sizes.
 _COMPILED_BYTES = (1, 2, 4, 8, 6, 12)
 _FEWEST = 16  # counts below this are of scalars and the like, and say nothing
@@ -47,7 +47,7 @@ class Observation:
 
 
 def observe(structure: Structure, reading: Reading, device_sms: int | None) -> Observation:
-    processors = device_sms or _H200_SMS
+    processors = device_sms or UNKNOWN
     kernels = [*reading.products.values(), *(one for zone in reading.zones.values() for one in zone)]
     recent = is_recent(kernel.name for kernel in kernels)
     products = {role: _read_product(one, processors) for role, one in reading.products.items()}

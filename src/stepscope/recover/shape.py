@@ -56,9 +56,8 @@ class Cores:
     def __getitem__(self, index: int) -> Core:
         return Core(**{name: int(getattr(self, name)[index]) for name in CORE_FIELDS})
 
-    def __contains__(self, core: Core) -> bool:
-        same = [getattr(self, name) == getattr(core, name) for name in CORE_FIELDS]
-        return bool(np.logical_and.reduce(same).any())
+    def rows(self) -> list[tuple[int, ...]]:
+        return list(zip(*(getattr(self, name).tolist() for name in CORE_FIELDS), strict=True))
 
     def take(self, chosen: Flags | Ints) -> "Cores":
         return Cores(**{name: getattr(self, name)[chosen] for name in CORE_FIELDS})

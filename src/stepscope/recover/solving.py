@@ -25,7 +25,7 @@ _NORM_ZONES: tuple[Zone, ...] = ("between", "middle")
 _CORE_ZONES: tuple[Zone, ...] = ("between", "middle", "heads", "merge", "before", "final")
 _MOST_TOKENS = 4096  # candidates for the number of tokens
 _MOST_WIDTHS = 4096
-_MOST_RANKED = 2000
+_MOST_RANKED = 2000  # of the best, by how usual they are
 _AT_ONCE = 50_000  # candidates that are scored together, for the memory it takes
 # No model has heads that are together this many times as wide as its residual stream, or as narrow.
 _WIDEST_HEADS = 16
@@ -85,14 +85,16 @@ def solve(observation: Observation) -> Solution | None:
 
 
 def order(observation: Observation, consistent: Cores, explained: Ints, facts: int) -> Solution:
-    best = np.flatnonzero(explained == explained.max())
-    scored = [
-        Scored(core=core, explained=int(explained.max()), surprise=surprise(core))
-        for core in map(consistent.__getitem__, best[:_MOST_RANKED])
-    ]
+    most = int(explained.max())
+    best = [consistent[int(index)] for index in np.flatnonzero(explained == most)]
+    scored = [Scored(core=core, explained=most, surprise=surprise(core)) for core in best]
     scored.sort(key=lambda one: one.surprise)
     return Solution(
-        observation=observation, consistent=consistent, explained=explained, cores=tuple(scored), facts=facts
+        observation=observation,
+        consistent=consistent,
+        explained=explained,
+        cores=tuple(scored[:_MOST_RANKED]),
+        facts=facts,
     )
 
 
@@ -378,5 +380,5 @@ def _choose(
     scores = {size: explain(size) for size in inside}
     most = max(scores.values())
     best = sorted((size for size, score in scores.items() if score == most), key=lambda size: (oddness(size), size))
-    is_told = window.is_exact or most > 0
+    is_told = window.is_exact or (most > 0 and most >= to_explain - 1)
     return Sized(window=window, best=tuple(best), explained=most, to_explain=to_explain, is_told=is_told)

@@ -47,8 +47,8 @@ def test_a_new_key_is_a_pair_that_fits(tmp_path: Path) -> None:
 def test_nobody_else_can_ever_read_it_whatever_the_umask(more: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-c", WATCHED, str(tmp_path / "a.key"), *more]
     made = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    first = made[0].split()
-    assert first[1:] == ["0o600", "0"]
+    _public, private = (line.split() for line in made[:2])
+    assert private[1:] == ["0o600", "0"]
     assert mode_of(tmp_path / "a.key") == 0o600
     assert mode_of(tmp_path / "a.key.pub") == 0o644
 
@@ -137,3 +137,12 @@ def test_pipes_and_folders_are_no_keys(tmp_path: Path) -> None:
     for name, message in (("pipe", "is no file"), ("folder", "cannot read"), ("missing", "No such file")):
         with pytest.raises(StepscopeError, match=message):
             load_private_key(tmp_path / name)
+
+
+def test_an_old_key_survives_where_a_new_one_cannot_be_written(tmp_path: Path) -> None:
+    old = new_key(tmp_path / "a.key")
+    (tmp_path / "a.key.pub").unlink()
+    (tmp_path / "a.key.pub").mkdir()
+    with pytest.raises(StepscopeError):
+        new_key(tmp_path / "a.key", force=True)
+    assert public_key_of(load_private_key(tmp_path / "a.key")) == old

@@ -72,11 +72,16 @@ def test_a_compiled_trace_alone_shows_no_sizes() -> None:
 
 
 def test_a_snapshot_decides_the_vocabulary() -> None:
-    alone = recovered("gpt2_fp32_efficient.train.json.gz")
+    alone = recovered("llama_bf16.train.json.gz")
     assert not alone.fields["vocab_size"].certain
-    files = ("gpt2_fp32_efficient.train.json.gz", "gpt2_fp32_efficient.snapshot.pickle.gz")
+    files = ("llama_bf16.train.json.gz", "llama_bf16.snapshot.pickle.gz")
     together = recover([read_evidence(file) for file in files])
-    assert (together.fields["vocab_size"].value, together.fields["vocab_size"].certain) == (50257, True)
+    assert (together.fields["vocab_size"].value, together.fields["vocab_size"].certain) == (32000, True)
+
+
+@pytest.mark.parametrize("file", ["held_neox.forward.json.gz", "held_gpt2_fp16.forward.json.gz", "held_llama.csv.gz"])
+def test_a_file_given_twice_says_what_it_says_once(file: str) -> None:
+    assert recover([read_evidence(file)] * 2).fields == recovered(file).fields
 
 
 def test_other_tensors_of_a_snapshot_are_not_taken_for_logits() -> None:
