@@ -17,6 +17,7 @@ class Exit(IntEnum):
     GATE_FAILED = 1  # a gate the user asked for: a regression, a refuted claim
     BAD_INPUT = 2
     UNDECIDED = 3  # the evidence cannot answer the question
+    OUR_MISTAKE = 70  # something in stepscope itself went wrong, and nothing is said about the question
     INTERRUPTED = 130
 
 

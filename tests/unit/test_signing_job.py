@@ -9,7 +9,16 @@ from stepscope import __version__
 from stepscope.cli.signed_output import print_signed
 from stepscope.errors import Exit, StepscopeError
 from stepscope.jobs import signing as job
-from stepscope.jobs.signing import Signing, check_flags, examination_table, examine_signed, make_report, sign_to_file
+from stepscope.jobs.signing import (
+    Signing,
+    check_flags,
+    examination_table,
+    examine_signed,
+    make_report,
+    read_flags,
+    sign_to_file,
+)
+from stepscope.recover.hashing import hash_files
 from stepscope.recover.keys import new_key
 from stepscope.recover.signing import Verdict
 from stepscope.report.formats import Format
@@ -162,3 +171,39 @@ def test_no_control_sequence_gets_from_a_report_to_the_terminal(
     shown = capsys.readouterr().out
     assert "trace" in shown
     assert not {"\x1b", "\x9b"} & set(shown)
+
+
+@pytest.mark.parametrize("place", ["lab.key", "lab.key.pub", "evidence.csv", "weights.bin"])
+def test_a_report_never_takes_the_place_of_what_it_is_made_from(place: str, tmp_path: Path) -> None:
+    new_key(tmp_path / "lab.key")
+    for name in ("evidence.csv", "weights.bin"):
+        (tmp_path / name).write_text("precious")
+    before = (tmp_path / place).read_bytes()
+    with pytest.raises(StepscopeError, match="made from"):
+        read_flags(
+            tmp_path / "lab.key",
+            nonce=None,
+            weights=tmp_path / "weights.bin",
+            gpu_uuid=None,
+            out=tmp_path / place,
+            force=True,
+            inputs=[tmp_path / "evidence.csv"],
+        )
+    assert (tmp_path / place).read_bytes() == before
+
+
+def test_a_report_that_is_there_is_noticed_before_anything_is_read(tmp_path: Path) -> None:
+    new_key(tmp_path / "lab.key")
+    (tmp_path / "report.json").write_text("old")
+    with pytest.raises(StepscopeError, match="` exists"):
+        read_flags(tmp_path / "lab.key", nonce=None, weights=None, gpu_uuid=None, out=tmp_path / "report.json")
+
+
+def test_evidence_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    new_key(tmp_path / "lab.key")
+    evidence = tmp_path / "evidence.csv"
+    evidence.write_text("one")
+    seen = hash_files([evidence])
+    evidence.write_text("two")
+    with pytest.raises(StepscopeError, match="changed while"):
+        make_report(Signing(key=tmp_path / "lab.key"), {}, [evidence], seen=seen)

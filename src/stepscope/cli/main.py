@@ -1,7 +1,9 @@
 """The entry point: the verbs, and the one place where errors become messages and exit codes."""
 
+import io
 import signal
 import sys
+import traceback
 from types import FrameType
 from typing import NoReturn
 
@@ -70,11 +72,16 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, _raise_interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, _raise_interrupt)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names and signs that a terminal cannot show are no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(args=fill_bare_flags(sys.argv[1:]), standalone_mode=True)
     except StepscopeError as error:
         say(f"error: {error}")
         sys.exit(Exit.BAD_INPUT)
+    except Exception:  # noqa: BLE001  # the process boundary: Python's own exit status would read as a failed gate
+        traceback.print_exc()
+        sys.exit(Exit.OUR_MISTAKE)
     sys.exit(Exit.OK)
 
 

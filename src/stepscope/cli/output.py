@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 def say(text: str) -> None:
     """To standard error, beside the result. What cannot be said there must not end what is being done."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        print(printable(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def terminal_width() -> int | None:

@@ -58,7 +58,7 @@ def recover(
         return
     if settings is not None:
         raise StepscopeError("`--settings` does nothing without `--study`", hint="--study, or leave it out")
-    signing = read_flags(sign, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid, out=out)
+    signing = read_flags(sign, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid, out=out, force=force, inputs=evidence)
     seen = hash_files(evidence) if signing is not None else ()
     result, device = job.recover_files(evidence, use_shapes=use_shapes)
     if format_ is Format.JSON:

@@ -15,7 +15,7 @@ from stepscope import __version__
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
 from stepscope.recover.hashing import hash_file, hash_files, hash_weights
-from stepscope.recover.keys import load_private_key
+from stepscope.recover.keys import load_private_key, public_path
 from stepscope.recover.report import Gpu, HashedFile, Report, Statement, check_nonce, check_uuid
 from stepscope.recover.signing import Mismatch, SignatureCheck, Verdict, check_evidence, check_signed, write_signed
 
@@ -55,18 +55,38 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_flags(
-    key: Path | None, *, nonce: str | None, weights: Path | None, gpu_uuid: str | None, out: Path | None
+    key: Path | None,
+    *,
+    nonce: str | None,
+    weights: Path | None,
+    gpu_uuid: str | None,
+    out: Path | None,
+    force: bool = False,
+    inputs: Sequence[Path] = (),
 ) -> Signing | None:
-    """What was asked for, None where nothing is to be signed. A flag that would do nothing is an error."""
+    """What was asked for, None where nothing is to be signed. A flag that would do nothing is an error, and so is a
+    report in the place of what it is made from; both before anything is read."""
     if key is not None:
         signing = Signing(key=key, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid)
         check_flags(signing)
+        _check_place(
+            out or Path("report.json"), [key, public_path(key), *inputs, *([weights] if weights else [])], force=force
+        )
         return signing
-    given = {"--nonce": nonce, "--weights": weights, "--gpu-uuid": gpu_uuid, "--out": out}
+    given = {"--nonce": nonce, "--weights": weights, "--gpu-uuid": gpu_uuid, "--out": out, "--force": force or None}
     for flag, value in given.items():
         if value is not None:
             raise StepscopeError(f"`{flag}` does nothing without `--sign`", hint="stepscope key new, then --sign KEY")
     return None
+
+
+def _check_place(report: Path, inputs: Sequence[Path], *, force: bool) -> None:
+    if any(one.exists() and report.exists() and one.samefile(report) for one in inputs):
+        raise StepscopeError(f"`{report}` is what the report is made from", hint="--out report.json")
+    if report.is_dir():
+        raise StepscopeError(f"`{report}` is a folder", hint=f"--out {report / 'report.json'}")
+    if report.exists() and not force:
+        raise StepscopeError(f"`{report}` exists", hint="--force, or another file with --out")
 
 
 def check_flags(signing: Signing) -> None:

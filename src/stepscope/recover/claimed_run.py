@@ -19,7 +19,7 @@ from stepscope.recover.evidence import Evidence
 from stepscope.recover.facts import Gather, Rows, Sighting
 from stepscope.recover.families import memory_bound
 from stepscope.recover.families.elementwise import is_recent
-from stepscope.recover.families.tilings import PROCESSORS
+from stepscope.recover.families.tilings import UNKNOWN
 from stepscope.recover.placing import (
     MOST_EXTRAS,
     Fits,
@@ -129,7 +129,7 @@ class _Opened:
         self.run = examine(evidence.sightings)
         self.recent = is_recent(one.name for one in evidence.sightings)
         device = hardware.find(evidence.device) if evidence.device else None
-        self.predictor = Predictor(evidence.device_sms or PROCESSORS, device, recent=self.recent)
+        self.predictor = Predictor(evidence.device_sms or UNKNOWN, device, recent=self.recent)
 
     def lay_out(self, claim: Claim, shape: Shape) -> ClaimedRun:
         best = self._read(claim, shape, claim.gated)
@@ -191,15 +191,19 @@ class _Opened:
         return [pattern for _, pattern in sorted(misfits, key=lambda one: one[0])[:_MOST_MISFITS]]
 
     def count_tokens(self) -> int | None:
-        """By the first lookup, which is that of the tokens, or by the first norm that has a row for each of them."""
-        rows: dict[type, int] = {}
+        """By the lookups before the first attention, of which that of the tokens has most rows: positions may be looked
+        up before them. Else by the first lookup or norm."""
+        first = self.run.segments[0][0][0].index
+        rows: dict[type, list[tuple[int, int]]] = {Gather: [], Rows: []}
         for one in self.run.sightings:
             if one.name.kernel_class not in ("index", "embedding", "norm") or one.name.library == "Inductor":
                 continue
             fact = memory_bound.read(one, recent=self.recent)
             if isinstance(fact, Gather | Rows) and fact.rows.is_exact:
-                rows.setdefault(type(fact), fact.rows.low)
-        return rows.get(Gather, rows.get(Rows))
+                rows[type(fact)].append((one.index, fact.rows.low))
+        ahead = [number for index, number in rows[Gather] if index < first]
+        anywhere = [number for _, number in (*rows[Gather], *rows[Rows])]
+        return max(ahead) if ahead else next(iter(anywhere), None)
 
     def admits_attention(self, shape: Shape) -> bool:
         anchors = [one for segment in self.run.segments for anchor in segment for one in anchor]

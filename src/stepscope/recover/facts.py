@@ -57,6 +57,11 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     # Rows, columns, inner and batch of a product, where somebody wrote them down and is believed.
     told: tuple[int, int, int, int] | None = None
 
+    @property
+    def has_geometry(self) -> bool:
+        """A file may leave out grids, or hold something else in their place: then a kernel's says nothing."""
+        return min(*self.grid, *self.block) > 0
+
 
 class Elements(msgspec.Struct, frozen=True, kw_only=True):
     """Copies and elementwise arithmetic: how many elements were computed."""

@@ -93,6 +93,7 @@ class Placement:
     complaints: list[Complaint] = field(default_factory=list)
     starts_late: bool = False  # no lookup before the first attention
     left_out: set[int] = field(default_factory=set)  # passes that are not compared
+    unclear: set[int] = field(default_factory=set)  # passes that may be several, of which nothing shows the starts
 
     def leave_out(self, passes: set[int]) -> None:
         self.left_out |= passes
@@ -229,14 +230,18 @@ def _find_passes(run: Run, num_layers: int | None, placement: Placement) -> list
         if passes and not _between(optimizers, passes[-1][-1][-1].index, segment[0][0].index):
             placement.recomputed.extend(one for anchor in segment for one in anchor)
             continue
-        passes.extend(_split_unseen(run, segment, num_layers))
+        parts = _split_unseen(run, segment, num_layers)
+        if parts is None:
+            placement.unclear.add(len(passes) + 1)
+        passes.extend(parts or [segment])
     placement.num_layers = [len(one) for one in passes]
     placement.starts = [one[0][0] for one in passes]
     return passes
 
 
-def _split_unseen(run: Run, segment: tuple[Anchor, ...], num_layers: int | None) -> list[tuple[Anchor, ...]]:
-    """Where lookups do not show, passes follow each other without a mark, but with the head's product in between."""
+def _split_unseen(run: Run, segment: tuple[Anchor, ...], num_layers: int | None) -> list[tuple[Anchor, ...]] | None:
+    """Where lookups do not show, passes follow each other without a mark, but with the head's product in between
+    (a compiled lookup is no mark: later layers may look embeddings up again rather than keep them). The first may be cut off at its start and the last at its end. None where the gaps show passes of different lengths."""
     where = run.product_indices
     pieces: list[list[Anchor]] = [[segment[0]]]
     for before, after in itertools.pairwise(segment):
@@ -244,9 +249,14 @@ def _split_unseen(run: Run, segment: tuple[Anchor, ...], num_layers: int | None)
             pieces[-1].append(after)
         else:
             pieces.append([after])
-    lengths = {len(piece) for piece in pieces}
-    is_even = lengths == {num_layers} or (len(lengths) == 1 and lengths != {1})
-    return [tuple(piece) for piece in pieces] if is_even else [segment]
+    lengths = [len(piece) for piece in pieces]
+    if len(pieces) == 1 or len(segment) == num_layers:
+        return [segment]
+    whole = lengths[1] if len(lengths) > 2 else num_layers if num_layers in lengths else max(lengths)
+    is_even = set(lengths[1:-1]) <= {whole} and max(lengths) == whole
+    if is_even and (whole == num_layers or (whole > 1 and (len(lengths) > 2 or len(set(lengths)) == 1))):
+        return [tuple(piece) for piece in pieces]
+    return None if len(pieces) > 2 else [segment]
 
 
 @dataclass(slots=True)
@@ -266,9 +276,11 @@ class _Layout:
         before = self._products(previous, anchors[0][0].index)
         # Positions may be turned into angles by a product, and a compiler may put it between those of the first layer.
         chosen = self._choose(ahead, before[-len(ahead) - MOST_EXTRAS :], from_end=True)
-        self._assign(ahead, chosen, layer=1, is_end=self.placement.starts_late)
+        is_cut = self.placement.starts_late and previous < 0
+        self._assign(ahead[-len(chosen) :] if is_cut and chosen else ahead, chosen, layer=1, is_end=is_cut)
         if previous < 0:
-            self.placement.extras.extend(one for one in before if one not in chosen)
+            rest = [one for one in before if one not in chosen]
+            self.placement.extras.extend(rest[: -len(self._match_cut_layer(rest)) or None] if is_cut else rest)
         for layer, (one, following_one) in enumerate(itertools.pairwise(anchors), start=1):
             self._fill_gap(self._products(one[-1].index, following_one[0].index), layer)
         self._finish(anchors, following)
@@ -279,12 +291,21 @@ class _Layout:
         )
         self._place_others(anchors, previous, following)
 
+    def _match_cut_layer(self, products: list[Sighting]) -> list[Sighting]:
+        """Those at the end that can be of the layer in whose middle the file begins."""
+        behind = _only_roles(self.pattern[: self.behind])
+        number = min(len(behind), len(products))
+        roles, last = behind[len(behind) - number :], products[len(products) - number :]
+        fitting = [role is not None and self.fits(role, one) for role, one in zip(roles, last, strict=True)]
+        return last if all(fitting) else []
+
     def _products(self, after: int, before: int) -> list[Sighting]:
         where = self.run.product_indices
         return list(self.run.products[bisect_right(where, after) : bisect_left(where, before)])
 
     def _assign(self, pattern: Pattern, products: Sequence[Sighting], layer: int, *, is_end: bool = False) -> None:
-        if len(products) < len(pattern):
+        # One pass that is cut off is no loss where others are whole.
+        if len(products) < len(pattern) and not (is_end and len(self.placement.num_layers) > 1):
             self._complain_missing(pattern, products, layer, is_end=is_end)
         for role, product in zip(pattern, products, strict=False):
             if role is None:

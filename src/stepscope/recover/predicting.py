@@ -228,16 +228,14 @@ class Predictor:
         )
 
     def _check_lookup(self, placement: Placement) -> Iterator[Check]:
-        """The first lookup of a pass is that of its tokens."""
-        seen: set[int] = set()
+        """One of the lookups before the first layer is that of the tokens. Others are of positions or kinds."""
+        found: dict[int, list[tuple[Place, Gather]]] = {}
         for place in placement.others:
-            if place.zone != "before" or place.pass_number in seen:
-                continue
-            fact = join_choices(self._choices(place.sighting))
-            if not isinstance(fact, Gather):
-                continue
-            seen.add(place.pass_number)
-            yield _lookup_check(place, fact)
+            fact = join_choices(self._choices(place.sighting)) if place.zone == "before" else None
+            if isinstance(fact, Gather):
+                found.setdefault(place.pass_number, []).append((place, fact))
+        for lookups in found.values():
+            yield _lookup_check([place for place, _ in lookups], [fact for _, fact in lookups])
 
 
 def identity(sighting: Sighting) -> object:
@@ -285,21 +283,25 @@ def _speed_check(role: Role, place: Place, peak: float) -> Check:
     )
 
 
-def _lookup_check(place: Place, fact: Gather) -> Check:
+def _lookup_check(places: list[Place], facts: list[Gather]) -> Check:
     def test(shape: Shape) -> bool | None:
-        return _both(
-            _holds(fact.rows, shape.tokens),
-            _any_of(_holds(fact.width_bytes, times(shape.d_model, size)) for size in (2, 4)),
+        return _any_of(
+            _both(
+                _holds(fact.rows, shape.tokens),
+                _any_of(_holds(fact.width_bytes, times(shape.d_model, size)) for size in (2, 4)),
+            )
+            for fact in facts
         )
 
+    first = places[0]
     return Check(
-        sighting=place.sighting,
+        sighting=first.sighting,
         what="lookup of tokens",
-        where=_where(place),
+        where=_where(first),
         test=test,
         expect=lambda shape: f"{_say(shape.tokens)} rows of {_say(shape.d_model)} elements",
-        seen=f"{_describe_windows([fact.rows])} rows, {describe_launch(place.sighting)}",
-        key=("lookup", identity(place.sighting)),
+        seen=f"{_describe_windows([fact.rows for fact in facts])} rows, {describe_launch(first.sighting)}",
+        key=("lookup", *(identity(place.sighting) for place in places)),
     )
 
 

@@ -14,6 +14,7 @@ from stepscope.recover.shape import divisors
 Interval = tuple[int, int | None]  # both included; None: no end was found
 _LARGEST = 1 << 22
 _FACTORS = (2, 3, 4, 8)
+_CLOSE = 0.05  # of a value: others that are no further from it leave it tested
 _PAIRS = {"num_heads": "d_head", "d_head": "num_heads", "batch": "context", "context": "batch"}
 
 
@@ -43,6 +44,13 @@ def find_passing(shape: Shape, name: str, passes: Callable[[Shape], bool]) -> tu
 
 
 def is_tested(value: int, others: tuple[Interval, ...]) -> bool:
+    """Whether nothing but values close by would have passed."""
+    return all(
+        high is not None and low >= (1 - _CLOSE) * value and high <= (1 + _CLOSE) * value for low, high in others
+    )
+
+
+def is_narrowed(value: int, others: tuple[Interval, ...]) -> bool:
     """Whether neither half the value nor twice as much, nor anything beyond, would have passed."""
     return all(high is not None and 2 * low > value and high < 2 * value for low, high in others)
 

@@ -11,7 +11,8 @@ from stepscope.recover.evidence import Evidence
 from stepscope.recover.sensitivity import Interval
 from stepscope.recover.unclaimed import Work
 
-FieldVerdict = Literal["tested", "refuted", "not refuted", "not tested", "not claimed"]
+# "narrowed": more than a twentieth off would have passed as well, but neither half nor twice the value.
+FieldVerdict = Literal["tested", "narrowed", "refuted", "not refuted", "not tested", "not claimed"]
 
 
 class Verdict(StrEnum):

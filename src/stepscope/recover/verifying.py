@@ -2,9 +2,10 @@
 
 Refuted: a kernel did what no model of that shape does, and it is named. Only hard facts refute: products, attention,
 norms, lookups, the number of layers, the data type of products, and physics.
-Consistent: nothing contradicts, and everything that was claimed was tested, which means that another value would have
-been noticed. For each size the values that would have passed as well are listed.
-Cannot tell: nothing contradicts, and something that was claimed could not be tested.
+Consistent: nothing contradicts, and everything that was claimed was tested or narrowed down to less than a factor of
+two. For each size the values that would have passed as well are listed, and the answer says them.
+Cannot tell: nothing contradicts, and something that was claimed could not be tested; or the kernels that contradict may
+be one rank's share of what was claimed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +19,9 @@ from stepscope.recover.claimed_run import ClaimedRun, open_all
 from stepscope.recover.claimed_shape import HEAD_ROWS, SIZE_FIELDS, Shape
 from stepscope.recover.evidence import Evidence
 from stepscope.recover.facts import Sighting
-from stepscope.recover.plausibility import find_contradictions
+from stepscope.recover.plausibility import find_contradictions, find_step_ns
 from stepscope.recover.predicting import describe_launch
-from stepscope.recover.sensitivity import Interval, find_passing, is_tested
+from stepscope.recover.sensitivity import Interval, find_passing, is_narrowed, is_tested
 from stepscope.recover.structure import Role, Zone
 from stepscope.recover.unclaimed import (
     Work,
@@ -46,6 +47,7 @@ from stepscope.recover.verification import (
 _MOST_UNCLAIMED = 0.01
 _MOST_UNKNOWN = 0.01
 _MOST_UNEXPLAINED = 0.05
+_MOST_SHOWN = 4  # intervals of values that would have passed
 # Between the products of a layer stands nothing but what a layer does.
 _LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", "merge")
 _DTYPE_ROLES_EXCLUDED: tuple[Role, ...] = ("head",)  # often done in another precision on purpose
@@ -77,7 +79,7 @@ class _Judge:
         compared = {(file.evidence.file, check.sighting.index) for file in self.files for check in file.checks}
         return Verification(
             verdict=verdict,
-            why=_explain(verdict, refutations, missing),
+            why=_explain(verdict, refutations, missing, fields),
             refuted_by=tuple(refutations),
             fields=fields,
             kernels=sum(len(file.run.sightings) for file in self.files),
@@ -102,27 +104,46 @@ class _Judge:
 
     def _refute(self, file: ClaimedRun) -> Iterator[Refutation]:
         """In the order in which they are to be read: the claim's own sizes first, then the file against itself."""
-        found: list[Refutation] = []
-        layers = self.claim.num_layers
-        for number, seen in enumerate(file.placement.num_layers, start=1):
-            if layers is not None and seen != layers and not (seen < layers and file.placement.is_cut(number)):
-                found.append(
-                    _refutation(
-                        file,
-                        file.placement.starts[number - 1],
-                        where=f"pass {number}",
-                        what="number of layers",
-                        expected=f"{layers} layers",
-                        seen=f"{seen} attentions between which the same products stand",
-                    )
-                )
+        found: list[Refutation] = [
+            _refutation(
+                file,
+                file.placement.starts[number - 1],
+                where=f"pass {number}",
+                what="number of layers",
+                expected=f"{self.claim.num_layers} layers",
+                seen=f"{seen} attentions between which the same products stand",
+            )
+            for number, seen in self._find_other_depths(file)
+        ]
         found += [
             _refutation(file, one.sighting, what="layer", expected=one.expected, seen=one.seen)
             for one in file.placement.complaints
             if not one.is_unclear
         ]
+        if not is_share(file):
+            found += self._refute_sizes(file)
+        found += self._refute_dtype(file)
+        found += self._refute_updates(file)
+        device = hardware.find(file.evidence.device) if file.evidence.device else None
         found += [
-            _refutation(
+            _refutation(file, one.sighting, what="evidence against itself", expected=one.expected, seen=one.seen)
+            for one in find_contradictions(file.run.sightings, file.placement, device)
+            if not one.is_unclear
+        ]
+        yield from found
+
+    def _find_other_depths(self, file: ClaimedRun) -> Iterator[tuple[int, int]]:
+        """Passes with another number of layers than claimed, and it. A pass that is cut has more than it shows."""
+        layers = self.claim.num_layers
+        for number, seen in enumerate(file.placement.num_layers, start=1):
+            is_open = number in file.placement.unclear or (seen < (layers or 0) and file.placement.is_cut(number))
+            if layers is not None and seen != layers and not is_open:
+                yield number, seen
+
+    def _refute_sizes(self, file: ClaimedRun) -> Iterator[Refutation]:
+        """What is not held against a rank that does a share of each layer."""
+        for one in file.placement.intruders:
+            yield _refutation(
                 file,
                 one.sighting,
                 where=f"pass {one.pass_number}, layer {one.layer}",
@@ -130,17 +151,7 @@ class _Judge:
                 expected="no matrix product here in a layer of the claimed kind",
                 seen=f"one of {one.sighting.duration_ns / 1e3:,.1f} µs, {describe_launch(one.sighting)}",
             )
-            for one in file.placement.intruders
-        ]
-        found += self._refute_checks(file)
-        found += self._refute_dtype(file)
-        found += self._refute_updates(file)
-        device = hardware.find(file.evidence.device) if file.evidence.device else None
-        found += [
-            _refutation(file, one.sighting, what="evidence against itself", expected=one.expected, seen=one.seen)
-            for one in find_contradictions(file.run.sightings, file.placement, device)
-        ]
-        yield from found
+        yield from self._refute_checks(file)
 
     def _refute_checks(self, file: ClaimedRun) -> Iterator[Refutation]:
         wrong = [check for check in file.checks if check.test(self.shape) is False]
@@ -168,23 +179,28 @@ class _Judge:
                 )
 
     def _refute_updates(self, file: ClaimedRun) -> Iterator[Refutation]:
-        """An optimizer goes over every parameter once, and over nothing else."""
-        seen = find_updated(file.run.sightings)
-        most, fewest = self.claim.parameters, self.claim.parameters or self.claim.fewest_parameters
-        if seen is None or fewest is None:
+        """An optimizer goes over every parameter once, and over nothing else: unless ranks share them out."""
+        seen, claimed = find_updated(file.run.sightings), self.claim.parameters
+        if seen is None or claimed is None or file.evidence.exchanges:
             return
         first, low, high = seen
-        if high < fewest:
+        if not low <= claimed <= high:
+            updated = f"at most {high:,}: layers share weights, or some are not trained"
             yield _refutation(
                 file,
                 first,
                 what="optimizer",
-                expected=f"at least {fewest:,} parameters",
-                seen=f"updates of at most {high:,}: layers share weights, or some are not trained",
+                expected=f"{claimed:,} parameters",
+                seen=f"updates of {updated}" if high < claimed else f"updates of at least {low:,}",
             )
-        elif most is not None and low > most:
-            yield _refutation(
-                file, first, what="optimizer", expected=f"{most:,} parameters", seen=f"updates of at least {low:,}"
+
+    def _find_untrained(self, file: ClaimedRun) -> Iterator[str]:
+        """Updates of fewer parameters than the claimed matrices have are no contradiction, and not what is claimed."""
+        seen, fewest = find_updated(file.run.sightings), self.claim.parameters or self.claim.fewest_parameters
+        if seen is not None and fewest is not None and seen[2] < fewest:
+            yield (
+                f"the optimizer went over at most {seen[2]:,} parameters, and the claim has at least {fewest:,}: "
+                "layers share weights, some are not trained, or other ranks have the rest"
             )
 
     def _find_work(self, refutations: list[Refutation]) -> tuple[tuple[Work, ...], float, list[str]]:
@@ -199,7 +215,7 @@ class _Judge:
             counts = summarise("count", odd)
             works += [*multiplying, *unknown, *counts]
             time = sum(one.duration_ns for one in file.run.sightings)
-            if is_too_much(multiplying, time, _MOST_UNCLAIMED):
+            if is_too_much(multiplying, time, _MOST_UNCLAIMED) and not is_share(file):
                 first = min(extra, key=lambda one: one[0].index)[0]
                 spent = sum(work.duration_ns for work in multiplying) / time
                 refutations.append(
@@ -267,8 +283,7 @@ class _Judge:
             case "num_layers":
                 return "tested", ()
             case "dtype":
-                known = [one.sighting.name.dtype for file in self.files for one in file.placement.products]
-                return ("tested" if any(known) else "not tested"), ()
+                return ("tested" if self._knows_dtypes() else "not tested"), ()
             case "gated":
                 return ("not tested" if any(file.fits_otherwise for file in self.files) else "tested"), ()
             case "parameters":
@@ -276,8 +291,20 @@ class _Judge:
             case "tied":
                 return "not tested", ()
         assert isinstance(value, int)
+        if any(self._count_misfits(file) for file in self.files):
+            return "not tested", ()
         others = find_passing(self._settle_head(passes), name, passes)
-        return ("tested" if is_tested(value, others) else "not tested"), others
+        return _judge_others(value, others), others
+
+    def _knows_dtypes(self) -> bool:
+        """The head is often in another precision on purpose, and stands for no other product."""
+        products = [one for file in self.files for one in file.placement.products]
+        inside = [one.sighting.name.dtype for one in products if one.role not in _DTYPE_ROLES_EXCLUDED]
+        return bool(inside) and all(inside)
+
+    def _count_misfits(self, file: ClaimedRun) -> int:
+        """Kernels that would refute the sizes, if they were not those of one rank among several."""
+        return sum(1 for _ in self._refute_sizes(file)) if is_share(file) else 0
 
     def _settle_head(self, passes: Callable[[Shape], bool]) -> Shape:
         """With the positions that the head is asked about: a product for few of them and a larger vocabulary would look
@@ -292,17 +319,19 @@ class _Judge:
                 _, low, high = seen
                 others: tuple[Interval, ...] = ((low, value - 1), (value + 1, high))
                 others = tuple(one for one in others if one[1] is not None and one[0] <= one[1])
-                return ("tested" if is_tested(value, others) else "not tested"), others
+                return _judge_others(value, others), others
         return "not tested", ()
 
     def _is_disputed(self, name: str) -> bool:
         """Whether what contradicts the claim would not, if the field were left open."""
         for file in self.files:
-            if name == "num_layers" and any(one != self.claim.num_layers for one in file.placement.num_layers):
+            if name == "num_layers" and any(self._find_other_depths(file)):
+                return True
+            if name == "parameters" and any(self._refute_updates(file)):
                 return True
             if name == "dtype" and any(self._refute_dtype(file)):
                 return True
-            if name in SIZE_FIELDS:
+            if name in SIZE_FIELDS and not is_share(file):
                 opened = msgspec.structs.replace(self.shape, **{name: None})
                 wrong = [one for one in file.checks if one.test(self.shape) is False]
                 if any(one.test(opened) is not False for one in wrong):
@@ -323,9 +352,16 @@ class _Judge:
         return passes
 
     def _find_missing(self, fields: dict[str, FieldResult]) -> Iterator[str]:
+        misfits = sum(map(self._count_misfits, self.files))
+        if misfits:
+            yield (
+                f"{misfits} kernels do not fit the claimed sizes, and collectives inside of the passes show that ranks "
+                "may share the layers: these may be one rank's share"
+            )
         for name, result in fields.items():
-            if result.verdict == "not tested" and name not in ("tied", "parameters"):
-                yield f"{name}: {_describe_untested(result)}"
+            is_told = misfits and name in SIZE_FIELDS
+            if result.verdict == "not tested" and name not in ("tied", "parameters") and not is_told:
+                yield f"{name}: {_describe_untested(name, result)}"
         if self.unseen > _MOST_UNKNOWN:
             yield f"{self.unseen:.1%} of the GPU's time is in kernels of other streams, which were not looked at"
         claimed = [name for name in SIZE_FIELDS if name in self.claim.fields]
@@ -339,13 +375,24 @@ class _Judge:
                 yield f"{left_out} passes of {file.evidence.file} are of one token a sequence, and were not compared"
             if any(one.is_unclear for one in file.placement.complaints):
                 yield "a layer lacks a matrix product where the evidence ends or a kernel of unknown name stands"
-            for number, seen in enumerate(file.placement.num_layers, start=1):
-                if self.claim.num_layers is not None and seen < self.claim.num_layers:
-                    yield f"num_layers: {file.evidence.file} holds a part of pass {number} only, {seen} layers"
+            yield from self._find_untrained(file)
+            yield from self._find_cut_passes(file)
+
+    def _find_cut_passes(self, file: ClaimedRun) -> Iterator[str]:
+        """Where no pass is there as a whole, to show the number of layers."""
+        layers, depths = self.claim.num_layers, file.placement.num_layers
+        if layers is None or layers in depths:
+            return
+        for number, seen in enumerate(depths, start=1):
+            if seen < layers:
+                yield f"num_layers: {file.evidence.file} holds a part of pass {number} only, {seen} layers"
+            else:
+                yield f"num_layers: where passes of {file.evidence.file} begin is unclear, {seen} attentions in a row"
 
     def _take_notes(self) -> Iterator[str]:
         for file in self.files:
             yield from file.evidence.notes
+            yield from _note_limits(file)
             if not file.evidence.has_counters:
                 yield (
                     f"{file.evidence.file}: no counters, so names, grids and durations had to do; "
@@ -390,14 +437,64 @@ def _refutation(
     )
 
 
-def _describe_untested(result: FieldResult) -> str:
-    values = ", ".join(describe_interval(one) for one in result.passes_too[:4])
-    if not values:
-        return "nothing in the evidence depends on it"
-    return f"{values} would have passed as well as {result.claimed}"
+def is_share(file: ClaimedRun) -> bool:
+    """Whether ranks exchange results between the layers of a pass, so that each may do a share of every layer."""
+    passes: dict[int, list[int]] = {}
+    for one in file.placement.attentions:
+        passes.setdefault(one.pass_number, []).append(one.sighting.index)
+    spans = [(min(indices), max(indices)) for indices in passes.values()]
+    return any(first < index <= last for first, last in spans for index in file.evidence.exchanges)
 
 
-def _explain(verdict: Verdict, refutations: Sequence[Refutation], missing: Iterable[str]) -> str:
+def _note_limits(file: ClaimedRun) -> Iterator[str]:
+    """What this evidence cannot show, whatever is claimed."""
+    name, sightings = file.evidence.file, file.run.sightings
+    if file.evidence.device_sms is None:
+        yield f"{name}: how many SMs the GPU has is not known, so grids that may have filled it tell only the least"
+    if is_share(file):
+        yield f"{name}: collectives inside of the passes: sizes refute nothing, they may be one rank's share"
+    if any(one.is_unclear for one in find_contradictions(sightings, file.placement, None)):
+        yield (
+            f"{name}: layers agree in all their times, which come in steps of {find_step_ns(sightings):,} ns: that may "
+            "be chance, and a layer that was copied is not told from one that ran"
+        )
+
+
+def _judge_others(value: int, others: tuple[Interval, ...]) -> FieldVerdict:
+    if is_tested(value, others):
+        return "tested"
+    return "narrowed" if is_narrowed(value, others) else "not tested"
+
+
+def _describe_others(others: Sequence[Interval]) -> str:
+    more = f" and {len(others) - _MOST_SHOWN} others" if len(others) > _MOST_SHOWN else ""
+    return ", ".join(describe_interval(one) for one in others[:_MOST_SHOWN]) + more
+
+
+def _describe_untested(name: str, result: FieldResult) -> str:
+    if result.passes_too:
+        return f"{_describe_others(result.passes_too)} would have passed as well as {result.claimed}"
+    if name == "dtype":
+        return "not all names of products tell it"
+    return "nothing in the evidence depends on it"
+
+
+def _describe_consistent(fields: dict[str, FieldResult]) -> str:
+    """With every value that would have passed in place of the claimed one."""
+    open_ = [(name, one) for name, one in fields.items() if one.passes_too]
+    untested = [name for name, one in fields.items() if one.verdict == "not tested"]
+    text = "nothing contradicts the claim"
+    if open_:
+        said = ", ".join(f"{name} could be {_describe_others(one.passes_too)} as well" for name, one in open_)
+        text += f"; each size changed by itself, {said}"
+    else:
+        text += ", and no other value of any size, changed by itself, would have passed"
+    return f"{text}; not tested: {', '.join(untested)}" if untested else text
+
+
+def _explain(
+    verdict: Verdict, refutations: Sequence[Refutation], missing: Iterable[str], fields: dict[str, FieldResult]
+) -> str:
     match verdict:
         case Verdict.REFUTED:
             first = refutations[0]
@@ -406,4 +503,4 @@ def _explain(verdict: Verdict, refutations: Sequence[Refutation], missing: Itera
         case Verdict.UNDECIDED:
             return "; ".join(missing)
         case Verdict.CONSISTENT:
-            return "nothing contradicts the claim, and another value of any size would have been noticed"
+            return _describe_consistent(fields)

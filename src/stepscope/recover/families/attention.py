@@ -45,6 +45,8 @@ _LSE_BYTES = 4
 def read(sighting: Sighting, processors: int = PROCESSORS) -> Attention | None:
     """`processors`: how many SMs the GPU has."""
     name = sighting.name.name
+    if not sighting.has_geometry:
+        return None
     if found := _CUDNN_AROUND.search(name):
         return _read_around_cudnn(sighting, found[1])
     if sighting.name.kernel_class != "attention":

@@ -19,6 +19,7 @@ from stepscope.recover.families.attention_problem import (
     fits_pairs,
     within_tiles,
 )
+from stepscope.recover.families.tilings import UNKNOWN
 
 _TRAITS = re.compile(r"Flash_(?:fwd|bwd)_kernel_traits<(?:\(int\))?(\d+), (?:\(int\))?(\d+), (?:\(int\))?(\d+),")
 _FLAGS = re.compile(r">\s*((?:, *(?:true|false|\(bool\)[01]|[01])){7,8})>")
@@ -159,7 +160,7 @@ def _read_around_backward(sighting: Sighting, build: Build) -> Attention:
 def _read_backward(sighting: Sighting, build: Build, processors: int) -> Attention:
     """Where results must not depend on the order of sums, the GPU's blocks are shared out among the heads instead."""
     tiles, batch, heads = sighting.grid
-    shared_out = tiles == ceil_div(processors, batch * heads)
+    shared_out = processors == UNKNOWN or tiles == ceil_div(processors, batch * heads)
     return build_fact(
         "backward",
         lambda problem: _fits_flags(build, problem),

@@ -25,6 +25,8 @@ def read(sighting: Sighting, *, recent: bool = False) -> MemoryFact | None:
 
 def choices(sighting: Sighting, *, recent: bool = False) -> tuple[MemoryFact, ...]:
     """The facts of which exactly one holds. `recent` as of `elementwise.is_recent`."""
+    if not sighting.has_geometry:
+        return ()
     if min(*sighting.grid, *sighting.block) < 1:  # no launch at all
         return ()
     if found := elementwise.choices(sighting, recent=recent):

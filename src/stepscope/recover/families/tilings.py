@@ -22,7 +22,7 @@ from stepscope.recover.families.bounds import Bound, Measure, at_least, exactly
 
 # The SMs of an H100 SXM, an H200 and a GH200.
 PROCESSORS = 132
-# In place of their number where nobody knows it: any grid may then have filled the GPU, and says only what is the least.
+# In place of their number where nobody knows it: any grid may then have filled the GPU, and tells only the least.
 UNKNOWN = 1
 # Clusters of more than two blocks do not fit evenly into the groups of SMs, so that a full GPU may hold fewer blocks
 # than it has SMs: 120 on 132 were seen. No grid below this share was cut short.
