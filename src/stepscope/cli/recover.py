@@ -65,12 +65,17 @@ def recover(
         show(job.encode(result))
     else:
         for part in job.describe(result, evidence):
-            show(printable(part if isinstance(part, str) else render(part, format_, width=terminal_width())))
+            if not isinstance(part, str):
+                show(printable(render(part, format_, width=terminal_width())))
+            elif format_ is Format.TEXT:
+                show(printable(part))
+            else:  # prose has no place in a table's file
+                say(part.strip())
     if signing is not None:
         report = out or Path("report.json")
         made = make_report(signing, job.state(result), evidence, device=device, seen=seen)
         sign_to_file(made, signing, report, force=force)
         say(f"signed report: {report}")
     if job.exit_code(result) is Exit.OK:
-        say(f"next: stepscope verify {shlex.join(map(str, evidence))} --claim claim.toml")
+        say(f"next: stepscope verify {shlex.join(map(str, evidence))} --claim FILE, with what was claimed in it")
     raise typer.Exit(job.exit_code(result))

@@ -1,7 +1,7 @@
 """The answer as tables: fields with what shows them, candidates, parameters item by item."""
 
 from stepscope.findings import Cell, Column, Page, Table
-from stepscope.recover.answer import FIELDS, Answer, Field
+from stepscope.recover.answer import FIELDS, Answer, Candidate, Field
 
 _LABELS = {
     "num_layers": "layers",
@@ -33,12 +33,24 @@ def _headline(answer: Answer, files: str) -> str:
     kind = f"a Transformer, {answer.family}" if answer.family else "a Transformer"
     certain = [name for name in FIELDS if answer.fields[name].certain]
     lines = [f"{files}: {kind}; {len(certain)} of {len(FIELDS)} fields are certain"]
+    if answer.candidates:
+        lines.insert(1, _spell_model(answer.candidates[0]))
     if answer.counts:
         lines.append(
             f"{answer.explained} of {answer.counts} counts of elements explained; "
             f"{_spell_sets(answer.num_consistent)} all products and attentions"
         )
     return "\n".join(lines)
+
+
+def _spell_model(best: Candidate) -> str:
+    grouped = f" ({best.num_kv_heads} for keys and values)" if best.num_kv_heads != best.num_heads else ""
+    sizes = [f"{best.num_layers} layers of width {best.d_model:,}", f"{best.num_heads} heads of {best.d_head}{grouped}"]
+    sizes += [f"feed-forward {best.d_ff:,}"] if best.d_ff else []
+    sizes += [f"vocabulary {best.vocab_size:,}"] if best.vocab_size else []
+    sizes.append(f"{best.batch} × {best.context:,} tokens in {best.dtype or 'an unknown data type'}")
+    sizes += [f"{best.parameters / 1e6:,.1f} M parameters"] if best.parameters else []
+    return "; ".join(sizes)
 
 
 def _spell_sets(count: int) -> str:

@@ -240,8 +240,9 @@ def _find_passes(run: Run, num_layers: int | None, placement: Placement) -> list
 
 
 def _split_unseen(run: Run, segment: tuple[Anchor, ...], num_layers: int | None) -> list[tuple[Anchor, ...]] | None:
-    """Where lookups do not show, passes follow each other without a mark, but with the head's product in between
-    (a compiled lookup is no mark: later layers may look embeddings up again rather than keep them). The first may be cut off at its start and the last at its end. None where the gaps show passes of different lengths."""
+    """Where lookups do not show, passes follow each other without a mark, but with the head's product in between. (That
+    of a compiled lookup is no mark: later layers may look embeddings up again rather than keep them.) The first may be
+    cut off at its start and the last at its end. None where the gaps show passes of different lengths."""
     where = run.product_indices
     pieces: list[list[Anchor]] = [[segment[0]]]
     for before, after in itertools.pairwise(segment):
