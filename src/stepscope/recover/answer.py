@@ -13,13 +13,12 @@ import numpy as np
 from stepscope.recording.ncu import CUT_SHORT
 from stepscope.recover.evidence import Evidence
 from stepscope.recover.facts import Window
-from stepscope.recover.observation import Observation, observe
 from stepscope.recover.parameters import Item, itemise, total
+from stepscope.recover.reaching import Found, Reached, find, join
 from stepscope.recover.shape import CORE_FIELDS, Core, Cores
-from stepscope.recover.solving import Sized, Solution, find_feed_forward, find_vocabulary, order, solve
-from stepscope.recover.structure import NoTransformerError, Structure, find_structure
-from stepscope.recover.style import Style, find_style
-from stepscope.recover.usual import surprise_of_vocabulary
+from stepscope.recover.solving import Sized, Solution, find_feed_forward, find_vocabulary
+from stepscope.recover.structure import NoTransformerError, Structure
+from stepscope.recover.style import Style
 
 Value = int | str | None
 FIELDS = (
@@ -45,7 +44,6 @@ _MOST_CANDIDATES = 24
 _MOST_ALTERNATIVES = 64
 _SMALLEST_VOCABULARY = 4096  # of a language model's head; classifiers and poolers have fewer outputs
 _PADDING = 8  # what a compiler rounds a vocabulary up to
-_ODD_READING = 2.0  # surprise of one product for gate and up beside a layer norm
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,38 +84,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-class Reached(msgspec.Struct, frozen=True, kw_only=True):
-    """One reading that sizes fit."""
-
-    solution: Solution
-    feed_forward: Sized
-    vocabulary: Sized
-    style: Style
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        explained = self.solution.best.explained + self.feed_forward.explained + self.vocabulary.explained
-        odd = _ODD_READING if "gate_up" in self._roles and self.style.norm == "layer" else 0.0
-        return -explained, self.solution.best.surprise + odd
-
-    @property
-    def _roles(self) -> Iterable[str]:
-        return self.solution.observation.products
-
-
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What one file shows: readings that sizes fit, best first."""
-
-    evidence: Evidence
-    structure: Structure
-    reached: tuple[Reached, ...]
-
-
 def recover(evidence: Sequence[Evidence]) -> Answer:
     """From all files together, which are taken to be of one run. Raises NoTransformerError where the kernels show no
     decoder, or the files do not show the same one."""
     allocations = tuple(size for one in evidence for size in one.allocations)
-    found = [_find(replace(one, allocations=allocations)) for one in evidence if one.sightings]
+    found = [find(replace(one, allocations=allocations)) for one in evidence if one.sightings]
     assert found, "somebody has looked that there are kernels"
     counts = {one.structure.num_layers for one in found}
     if len(counts) > 1:
@@ -132,98 +103,7 @@ def recover(evidence: Sequence[Evidence]) -> Answer:
     fitted = sorted((one for one in found if one.reached), key=lambda one: len(one.reached[0].solution.consistent))
     if not fitted:
         return _answer_without_sizes(found[0])
-    return _assemble(_join(fitted))
-
-
-def _find(evidence: Evidence) -> Found:
-    structure = find_structure(evidence.sightings)
-    observations = (observe(structure, reading, evidence.device_sms) for reading in structure.readings)
-    reached = [found for one in observations if (found := _reach(one, evidence)) is not None]
-    return Found(evidence=evidence, structure=structure, reached=tuple(sorted(reached, key=lambda one: one.rank)))
-
-
-def _join(files: list[Found]) -> Found:
-    """The file that leaves least open, with only those of its candidates that the others leave open, too; reading by
-    reading, because the files are read alike."""
-    first, *others = files
-    joined = []
-    for reached in first.reached:
-        one: Reached | None = reached
-        for other in others:
-            one = _join_reading(one, other) if one is not None else None
-        if one is not None:
-            joined.append(one)
-    if not joined:
-        raise NoTransformerError("no sizes fit all of the files: they are of different runs")
-    return msgspec.structs.replace(first, reached=tuple(sorted(joined, key=lambda one: one.rank)))
-
-
-def _join_reading(mine: Reached, file: Found) -> Reached | None:
-    """None where the other file has no such reading, or none of the same sizes."""
-    roles = set(mine.solution.observation.products)
-    alike = [one for one in file.reached if set(one.solution.observation.products) == roles]
-    if not alike:
-        return None
-    solution = _keep_common(mine.solution, alike[0].solution)
-    feed_forward, vocabulary = (
-        _meet(getattr(mine, name), getattr(alike[0], name)) for name in ("feed_forward", "vocabulary")
-    )
-    if solution is None or feed_forward is None or vocabulary is None:
-        return None
-    return msgspec.structs.replace(mine, solution=solution, feed_forward=feed_forward, vocabulary=vocabulary)
-
-
-def _keep_common(solution: Solution, other: Solution) -> Solution | None:
-    theirs = set(other.consistent.rows())
-    chosen = np.array([i for i, row in enumerate(solution.consistent.rows()) if row in theirs], np.int64)
-    if not len(chosen):
-        return None
-    kept = order(solution.observation, solution.consistent.take(chosen), solution.explained[chosen], solution.facts)
-    return replace(kept, is_cut=solution.is_cut and other.is_cut)
-
-
-def _meet(first: Sized, second: Sized) -> Sized | None:
-    """Sizes of both, where both list any; of what remains the order is the first's. None where they contradict."""
-    if not first.best or not second.best:
-        return first if first.best else second
-    both = tuple(size for size in first.best if size in second.best)
-    return replace(first, best=both, is_told=first.is_told or second.is_told) if both else None
-
-
-def _reach(observation: Observation, evidence: Evidence) -> Reached | None:
-    solution = solve(observation)
-    if solution is None:
-        return None
-    core = solution.best.core
-    feed_forward = find_feed_forward(observation, core)
-    if feed_forward.window is None:
-        return None
-    vocabulary = _narrow(find_vocabulary(observation, core), feed_forward, core, evidence.allocations)
-    style = find_style(observation, core.context)
-    return Reached(solution=solution, feed_forward=feed_forward, vocabulary=vocabulary, style=style)
-
-
-def _narrow(vocabulary: Sized, feed_forward: Sized, core: Core, allocations: Sequence[int]) -> Sized:
-    """A tensor of logits in a snapshot is tokens · vocabulary elements, and the embedding vocabulary · width. So are
-    activations and weights of other layers, of their own widths: those are left out. Where nothing else bounds the
-    vocabulary, what is found is the best guess and no more."""
-    sizes = frozenset(allocations)
-    window = vocabulary.window
-    if not sizes or window is None:
-        return vocabulary
-    logits = {size // (core.tokens * width) for size in sizes for width in (2, 4) if size % (core.tokens * width) == 0}
-    tables = {
-        size // (core.d_model * width) for size in sizes for width in (2, 4) if size % (core.d_model * width) == 0
-    }
-    others = {core.d_model, core.query_width, core.key_width, core.joint_width, 2 * core.key_width}
-    others |= {part * size for size in feed_forward.best for part in (1, 2)}
-    both = {size for size in logits & tables if size in window} - {part * size for size in others for part in (1, 2)}
-    if not vocabulary.best:
-        return replace(vocabulary, best=tuple(sorted(both, key=surprise_of_vocabulary)), is_told=False)
-    kept = tuple(size for size in vocabulary.best if size in both)
-    if not kept:
-        return vocabulary
-    return replace(vocabulary, best=kept, is_told=True)
+    return _assemble(join(fitted))
 
 
 def _assemble(found: Found) -> Answer:

@@ -31,7 +31,7 @@ from stepscope.recover.placing import (
     find_patterns,
     place,
 )
-from stepscope.recover.predicting import Check, Predictor
+from stepscope.recover.predicting import Check, Predictor, identity
 from stepscope.recover.shape import divisors
 from stepscope.recover.structure import NoTransformerError, Role
 from stepscope.recover.unclaimed import Counted, find_counts
@@ -121,6 +121,49 @@ def _pair(shape: Shape, opened: Sequence["_Opened"]) -> Iterator[Shape]:
     yield from fitting or others[:1]
 
 
+def _forgive_cuts(
+    placement: Placement, checks: list[Check], sightings: Sequence[Sighting], shape: Shape
+) -> list[Check]:
+    """Recordings begin and end anywhere, and half a pass is easily misread. Where the whole file is one pass over and
+    over, every kernel of a part has twins in the other passes: what is wrong with it and with none of them is the cut.
+    """
+    period = _find_period(placement, sightings)
+    if period is None:
+        return checks
+
+    def keep(wrong: set[int]) -> set[int]:
+        return {one for one in wrong if {one - period, one + period} & set(range(len(sightings))) <= wrong}
+
+    intruders = keep({one.sighting.index for one in placement.intruders})
+    placement.intruders[:] = [one for one in placement.intruders if one.sighting.index in intruders]
+    complaints = keep({one.sighting.index for one in placement.complaints})
+    placement.complaints[:] = [one for one in placement.complaints if one.sighting.index in complaints]
+    extras = keep({one.index for one in placement.extras})
+    placement.extras[:] = [one for one in placement.extras if one.index in extras]
+    depth = max(placement.num_layers)
+    ends = {1, len(placement.num_layers)}
+    placement.unclear |= {number for number in ends if placement.num_layers[number - 1] < depth}
+    wrong = {one.sighting.index for one in checks if one.test(shape) is False}
+    forgiven = wrong - keep(wrong)
+    return [one for one in checks if one.sighting.index not in forgiven]
+
+
+def _find_period(placement: Placement, sightings: Sequence[Sighting]) -> int | None:
+    """After how many kernels the same come again, if that is a whole pass and not a layer."""
+    if len(placement.num_layers) < 2:
+        return None
+    keys = [identity(one) for one in sightings]
+    borders = [0]
+    for key in keys[1:]:
+        length = borders[-1]
+        while length and keys[length] != key:
+            length = borders[length - 1]
+        borders.append(length + (keys[length] == key))
+    period = len(keys) - borders[-1]
+    inside = {(one.pass_number, one.layer) for one in placement.attentions if one.sighting.index >= len(keys) - period}
+    return period if period < len(keys) and len(inside) == max(placement.num_layers) else None
+
+
 class _Opened:
     """A file before anything is claimed."""
 
@@ -163,7 +206,7 @@ class _Opened:
         for pattern, behind in self._choose_patterns(gated, fits):
             placement = place(self.run, pattern, behind, claim.num_layers, fits)
             placement.leave_out(self.predictor.find_single_steps(placement, shape))
-            checks = list(self.predictor.predict(placement))
+            checks = list(_forgive_cuts(placement, list(self.predictor.predict(placement)), self.run.sightings, shape))
             distinct = {check.key: check for check in checks}.values()
             wrong = sum(check.test(shape) is False for check in distinct) + len(placement.complaints)
             score = (wrong, breaks_feed_forward(placement), pattern.count(None))
