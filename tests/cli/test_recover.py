@@ -11,7 +11,7 @@ EVIDENCE = FIXTURES / "evidence"
 
 
 def test_json_has_candidates_and_fields(tmp_path: Path) -> None:
-    done = stepscope(tmp_path, "recover", EVIDENCE / "gpt2_bf16_odd.csv.gz", "--format", "json")
+    done = stepscope(tmp_path, "recover", str(EVIDENCE / "gpt2_bf16_odd.csv.gz"), "--format", "json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     keys = ["num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "vocab_size", "batch", "context"]
@@ -23,7 +23,7 @@ def test_json_has_candidates_and_fields(tmp_path: Path) -> None:
 
 
 def test_shapes_are_used_only_when_asked(tmp_path: Path) -> None:
-    trace = EVIDENCE / "llama_bf16.forward.json.gz"
+    trace = str(EVIDENCE / "llama_bf16.forward.json.gz")
     without, with_shapes = (
         json.loads(stepscope(tmp_path, "recover", trace, "--format", "json", *flags).stdout)["fields"]["vocab_size"]
         for flags in ((), ("--use-shapes",))
@@ -38,7 +38,7 @@ def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "recover", "no.csv")
     assert done.returncode == 3
     assert "cannot tell" in done.stdout
-    compiled = stepscope(tmp_path, "recover", EVIDENCE / "llama_compiled.forward.json.gz")
+    compiled = stepscope(tmp_path, "recover", str(EVIDENCE / "llama_compiled.forward.json.gz"))
     assert compiled.returncode == 3
     assert "would decide: counters" in compiled.stdout
 
@@ -69,7 +69,7 @@ def test_no_gpu_kernels_and_no_file_are_bad_input(tmp_path: Path) -> None:
 
 
 def test_a_flag_that_does_nothing_is_an_error(tmp_path: Path) -> None:
-    file = EVIDENCE / "gpt2_bf16_odd.csv.gz"
+    file = str(EVIDENCE / "gpt2_bf16_odd.csv.gz")
     for flags in (("--nonce", "1"), ("--settings", "x.json"), ("--study", "--use-shapes")):
         done = stepscope(tmp_path, "recover", file, *flags)
         assert done.returncode == 2
@@ -78,7 +78,7 @@ def test_a_flag_that_does_nothing_is_an_error(tmp_path: Path) -> None:
 
 def test_a_study_of_two_runs(tmp_path: Path) -> None:
     grid = Path(__file__).parents[2] / "bench" / "results" / "counters_h200"
-    done = stepscope(tmp_path, "recover", "--study", grid)
+    done = stepscope(tmp_path, "recover", "--study", str(grid))
     assert done.returncode == 0, done.stderr
     attention = next(line for line in done.stdout.splitlines() if line.startswith("attention") and "tensor ops" in line)
     assert "1.58" in attention

@@ -130,3 +130,16 @@ def test_names_from_a_file_reach_no_terminal_as_commands(tmp_path: Path) -> None
     (tmp_path / "evil.csv").write_text(text.replace("vectorized_gather_kernel", "\x1b]0;owned\x07kernel"))
     done = stepscope(tmp_path, "verify", "evil.csv", "--claim", write_claim(tmp_path))
     assert "\x1b]" not in done.stdout
+
+
+def test_parameters_that_nothing_tests_are_not_called_consistent(tmp_path: Path) -> None:
+    (tmp_path / "claim.toml").write_text("parameters = 7_000_000_000\n")
+    done = stepscope(tmp_path, "verify", str(EVIDENCE / "gpt2_bf16_odd.csv.gz"), "--claim", "claim.toml")
+    assert done.returncode == 3, done.stdout
+
+
+def test_flags_that_do_nothing_beside_a_signed_report_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("{}")
+    done = stepscope(tmp_path, "verify", "--signed", "report.json", "--public-key", "x", "--weights", "w.bin")
+    assert done.returncode == 2
+    assert "`--weights` does nothing beside `--signed`" in done.stderr

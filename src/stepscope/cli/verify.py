@@ -1,6 +1,7 @@
 """`stepscope verify`: is the claim true?"""
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -53,11 +54,14 @@ def verify(
     from stepscope.cli.signed_output import print_signed
     from stepscope.jobs import verify as job
     from stepscope.jobs.signing import make_report, read_flags, sign_to_file
+    from stepscope.recover.hashing import hash_files
     from stepscope.report.tables import render
 
     files = evidence or []
     if signed is not None:
-        _check_signed_flags(public_key, claim=claim, sign=sign)
+        given = {"--claim": claim, "--sign": sign, "--weights": weights, "--gpu-uuid": gpu_uuid, "--out": out}
+        more = {"--batch": batch, "--context": context, "--dtype": dtype, "--force": force or None}
+        _check_signed_flags(public_key, {**given, **more})
         print_signed(signed, public_key or "", files, nonce=nonce, format_=format_)
         return
     if claim is None or not files:
@@ -68,16 +72,24 @@ def verify(
         )
     if public_key is not None:
         raise StepscopeError("`--public-key` does nothing without `--signed`", hint="--signed REPORT")
-    signing = read_flags(sign, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid, out=out)
+    signing = read_flags(
+        sign, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid, out=out, force=force, inputs=[*files, claim]
+    )
+    seen = hash_files(files) if signing is not None else ()
     verified = job.verify_files(files, claim, batch=batch, context=context, dtype=dtype)
     if format_ is Format.JSON:
         show(job.encode(verified))
     else:
         for part in job.describe(verified, files):
-            show(printable(part if isinstance(part, str) else render(part, format_, width=terminal_width())))
+            if not isinstance(part, str):
+                show(printable(render(part, format_, width=terminal_width())))
+            elif format_ is Format.TEXT:
+                show(printable(part))
+            else:  # prose has no place in a table's file
+                say(part.strip())
     if signing is not None:
         path = out or Path("report.json")
-        report = make_report(signing, job.state(verified), files, claim=claim, device=verified.device)
+        report = make_report(signing, job.state(verified), files, claim=claim, device=verified.device, seen=seen)
         sign_to_file(report, signing, path, force=force)
         say(f"next: stepscope verify --signed {shlex.quote(str(path))} --public-key {shlex.quote(f'{sign}.pub')}")
     else:
@@ -85,9 +97,9 @@ def verify(
     raise typer.Exit(job.exit_code(verified))
 
 
-def _check_signed_flags(public_key: str | None, *, claim: Path | None, sign: Path | None) -> None:
+def _check_signed_flags(public_key: str | None, given: Mapping[str, object]) -> None:
     if public_key is None:
         raise StepscopeError("whose signature should it be?", hint="--public-key lab.key.pub, which came another way")
-    if claim is not None or sign is not None:
-        flag = "--claim" if claim is not None else "--sign"
-        raise StepscopeError(f"`{flag}` does nothing beside `--signed`", detail="the report holds its own answer")
+    for flag, value in given.items():
+        if value is not None:
+            raise StepscopeError(f"`{flag}` does nothing beside `--signed`", detail="the report holds its own answer")

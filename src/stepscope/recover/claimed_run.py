@@ -132,7 +132,8 @@ def _forgive_cuts(
         return checks
 
     def keep(wrong: set[int]) -> set[int]:
-        return {one for one in wrong if {one - period, one + period} & set(range(len(sightings))) <= wrong}
+        twins = {one: (one - period, one + period) for one in wrong}
+        return {one for one in wrong if all(twin in wrong for twin in twins[one] if 0 <= twin < len(sightings))}
 
     intruders = keep({one.sighting.index for one in placement.intruders})
     placement.intruders[:] = [one for one in placement.intruders if one.sighting.index in intruders]
@@ -145,13 +146,12 @@ def _forgive_cuts(
     placement.unclear |= {number for number in ends if placement.num_layers[number - 1] < depth}
     wrong = {one.sighting.index for one in checks if one.test(shape) is False}
     forgiven = wrong - keep(wrong)
+    placement.products[:] = [one for one in placement.products if one.sighting.index not in forgiven]
     return [one for one in checks if one.sighting.index not in forgiven]
 
 
 def _find_period(placement: Placement, sightings: Sequence[Sighting]) -> int | None:
     """After how many kernels the same come again, if that is a whole pass and not a layer."""
-    if len(placement.num_layers) < 2:
-        return None
     keys = [identity(one) for one in sightings]
     borders = [0]
     for key in keys[1:]:

@@ -275,8 +275,7 @@ class _Layout:
         """`previous` and `following`: where the pass before ended its attentions and where the next begins."""
         ahead = _only_roles(self.pattern[self.behind :])
         before = self._products(previous, anchors[0][0].index)
-        # Positions may be turned into angles by a product, and a compiler may put it between those of the first layer.
-        chosen = self._choose(ahead, before[-len(ahead) - MOST_EXTRAS :], from_end=True)
+        chosen = self._choose_ahead(before)
         is_cut = self.placement.starts_late and previous < 0
         self._assign(ahead[-len(chosen) :] if is_cut and chosen else ahead, chosen, layer=1, is_end=is_cut)
         if previous < 0:
@@ -291,6 +290,12 @@ class _Layout:
             for kernel in anchor
         )
         self._place_others(anchors, previous, following)
+
+    def _choose_ahead(self, products: list[Sighting]) -> list[Sighting]:
+        """Those before a pass's first attention that are its first layer's. Positions may be turned into angles by a
+        product, and a compiler may put it between them."""
+        ahead = _only_roles(self.pattern[self.behind :])
+        return self._choose(ahead, products[-len(ahead) - MOST_EXTRAS :], from_end=True)
 
     def _match_cut_layer(self, products: list[Sighting]) -> list[Sighting]:
         """Those at the end that can be of the layer in whose middle the file begins."""
@@ -348,7 +353,8 @@ class _Layout:
         tail = self._products(anchors[-1][-1].index, following)
         is_last = following == len(self.run.sightings)
         # The next pass's own first products stand before its first attention.
-        tail = tail if is_last else tail[: len(tail) - len(self.pattern) + self.behind]
+        following_ones = [] if is_last else self._choose_ahead(tail)
+        tail = [one for one in tail if one not in following_ones]
         behind = _only_roles(self.pattern[: self.behind])
         chosen = self._choose(behind, tail[: len(behind) + MOST_EXTRAS])
         self._assign(behind, chosen, len(anchors), is_end=is_last)

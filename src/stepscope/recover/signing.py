@@ -111,10 +111,11 @@ def check_signed_bytes(signed: bytes, public_key: PublicKey, *, name: str = "the
 
 
 def check_evidence(report: Report, paths: Sequence[Path]) -> list[Mismatch]:
-    """Hashes files again that are said to be those of the report. A file alone may have been renamed; in a folder,
-    names count as well, and so does a file that is gone."""
+    """Hashes files again that are said to be those of the report, the claim and the weights among them. A file alone
+    may have been renamed; in a folder, names count as well, and so does a file that is gone."""
     signed = {(file.name, file.sha256) for file in report.evidence}
-    hashes = {file.sha256 for file in report.evidence}
+    others = [one for one in (report.claim, report.weights) if one is not None]
+    hashes = {file.sha256 for file in (*report.evidence, *others)}
     found: list[Mismatch] = []
     for path in paths:
         if path.is_dir():

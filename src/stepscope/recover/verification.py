@@ -1,6 +1,6 @@
 """What comes of verifying: a verdict, what refutes a claim, and how well each field was tested."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Literal
 
@@ -11,6 +11,7 @@ from stepscope.recover.evidence import Evidence
 from stepscope.recover.sensitivity import Interval
 from stepscope.recover.unclaimed import Work
 
+_MOST_SHOWN = 4  # intervals of values that would have passed
 # "narrowed": more than a twentieth off would have passed as well, but neither half nor twice the value.
 FieldVerdict = Literal["tested", "narrowed", "refuted", "not refuted", "not tested", "not claimed"]
 
@@ -94,3 +95,43 @@ def describe_interval(interval: Interval) -> str:
     if high is None:
         return f"{low:,} and more"
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _describe_others(others: Sequence[Interval]) -> str:
+    more = f" and {len(others) - _MOST_SHOWN} others" if len(others) > _MOST_SHOWN else ""
+    return ", ".join(describe_interval(one) for one in others[:_MOST_SHOWN]) + more
+
+
+def describe_untested(name: str, result: FieldResult) -> str:
+    if result.passes_too:
+        return f"{_describe_others(result.passes_too)} would have passed as well as {result.claimed}"
+    if name == "dtype":
+        return "not all names of products tell it"
+    return "nothing in the evidence depends on it"
+
+
+def _describe_consistent(fields: dict[str, FieldResult]) -> str:
+    """With every value that would have passed in place of the claimed one."""
+    open_ = [(name, one) for name, one in fields.items() if one.passes_too]
+    untested = [name for name, one in fields.items() if one.verdict == "not tested"]
+    text = "nothing contradicts the claim"
+    if open_:
+        said = ", ".join(f"{name} could be {_describe_others(one.passes_too)} as well" for name, one in open_)
+        text += f"; each size changed by itself, {said}"
+    else:
+        text += ", and no other value of any size, changed by itself, would have passed"
+    return f"{text}; not tested: {', '.join(untested)}" if untested else text
+
+
+def explain(
+    verdict: Verdict, refutations: Sequence[Refutation], missing: Iterable[str], fields: dict[str, FieldResult]
+) -> str:
+    match verdict:
+        case Verdict.REFUTED:
+            first = refutations[0]
+            place = f", {first.where}" if first.where else ""
+            return f"#{first.index} {first.kernel} ({first.what}{place}): expected {first.expected}; seen {first.seen}"
+        case Verdict.UNDECIDED:
+            return "; ".join(missing)
+        case Verdict.CONSISTENT:
+            return _describe_consistent(fields)

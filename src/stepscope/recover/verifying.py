@@ -8,7 +8,7 @@ Cannot tell: nothing contradicts, and something that was claimed could not be te
 be one rank's share of what was claimed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -40,14 +40,14 @@ from stepscope.recover.verification import (
     Refutation,
     Verdict,
     Verification,
-    describe_interval,
+    describe_untested,
+    explain,
 )
 
 # Shares of the GPU's time. Below the first, a product without a place is a detail of an implementation.
 _MOST_UNCLAIMED = 0.01
 _MOST_UNKNOWN = 0.01
 _MOST_UNEXPLAINED = 0.05
-_MOST_SHOWN = 4  # intervals of values that would have passed
 # Between the products of a layer stands nothing but what a layer does.
 _LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", "merge")
 _DTYPE_ROLES_EXCLUDED: tuple[Role, ...] = ("head",)  # often done in another precision on purpose
@@ -79,7 +79,7 @@ class _Judge:
         compared = {(file.evidence.file, check.sighting.index) for file in self.files for check in file.checks}
         return Verification(
             verdict=verdict,
-            why=_explain(verdict, refutations, missing, fields),
+            why=explain(verdict, refutations, missing, fields),
             refuted_by=tuple(refutations),
             fields=fields,
             kernels=sum(len(file.run.sightings) for file in self.files),
@@ -360,8 +360,8 @@ class _Judge:
             )
         for name, result in fields.items():
             is_told = misfits and name in SIZE_FIELDS
-            if result.verdict == "not tested" and name not in ("tied", "parameters") and not is_told:
-                yield f"{name}: {_describe_untested(name, result)}"
+            if result.verdict == "not tested" and name != "tied" and not is_told:
+                yield f"{name}: {describe_untested(name, result)}"
         if self.unseen > _MOST_UNKNOWN:
             yield f"{self.unseen:.1%} of the GPU's time is in kernels of other streams, which were not looked at"
         claimed = [name for name in SIZE_FIELDS if name in self.claim.fields]
@@ -464,43 +464,3 @@ def _judge_others(value: int, others: tuple[Interval, ...]) -> FieldVerdict:
     if is_tested(value, others):
         return "tested"
     return "narrowed" if is_narrowed(value, others) else "not tested"
-
-
-def _describe_others(others: Sequence[Interval]) -> str:
-    more = f" and {len(others) - _MOST_SHOWN} others" if len(others) > _MOST_SHOWN else ""
-    return ", ".join(describe_interval(one) for one in others[:_MOST_SHOWN]) + more
-
-
-def _describe_untested(name: str, result: FieldResult) -> str:
-    if result.passes_too:
-        return f"{_describe_others(result.passes_too)} would have passed as well as {result.claimed}"
-    if name == "dtype":
-        return "not all names of products tell it"
-    return "nothing in the evidence depends on it"
-
-
-def _describe_consistent(fields: dict[str, FieldResult]) -> str:
-    """With every value that would have passed in place of the claimed one."""
-    open_ = [(name, one) for name, one in fields.items() if one.passes_too]
-    untested = [name for name, one in fields.items() if one.verdict == "not tested"]
-    text = "nothing contradicts the claim"
-    if open_:
-        said = ", ".join(f"{name} could be {_describe_others(one.passes_too)} as well" for name, one in open_)
-        text += f"; each size changed by itself, {said}"
-    else:
-        text += ", and no other value of any size, changed by itself, would have passed"
-    return f"{text}; not tested: {', '.join(untested)}" if untested else text
-
-
-def _explain(
-    verdict: Verdict, refutations: Sequence[Refutation], missing: Iterable[str], fields: dict[str, FieldResult]
-) -> str:
-    match verdict:
-        case Verdict.REFUTED:
-            first = refutations[0]
-            place = f", {first.where}" if first.where else ""
-            return f"#{first.index} {first.kernel} ({first.what}{place}): expected {first.expected}; seen {first.seen}"
-        case Verdict.UNDECIDED:
-            return "; ".join(missing)
-        case Verdict.CONSISTENT:
-            return _describe_consistent(fields)

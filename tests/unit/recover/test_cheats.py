@@ -50,8 +50,8 @@ def test_a_thinner_layer_among_full_ones_is_named() -> None:
     assert "600 × 2,560" in answer.refuted_by[0].expected
 
 
-def test_a_smaller_width_padded_with_zeros_is_not_caught_and_the_page_says_so() -> None:
-    # Its products are those of the wide model to the last counter, so the evidence of one is that of the other.
+def test_the_page_says_that_zeros_which_pad_a_smaller_width_are_not_caught() -> None:
+    # No counter depends on the values of weights: this evidence is that of the wide model whatever its matrices hold.
     assert verified(GPT2).verdict is Verdict.CONSISTENT
     row = next(line for line in PAGE.read_text().splitlines() if "padded with zeros" in line)
     assert "**consistent**" in row
@@ -88,6 +88,25 @@ def test_layers_copied_in_the_file_are_one_layer() -> None:
     assert "to the last digit" in answer.refuted_by[0].seen
 
 
+def test_a_layer_copied_in_a_trace_is_told_by_its_times() -> None:
+    answer = spoil(TRACE, lambda all_: [*all_[:32], *all_[15:32], *all_[32:]], num_layers=4)
+    assert "evidence against itself" in {one.what for one in answer.refuted_by}
+
+
+@pytest.mark.parametrize(
+    "file", ["builtin_fp32.train.json.gz", "gpt2_compiled.forward.json.gz", "held_gpt2_fp16.forward.json.gz"]
+)
+def test_times_of_a_coarse_clock_agree_by_chance_and_refute_nothing(file: str) -> None:
+    def measure_coarsely(kernels: list[Sighting]) -> list[Sighting]:
+        return [
+            msgspec.structs.replace(one, duration_ns=1000 * max(1, round(one.duration_ns / 1000))) for one in kernels
+        ]
+
+    answer = spoil(file, measure_coarsely)
+    assert answer.verdict is not Verdict.REFUTED, answer.why
+    assert any("steps of 1,000 ns" in note for note in answer.notes)
+
+
 def test_a_layer_run_again_is_not_caught_forward() -> None:
     def repeat(kernels: list[Sighting]) -> list[Sighting]:
         again = [time(one, 1.01 + 0.001 * number) for number, one in enumerate(kernels[LAYER])]
@@ -106,9 +125,12 @@ def test_a_layer_run_again_is_caught_by_the_optimizer() -> None:
             for one in kernels
         ]
 
-    answer = spoil(TRAIN, share)
+    answer = spoil(TRAIN, share, parameters=60_219_648)
     assert first(answer)[::2] == (Verdict.REFUTED, "optimizer")
     assert "share weights" in answer.refuted_by[0].seen
+    answer = spoil(TRAIN, share)  # which does not say that all of it is trained here
+    assert answer.verdict is Verdict.UNDECIDED
+    assert "share weights" in answer.why
 
 
 def test_a_layer_run_again_leaves_the_claim_open_by_its_allocations() -> None:

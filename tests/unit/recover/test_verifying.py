@@ -1,5 +1,7 @@
 """Verifying: what refutes, what is tested by it, and when nothing can be told."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -10,32 +12,108 @@ from stepscope.recover.evidence import gather
 from stepscope.recover.facts import Sighting, exactly
 from stepscope.recover.families.attention_problem import Rule, build_fact
 from stepscope.recover.predicting import admits_attention
-from stepscope.recover.sensitivity import is_tested
+from stepscope.recover.sensitivity import is_narrowed, is_tested
 from stepscope.recover.verification import Verdict, describe_interval, undecided
 from stepscope.recover.verifying import verify
-from tests.unit.recover.claims import spoil, true_claim, verified
-from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence
+from tests.unit.recover.claims import find, spoil, true_claim, verified
+from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, with_kernels
 
 GPT2 = "gpt2_bf16_odd.csv.gz"
 LLAMA = "llama_bf16.csv.gz"
 # What Hopper's persistent kernels leave open even under counters.
 AMBIGUOUS = ("llama_compiled.csv.gz",)
-DEVELOPED = [file for file in COUNTERS if not file.startswith("held_")]
-DEVELOPED_TRACES = [file for file in TRACES if not file.startswith("held_")]
+COMPILED = "neox_compiled.forward.json.gz"
 
 
-@pytest.mark.parametrize("file", DEVELOPED)
+@pytest.mark.parametrize("file", [file for file in COUNTERS if not file.startswith("held_")])
 def test_a_true_claim_is_consistent_with_counters(file: str) -> None:
     answer = verified(file)
     assert answer.verdict is (Verdict.UNDECIDED if file in AMBIGUOUS else Verdict.CONSISTENT), answer.why
     assert answer.unexplained_share < 0.01
 
 
-@pytest.mark.parametrize("file", DEVELOPED_TRACES)
-def test_a_true_claim_is_never_refuted_by_a_trace(file: str) -> None:
+@pytest.mark.parametrize("file", [*COUNTERS, *TRACES])
+def test_a_true_claim_is_never_refuted(file: str) -> None:
     answer = verified(file)
     assert answer.verdict is not Verdict.REFUTED, answer.why
     assert not answer.refuted_by
+
+
+@pytest.mark.parametrize("file", [GPT2, LLAMA, "gpt2_bf16_odd.train.json.gz", "qwen3_cudnn.forward.json.gz"])
+def test_grids_of_a_gpu_of_unknown_size_refute_nothing_true(file: str) -> None:
+    answer = verify([replace(read_evidence(file), device_sms=None)], true_claim(file))
+    assert answer.verdict is not Verdict.REFUTED, answer.why
+    assert any("how many SMs the GPU has is not known" in note for note in answer.notes)
+
+
+def test_the_head_alone_does_not_tell_the_data_type() -> None:
+    file = "gpt2_fp32_efficient.forward.json.gz"
+    *inside, _ = find(read_evidence(file), "gemm")
+
+    def hide(kernels: list[Sighting]) -> list[Sighting]:
+        nameless = [msgspec.structs.replace(one, name=msgspec.structs.replace(one.name, dtype=None)) for one in kernels]
+        return [nameless[one.index] if one.index in inside else one for one in kernels]
+
+    answer = spoil(file, hide, dtype="bf16")
+    assert (answer.verdict, answer.fields["dtype"].verdict) == (Verdict.UNDECIDED, "not tested")
+
+
+def test_sizes_of_a_rank_that_shares_layers_with_others_refute_nothing() -> None:
+    file = "gpt2_fp32_efficient.forward.json.gz"
+    whole = true_claim(file, num_heads=24, num_kv_heads=24, d_head=64, d_ff=6144)
+    first, *_, last = find(read_evidence(file), "attention")
+    for exchanges, verdict in (((first + 1,), Verdict.UNDECIDED), ((last + 1,), Verdict.REFUTED)):
+        answer = verify([replace(read_evidence(file), exchanges=exchanges)], whole)
+        assert answer.verdict is verdict, answer.why
+    shared = verify([replace(read_evidence(file), exchanges=(first + 1,))], whole)
+    assert "one rank's share" in shared.why
+    assert shared.fields["d_ff"].verdict == "not tested"
+
+
+def test_an_optimizer_that_goes_over_a_part_leaves_a_claim_of_sizes_open() -> None:
+    file = "gpt2_compiled.train.json.gz"
+    kept = set(find(read_evidence(file), "optimizer")[::2])
+
+    def shard(kernels: list[Sighting]) -> list[Sighting]:
+        return [one for one in kernels if one.name.kernel_class != "optimizer" or one.index in kept]
+
+    answer = spoil(file, shard)
+    assert answer.verdict is Verdict.UNDECIDED
+    assert "or other ranks have the rest" in answer.why
+    assert spoil(file, shard, parameters=70_000_000).fields["parameters"].verdict == "refuted"
+    shared = replace(read_evidence(file), sightings=with_kernels(
+        read_evidence(file), shard(list(read_evidence(file).sightings))
+    ).sightings, exchanges=(0,))  # fmt: skip
+    assert verify([shared], true_claim(file, parameters=70_000_000)).verdict is Verdict.UNDECIDED
+
+
+@pytest.mark.parametrize("file", [COMPILED, "gpt2_bf16_odd.forward.json.gz"])
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.6, 0.95])
+def test_a_recording_may_begin_and_end_in_the_middle_of_a_pass(file: str, share: float) -> None:
+    def cut(kernels: list[Sighting]) -> list[Sighting]:
+        at = round(share * len(kernels))
+        passes = [*kernels[at:], *kernels, *kernels[:at]]
+        # The times of no two passes are alike.
+        return [msgspec.structs.replace(one, duration_ns=one.duration_ns + i * i % 401) for i, one in enumerate(passes)]
+
+    answer = spoil(file, cut)
+    assert answer.verdict is not Verdict.REFUTED, answer.why
+    layers = true_claim(file).num_layers or 0
+    assert spoil(file, cut, num_layers=layers - 1).fields["num_layers"].verdict == "refuted"
+
+
+def test_positions_may_be_looked_up_before_tokens() -> None:
+    def swap(kernels: list[Sighting]) -> list[Sighting]:
+        return [kernels[3], *kernels[1:3], kernels[0], *kernels[4:]]
+
+    assert spoil(GPT2, swap).verdict is Verdict.CONSISTENT
+    assert spoil(GPT2, swap, batch=None, context=None).verdict is Verdict.CONSISTENT
+
+
+def test_a_pass_that_is_cut_does_not_refute_the_number_of_layers() -> None:
+    answer = spoil("gpt2_fp32_efficient.forward.json.gz", lambda kernels: kernels[:40], d_ff=1024)
+    assert answer.verdict is Verdict.REFUTED
+    assert answer.fields["num_layers"].verdict == "not refuted"
 
 
 @pytest.mark.parametrize("file", [GPT2, LLAMA, "qwen3_cudnn.csv.gz", "gpt2_fp16_naive.csv.gz"])
@@ -124,7 +202,7 @@ def test_the_optimizer_tests_the_parameters() -> None:
     file = "llama_bf16.train.json.gz"
     parameters = 99_359_744
     answer = verify([read_evidence(file)], true_claim(file, parameters=parameters))
-    assert answer.fields["parameters"].verdict == "tested"
+    assert answer.fields["parameters"].verdict == "narrowed"
     assert answer.fields["parameters"].passes_too[1] == (parameters + 1, 99_811_328)
     assert verify([read_evidence(file)], true_claim(file, parameters=110_000_000)).verdict is Verdict.REFUTED
 
@@ -242,12 +320,21 @@ def test_what_a_trace_cannot_tell_is_listed_with_the_values_that_pass() -> None:
     assert answer.fields["num_kv_heads"].passes_too == ((1, 1), (2, 2))
 
 
-def test_a_value_is_tested_if_neither_half_nor_twice_would_pass() -> None:
+def test_a_value_is_tested_if_only_its_neighbours_would_pass_and_narrowed_below_a_factor_of_two() -> None:
     assert is_tested(100, ())
-    assert is_tested(100, ((51, 99), (101, 199)))
-    assert not is_tested(100, ((50, 50),))
-    assert not is_tested(100, ((200, 200),))
-    assert not is_tested(100, ((101, None),))
+    assert is_tested(100, ((95, 99), (101, 105)))
+    assert not is_tested(100, ((94, 99),))
+    assert not is_tested(100, ((101, 106),))
+    assert is_narrowed(100, ((51, 99), (101, 199)))
+    assert not is_narrowed(100, ((50, 50),))
+    assert not is_narrowed(100, ((200, 200),))
+    assert not is_narrowed(100, ((101, None),))
+
+
+def test_a_consistent_answer_says_what_would_have_passed_as_well() -> None:
+    answer = verified("gpt2_compiled.csv.gz")
+    assert "d_ff could be 3,009 to 3,071 as well" in answer.why
+    assert "no other value" not in answer.why
 
 
 @pytest.mark.parametrize(
