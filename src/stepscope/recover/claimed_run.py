@@ -89,6 +89,8 @@ def _complete(shape: Shape, opened: Sequence["_Opened"], evidence: Sequence[Evid
         yield from (filled for one in _recover(evidence) if (filled := _fill(shape, one)) is not None)
     yield from pairs
     if not pairs:
+        # A compiled run shows its tokens to the recovery alone, which may differ in what is claimed.
+        yield from (_complete_from(shape, one) for one in _recover(evidence))
         yield shape
 
 
@@ -104,6 +106,12 @@ def _fill(shape: Shape, candidate: Candidate) -> Shape | None:
     known = {name: value for name in SIZE_FIELDS if (value := getattr(shape, name)) is not None}
     found = {name: getattr(candidate, name) for name in SIZE_FIELDS}
     return Shape(**found) if all(found[name] == value for name, value in known.items()) else None
+
+
+def _complete_from(shape: Shape, candidate: Candidate) -> Shape:
+    """What the claim leaves open, as recovered."""
+    found = {name: getattr(candidate, name) for name in SIZE_FIELDS if getattr(shape, name) is None}
+    return msgspec.structs.replace(shape, **found)
 
 
 def _pair(shape: Shape, opened: Sequence["_Opened"]) -> Iterator[Shape]:

@@ -16,7 +16,7 @@ from stepscope.recover.sensitivity import is_narrowed, is_tested
 from stepscope.recover.verification import Verdict, describe_interval, undecided
 from stepscope.recover.verifying import verify
 from tests.unit.recover.claims import find, spoil, true_claim, verified
-from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, with_kernels
+from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, truth_of, with_kernels
 
 GPT2 = "gpt2_bf16_odd.csv.gz"
 LLAMA = "llama_bf16.csv.gz"
@@ -349,3 +349,12 @@ def test_attention_may_be_called_with_repeated_heads_and_without_a_mask(rule: Ru
     opened = msgspec.structs.replace(shape, d_head=None)
     assert admits_attention(build_fact("forward", rule), opened) is None
     assert admits_attention(build_fact("forward", rule, batch=exactly(3)), opened) is False
+
+
+@pytest.mark.parametrize("file", ["held_qwen2.csv.gz", "gpt2_compiled.csv.gz"])
+def test_a_compiled_run_needs_no_claim_of_batch_and_context(file: str) -> None:
+    truth = truth_of(file)
+    sizes = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "vocab_size")
+    claim = {name: truth[name] for name in sizes}
+    assert verify([read_evidence(file)], make_claim(claim)).verdict is Verdict.CONSISTENT
+    assert verify([read_evidence(file)], make_claim({**claim, "d_ff": 2 * truth["d_ff"]})).verdict is Verdict.REFUTED
