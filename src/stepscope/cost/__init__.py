@@ -18,6 +18,7 @@ from stepscope.cost.activations import (
 )
 from stepscope.cost.calls import OperatorCost
 from stepscope.cost.communication import bus_factor, fit_link, ring_links
+from stepscope.cost.decoder import DecoderShape, decoder_parameters
 from stepscope.cost.model import (
     ADAM_BYTES,
     COUNTED_CONVENTION,
@@ -61,6 +62,7 @@ __all__ = [
     "Activations",
     "Compute",
     "DdpStrategy",
+    "DecoderShape",
     "Gradient",
     "Layer",
     "LayerSize",
@@ -75,6 +77,7 @@ __all__ = [
     "attention_flops",
     "best_checkpoint",
     "bus_factor",
+    "decoder_parameters",
     "feed_forward_activations",
     "fill_buckets",
     "fit_link",

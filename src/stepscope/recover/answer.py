@@ -118,7 +118,7 @@ def _assemble(found: Found) -> Answer:
     if not _agree_on_tokens(likely):
         # Both were found beside the best candidate's tokens and width.
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in ("d_ff", "vocab_size")}
-    notes = [*evidence.notes, *structure.notes]
+    notes = list(evidence.notes)
     if first.solution.is_cut:
         notes.append("attention leaves nearly everything open: only the most usual batches and heads were looked at")
     if structure.layers_differ:
@@ -126,7 +126,7 @@ def _assemble(found: Found) -> Answer:
             "layers or passes differ in other kernels than products: what was read of one need not hold for all"
         )
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in CORE_FIELDS}
-    if _exchanges_within(found):
+    if evidence.exchanges_within(structure.layer_indices):
         notes.append("collectives ran within the forward pass: sizes may be those of one rank's share of the model")
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in _OF_A_SHARE}
     candidates = tuple(_candidates(structure, first))
@@ -144,12 +144,6 @@ def _assemble(found: Found) -> Answer:
         would_decide=tuple(_would_decide(fields, evidence, structure)),
         notes=tuple(notes),
     )
-
-
-def _exchanges_within(found: Found) -> bool:
-    """Between the layers of a pass, where models that are split over GPUs exchange; gradients are exchanged later."""
-    spans = [(layers[0], layers[-1]) for layers in found.structure.layer_indices]
-    return any(first < index <= last for index in found.evidence.exchanges for first, last in spans)
 
 
 def _agreeing(solution: Solution) -> Cores:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from stepscope.cost import DecoderShape, decoder_parameters
 from stepscope.errors import StepscopeError, nearest
 from stepscope.recover.plain_files import open_plain
 
@@ -86,9 +87,17 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         layers, width, heads, kv_heads, head, hidden = (size or 0 for size in sizes)
         if None in sizes or self.vocab_size is None:
             return None
-        attention = width * head * (2 * heads + 2 * kv_heads)
-        feed_forward = width * hidden * (3 if self.gated else 2)
-        return layers * (attention + feed_forward) + self.vocab_size * width * (2 if self.tied is False else 1)
+        shape = DecoderShape(
+            num_layers=layers,
+            d_model=width,
+            query_width=heads * head,
+            key_width=kv_heads * head,
+            d_ff=hidden,
+            vocab_size=self.vocab_size,
+            is_gated=bool(self.gated),
+            is_tied=self.tied is not False,
+        )
+        return sum(decoder_parameters(shape).values())
 
 
 FIELDS: tuple[str, ...] = (*SIZES, "dtype", *_FLAGS, "parameters")

@@ -5,7 +5,7 @@ which they ran. Shapes, modules and stacks, which a friendly recorder wrote besi
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -40,6 +40,12 @@ class Evidence:
     @property
     def has_counters(self) -> bool:
         return any(sighting.counters for sighting in self.sightings)
+
+    def exchanges_within(self, passes: Iterable[Sequence[int]]) -> bool:
+        """Whether collectives ran between the attentions of a pass, which stand at these indices: there models exchange
+        that are split over GPUs. Gradients are exchanged later."""
+        spans = [(min(indices), max(indices)) for indices in passes]
+        return any(first < index <= last for index in self.exchanges for first, last in spans)
 
 
 def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) -> Evidence:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 from stepscope.recover import families
 from stepscope.recover.facts import Attention, Elements, Gather, Rows, Sighting, Window, exactly
@@ -15,7 +14,7 @@ from stepscope.recover.structure import Reading, Role, Structure, Zone
 
 # What a compiled kernel stored is that of one result or of several, of elements of these sizes.
 _COMPILED_BYTES = (1, 2, 4, 8, 6, 12)
-_FEWEST = 16  # counts below this are of scalars and the like, and say nothing
+FEWEST = 16  # counts below this are of scalars and the like, and say nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,7 @@ class Seen:
         return any(size in window for size in sizes for window in self.counts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     structure: Structure
     reading: Reading
@@ -40,10 +39,6 @@ class Observation:
     attentions: tuple[Attention, ...]
     softmaxes: tuple[Seen, ...]
     lookups: tuple[Gather, ...]
-
-    @cached_property
-    def has_counters(self) -> bool:
-        return any(seen.counters for seen in self.reading.products.values())
 
 
 def observe(structure: Structure, reading: Reading, device_sms: int | None) -> Observation:
@@ -90,7 +85,7 @@ def _see_all(sightings: Iterable[Sighting], *, recent: bool) -> tuple[Seen, ...]
     found: dict[object, Seen] = {}
     for sighting in sightings:
         seen = see(sighting, recent=recent)
-        if seen is not None and max(window.high for window in seen.counts) >= _FEWEST:
+        if seen is not None and max(window.high for window in seen.counts) >= FEWEST:
             found.setdefault((seen.counts, seen.is_rows), seen)
     return tuple(found.values())
 

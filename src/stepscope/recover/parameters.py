@@ -1,7 +1,8 @@
-"""The parameters of a decoder, item by item, from its integers and its kind."""
+"""The parameters of a recovered decoder, item by item."""
 
 import msgspec
 
+from stepscope.cost import DecoderShape, decoder_parameters
 from stepscope.recover.shape import Core
 from stepscope.recover.style import Style
 
@@ -13,25 +14,23 @@ class Item(msgspec.Struct, frozen=True):
 
 def itemise(core: Core, *, num_layers: int, d_ff: int, vocab_size: int, style: Style) -> tuple[Item, ...]:
     """GPT-2 small gives 124,439,808."""
-    width = core.d_model
-    norms = width * (2 if style.norm == "layer" else 1)
-    matrices = 3 if style.is_gated else 2
-    items = {
-        "token embedding": vocab_size * width,
-        "position embedding": style.positions * width,
-        "attention": num_layers * width * (core.joint_width + core.query_width),
-        "attention biases": num_layers * _attention_biases(core, style),
-        "feed-forward": num_layers * matrices * width * d_ff,
-        "feed-forward biases": num_layers * ((matrices - 1) * d_ff + width) * style.has_feed_forward_bias,
-        "norms of layers": num_layers * (2 * norms + 2 * core.d_head * style.has_head_norms),
-        "last norm": norms,
-        "head": 0 if style.is_tied else vocab_size * width,
-    }
-    return tuple(Item(name, count) for name, count in items.items() if count)
-
-
-def _attention_biases(core: Core, style: Style) -> int:
-    return core.joint_width * style.has_projection_bias + core.d_model * style.has_output_bias
+    shape = DecoderShape(
+        num_layers=num_layers,
+        d_model=core.d_model,
+        query_width=core.query_width,
+        key_width=core.key_width,
+        d_ff=d_ff,
+        vocab_size=vocab_size,
+        is_gated=style.is_gated,
+        is_tied=style.is_tied,
+        positions=style.positions,
+        norm_vectors=2 if style.norm == "layer" else 1,
+        head_norm_width=core.d_head if style.has_head_norms else 0,
+        has_projection_bias=style.has_projection_bias,
+        has_output_bias=style.has_output_bias,
+        has_feed_forward_bias=style.has_feed_forward_bias,
+    )
+    return tuple(Item(name, count) for name, count in decoder_parameters(shape).items() if count)
 
 
 def total(items: tuple[Item, ...]) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from stepscope.recover.facts import Sighting
 from stepscope.recover.structure import (
     BEHIND,
+    KERNELS_AFTER_HEAD,
     PROJECTIONS,
     SUM_OF_PARTS,
     NoTransformerError,
@@ -22,6 +23,7 @@ from stepscope.recover.structure import (
     is_attention,
     is_lookup,
     is_norm,
+    is_of_training,
     is_product,
     is_softmax,
     merge_anchors,
@@ -34,7 +36,6 @@ Fits = Callable[[Role, Sighting], bool]
 MOST_EXTRAS = 2  # products in a gap that no layer has, for which places are tried
 _INTO_HEADS: tuple[Role, ...] = ("query_key_value", "query", "key", "value", "key_value", "scores")
 _INTO_FEED_FORWARD: tuple[Role, ...] = ("up", "gate", "gate_up")
-_KERNELS_AFTER_HEAD = 24
 _PRODUCTS_AT_TURN = 3
 _NEAR = 40  # kernels to either side of a place where something is missing
 
@@ -116,8 +117,8 @@ def examine(sightings: Sequence[Sighting]) -> Run:
     if not products or not anchors:
         missing = "matrix product" if not products else "attention"
         raise NoTransformerError(f"no {missing} among the kernels")
-    is_training = any(_is_of_training(one) for one in sightings)
-    segments = _split(anchors, [one.index for one in sightings if is_lookup(one) or _is_of_training(one)])
+    is_training = any(is_of_training(one) for one in sightings)
+    segments = _split(anchors, [one.index for one in sightings if is_lookup(one) or is_of_training(one)])
     usual = _find_usual(segments, products, is_fused=bool(fused))
     if is_training and usual is not None:
         segments = [part for one in segments for part in _split_at_turn(one, products, len(usual))]
@@ -367,7 +368,7 @@ class _Layout:
     def _place_tail(self, products: list[Sighting], last_attention: int, following: int) -> None:
         """The head, and what comes behind it. The backward pass begins with what is certainly of it."""
         kernels = (self.run.sightings[index] for index in range(last_attention, following))
-        turning = next((one.index for one in kernels if _is_of_training(one)), following)
+        turning = next((one.index for one in kernels if is_of_training(one)), following)
         if products and products[0].index < turning:
             self.placement.products.append(Place(sighting=products[0], pass_number=self.number, role="head"))
             products = products[1:]
@@ -414,15 +415,15 @@ class _Layout:
         """Where the pass begins: at its first lookup, if another pass came before it."""
         if previous < 0:
             return 0
-        training = [i for i in range(previous + 1, first) if _is_of_training(self.run.sightings[i])]
+        training = [i for i in range(previous + 1, first) if is_of_training(self.run.sightings[i])]
         start = training[-1] + 1 if training else previous + 1
         return next((i for i in range(start, first) if is_lookup(self.run.sightings[i])), first)
 
     def _end(self, last: int, following: int) -> int:
-        stop = min(following, last + 1 + _KERNELS_AFTER_HEAD)
+        stop = min(following, last + 1 + KERNELS_AFTER_HEAD)
         for index in range(last + 1, stop):
             one = self.run.sightings[index]
-            if _is_of_training(one) or is_product(one) or is_lookup(one):
+            if is_of_training(one) or is_product(one) or is_lookup(one):
                 return index
         return stop
 
@@ -459,10 +460,6 @@ def _find_zone(before: Role | None, behind: Role | None) -> Zone:
     if behind in ("output", "values"):
         return "merge"
     return "between"
-
-
-def _is_of_training(sighting: Sighting) -> bool:
-    return sighting.name.direction == "backward" or sighting.name.kernel_class == "optimizer"
 
 
 def _between(indices: Sequence[int], after: int, before: int) -> Sequence[int]:

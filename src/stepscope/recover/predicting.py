@@ -14,12 +14,11 @@ from stepscope.recover.families import attention, memory_bound, products
 from stepscope.recover.families.bounds import BoundedProduct, find_window
 from stepscope.recover.families.grids import MemoryFact, join_choices
 from stepscope.recover.placing import Place, Placement, adds_parts
+from stepscope.recover.plausibility import FASTEST
 from stepscope.recover.structure import Role, Zone, is_norm
 
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle", "final")
 _WITH_TOKENS = ("index", "embedding", "norm")
-# Boost clocks of single cards are above those of data sheets; nothing was seen beyond 0.85 of the sheet.
-_FASTEST = 1.15
 _WORDS: dict[Role, str] = {
     "query_key_value": "projection to queries, keys and values",
     "query": "projection to queries",
@@ -265,7 +264,7 @@ def _speed_check(role: Role, place: Place, peak: float) -> Check:
     def least_us(shape: Shape) -> float | None:
         counts = [times(2, *sizes) for sizes in product_sizes(role, shape)]
         known = [count for count in counts if count is not None]
-        return min(known) / (_FASTEST * peak) * 1e6 if len(known) == len(counts) else None
+        return min(known) / (FASTEST * peak) * 1e6 if len(known) == len(counts) else None
 
     def test(shape: Shape) -> bool | None:
         least = least_us(shape)

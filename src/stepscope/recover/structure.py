@@ -40,7 +40,7 @@ BEHIND: tuple[tuple[Role, ...], ...] = (
     *(("output", *roles) for roles in _FEED_FORWARDS),
     *((*roles, "output") for roles in _FEED_FORWARDS),
 )
-_KERNELS_AFTER_HEAD = 24
+KERNELS_AFTER_HEAD = 24
 _PRODUCTS_OF_LAYER = range(4, 10)
 _PASSES_READ = 3  # of many: the first may be cut off, and the next be whole
 SUM_OF_PARTS = "partial results"  # what a decoded name calls the second kernel of a split product
@@ -75,10 +75,8 @@ class Structure:
     attentions: tuple[Sighting, ...] = ()
     backward_attentions: tuple[Sighting, ...] = ()
     softmaxes: tuple[Sighting, ...] = ()  # around the anchors, where attention is not fused
-    updates: tuple[Sighting, ...] = ()
     readings: tuple[Reading, ...] = ()
     dtype: str | None = None
-    notes: tuple[str, ...] = ()
     layer_indices: tuple[tuple[int, ...], ...] = ()  # of each pass: where its attentions stand
     # What comes after the last attention is what comes after each: passes of one layer would look the same.
     may_be_one_layer: bool = False
@@ -100,11 +98,10 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
         raise NoTransformerError("no matrix product among the kernels")
     if not anchors:
         raise NoTransformerError("no attention among the kernels, neither fused nor a softmax between matrix products")
-    is_training = any(_is_of_training(one) for one in sightings)
+    is_training = any(is_of_training(one) for one in sightings)
     passes, shown = _find_passes(sightings, products, anchors, is_fused=bool(fused), is_training=is_training)
     readings = shown.readings
     backward = tuple(sighting for sighting in sightings if is_attention(sighting, backward=True))
-    updates = tuple(sighting for sighting in sightings if sighting.name.kernel_class == "optimizer")
     return Structure(
         num_layers=len(passes[0]),
         num_passes=len(passes),
@@ -112,7 +109,6 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
         attentions=tuple(fused),
         backward_attentions=backward,
         softmaxes=() if fused else tuple(kernel for anchor in shown.layers for kernel in anchor),
-        updates=updates,
         readings=readings,
         dtype=_main_dtype(readings[0]),
         layer_indices=tuple(tuple(anchor[0].index for anchor in one) for one in passes),
@@ -128,7 +124,7 @@ def is_product(sighting: Sighting) -> bool:
     return name.kernel_class == "gemm" and SUM_OF_PARTS not in name.operation
 
 
-def _is_of_training(sighting: Sighting) -> bool:
+def is_of_training(sighting: Sighting) -> bool:
     return sighting.name.direction == "backward" or sighting.name.kernel_class == "optimizer"
 
 
@@ -416,7 +412,7 @@ def _find_zones(
         "between": (max(output, down), ahead.index) if has_gap else (0, 0),
         "heads": (ahead.index, layers[1 if has_gap else 0][0].index),
         "final": (last, head.index if head else len(sightings)),
-        "after": (head.index, min(after_head, head.index + _KERNELS_AFTER_HEAD)) if head else (0, 0),
+        "after": (head.index, min(after_head, head.index + KERNELS_AFTER_HEAD)) if head else (0, 0),
     }
     return {
         zone: tuple(one for one in sightings[max(0, start + 1) : end] if not is_product(one))

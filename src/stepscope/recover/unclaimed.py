@@ -14,7 +14,7 @@ import msgspec
 from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, count_head_rows, product_sizes
 from stepscope.recover.facts import Sighting
 from stepscope.recover.families.bounds import find_window
-from stepscope.recover.observation import Seen, see
+from stepscope.recover.observation import FEWEST, Seen, see
 from stepscope.recover.placing import Place, Placement, Run, adds_parts
 from stepscope.recover.predicting import Predictor, admits
 from stepscope.recover.structure import Role, Zone
@@ -23,7 +23,6 @@ from stepscope.recover.vocabulary import feed_forward_sizes, sizes
 Kind = Literal["multiplies", "unknown", "count"]
 _MULTIPLYING = ("gemm", "attention", "convolution")
 _PADDED = 8  # what a compiler rounds a vocabulary up to
-_FEWEST = 16  # counts below this are of scalars and the like
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +48,7 @@ def find_counts(placement: Placement, *, recent: bool) -> tuple[tuple[Place, Cou
     found = []
     for place in placement.others:
         seen = see(place.sighting, recent=recent) if place.zone is not None else None
-        if seen is not None and place.zone is not None and max(one.high for one in seen.counts) >= _FEWEST:
+        if seen is not None and place.zone is not None and max(one.high for one in seen.counts) >= FEWEST:
             found.append((place, Counted(place_zone=place.zone, seen=seen)))
     return tuple(found)
 

@@ -442,8 +442,7 @@ def is_share(file: ClaimedRun) -> bool:
     passes: dict[int, list[int]] = {}
     for one in file.placement.attentions:
         passes.setdefault(one.pass_number, []).append(one.sighting.index)
-    spans = [(min(indices), max(indices)) for indices in passes.values()]
-    return any(first < index <= last for first, last in spans for index in file.evidence.exchanges)
+    return file.evidence.exchanges_within(passes.values())
 
 
 def _note_limits(file: ClaimedRun) -> Iterator[str]:
