@@ -11,6 +11,9 @@ from typing import Literal
 import msgspec
 
 Cell = str | int | float | None
+# What a number is; the renderer derives digits and units from it. `share` is a fraction shown in per cent, `ratio` a
+# factor shown as 1.23×, `count` an integer with thousands separators, `ms` milliseconds.
+Quantity = Literal["text", "ms", "us", "bytes", "count", "number", "share", "ratio"]
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,9 +21,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     label: str
-    # What the values are; the renderer derives digits and units from it. `share` is a fraction shown in per cent,
-    # `ratio` a factor shown as 1.23×, `count` an integer with thousands separators, `ms` milliseconds.
-    kind: Literal["text", "ms", "us", "bytes", "count", "number", "share", "ratio"] = "text"
+    kind: Quantity = "text"
     # A detail column stands in CSV and JSON always, and in text, Markdown and LaTeX only when the user asks for all.
     detail: bool = False
 
