@@ -28,8 +28,8 @@ setup: ## make .venv with the pinned packages; at once if it is up to date
 	@python=$$(sh tools/python.sh "$(VENV)" "$(PYTHON)") && \
 		"$$python" tools/setup.py --venv "$(VENV)" --torch "$(TORCH)" --deps "$(DEPS)"
 
-run: setup ## the main job: `stepscope bench` over its default grid, on the GPU if there is one
-	"$(bin)/stepscope" bench $(ARGS)
+run: setup ## the main job: `stepscope report`, one page on the default workload, on the GPU if there is one
+	"$(bin)/stepscope" report $(ARGS)
 
 # Three at a time, one thread each, because two that wait for each other at every small operation take longer than one:
 # unit tests, those of torch and of pages; most of the command line; and what often waits, for other ranks or for a cluster,

@@ -1,10 +1,8 @@
 """The page of a timeline in a real browser: it opens from a file, draws, answers, and runs nothing that a name says."""
 
 import hashlib
-import os
-import shutil
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,73 +11,35 @@ import pytest
 
 from stepscope.findings import Area, Timeline
 from stepscope.report.figures import save
+from tests.browser.conftest import OpenFile, wait_for_frame
 from tests.unit.report.timelines import HOSTILE, busy_timeline, hostile_timeline, training_step
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Dialog, Page
-
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
+    from playwright.sync_api import Page
 
 Open = Callable[..., "Page"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    # Root has no user namespaces of its own in most containers, and the page is ours.
-    options = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=options)
-        yield browser
-        browser.close()
+CHART = "document.querySelector('figure.chart').chart"
 
 
 @pytest.fixture
-def open_page(browser: "Browser", tmp_path: Path) -> Iterator[Open]:
-    """Opens a timeline's page. At the end there must have been no error, no message, and no request but the page's."""
-    troubles: list[str] = []
-    requests: list[str] = []
-    contexts = []
-    target = tmp_path / "timeline.html"
-
-    def refuse(dialog: "Dialog") -> None:
-        troubles.append(dialog.message)
-        dialog.dismiss()
-
-    def open_timeline(timeline: Timeline, *, detail: float = 0.1, width: int = 900, **options: Any) -> "Page":
+def open_page(open_file: OpenFile, tmp_path: Path) -> Open:
+    def open_timeline(timeline: Timeline, *, detail: float = 0.1, **options: Any) -> "Page":
+        target = tmp_path / "timeline.html"
         save(timeline, target, detail=detail)
-        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("dialog", refuse)
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(target.as_uri())
-        wait_for_frame(page)
-        return page
+        return open_file(target, **options)
 
-    yield open_timeline
-    for context in contexts:
-        context.close()
-    assert not troubles
-    assert set(requests) <= {target.as_uri()}
-
-
-def wait_for_frame(page: "Page") -> None:
-    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return open_timeline
 
 
 def picture(page: "Page") -> str:
     """What is on the canvas, as one number."""
     wait_for_frame(page)
-    return hashlib.sha256(page.evaluate("() => document.getElementById('back').toDataURL()").encode()).hexdigest()
+    return hashlib.sha256(page.evaluate("() => document.querySelector('canvas.back').toDataURL()").encode()).hexdigest()
 
 
 def count_colours(page: "Page") -> int:
     script = """() => {
-      const canvas = document.getElementById("back");
+      const canvas = document.querySelector("canvas.back");
       const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
       return new Set(new Uint32Array(data.buffer)).size;
     }"""
@@ -89,8 +49,9 @@ def count_colours(page: "Page") -> int:
 def point_at(page: "Page", time: float, height_gib: float) -> None:
     """Moves the mouse to a time and a height of the picture."""
     script = """([time, height]) => {
-      const box = back.getBoundingClientRect();
-      return [box.left + toX(time), box.top + toY(height * 2 ** 30)];
+      const box = document.querySelector("canvas.back").getBoundingClientRect();
+      const { chart } = document.querySelector("figure.chart");
+      return [box.left + chart.toX(time), box.top + chart.toY(height * 2 ** 30)];
     }"""
     x, y = page.evaluate(script, [time, height_gib])
     page.mouse.move(x, y)
@@ -99,7 +60,7 @@ def point_at(page: "Page", time: float, height_gib: float) -> None:
 
 def view_of(page: "Page") -> dict[str, float]:
     wait_for_frame(page)
-    view: dict[str, float] = page.evaluate("() => ({ ...view })")
+    view: dict[str, float] = page.evaluate(f"() => ({{ ...{CHART}.view }})")
     return view
 
 
@@ -108,17 +69,17 @@ def test_the_page_draws_and_says_the_peak(open_page: Open) -> None:
     assert count_colours(page) > 10
     assert page.inner_text("#peak").startswith("Peak 19.1 GiB at 60.0 ms: activations 9.71 GiB")
     assert page.inner_text("h1") == training_step().title
-    assert page.inner_text("#shown") == "10%: 14 of 134 pieces"
+    assert page.inner_text(".shown") == "10%: 14 of 134 pieces"
 
 
 def test_the_slider_changes_what_is_drawn(open_page: Open) -> None:
     page = open_page(training_step(), detail=0)
     pictures = [picture(page)]
     for share in ("10", "100"):
-        page.fill("#detail", share)
+        page.fill("input[type=range]", share)
         pictures.append(picture(page))
     assert len(set(pictures)) == 3
-    assert page.inner_text("#shown") == "100%: 134 of 134 pieces"
+    assert page.inner_text(".shown") == "100%: 134 of 134 pieces"
 
 
 def test_the_pointer_shows_the_piece_under_it(open_page: Open) -> None:
@@ -145,14 +106,14 @@ def test_the_wheel_zooms_around_the_pointer(open_page: Open) -> None:
     assert after["end"] - after["start"] < 150
     # What was under the pointer, a quarter from the left, still is.
     assert (50 - after["start"]) / (after["end"] - after["start"]) == pytest.approx(0.25, abs=0.01)
-    page.dblclick("#back")
+    page.dblclick("canvas.back")
     assert view_of(page) == before
 
 
 def test_dragging_and_keys_move_the_view(open_page: Open) -> None:
     page = open_page(training_step())
     whole = view_of(page)
-    page.focus("#back")
+    page.focus("canvas.back")
     page.keyboard.press("+")
     zoomed = view_of(page)
     assert zoomed["end"] - zoomed["start"] == pytest.approx(150)
@@ -175,18 +136,18 @@ def test_a_peak_of_one_slice_is_seen_at_any_zoom(open_page: Open) -> None:
     heights[4321] += 30 << 30
     areas = (*timeline.areas[:4], Area(name="temporaries", values=tuple(heights)))
     page = open_page(msgspec.structs.replace(timeline, areas=areas, line=None), width=400)
-    assert 4321 in page.evaluate("() => [...runs.slices]")
-    page.evaluate("() => setView(100, 190)")
+    assert 4321 in page.evaluate(f"() => [...{CHART}.runs.slices]")
+    page.evaluate(f"() => {CHART}.setView(100, 190)")
     wait_for_frame(page)
-    assert 4321 in page.evaluate("() => [...runs.slices]")
+    assert 4321 in page.evaluate(f"() => [...{CHART}.runs.slices]")
 
 
 def test_the_legend_switches_areas_off_and_on(open_page: Open) -> None:
     page = open_page(training_step())
-    names = [name.strip() for name in page.locator("#legend button").all_inner_texts()]
+    names = [name.strip() for name in page.locator(".legend button").all_inner_texts()]
     assert names == ["temporaries", "activations", "gradients", "optimizer state", "parameters", "reserved"]
     before = picture(page)
-    button = page.locator("#legend button", has_text="activations")
+    button = page.locator(".legend button", has_text="activations")
     button.click()
     assert button.get_attribute("aria-pressed") == "false"
     assert picture(page) != before
@@ -224,7 +185,7 @@ def test_hostile_names_are_inert(open_page: Open) -> None:
 def test_the_page_fits_its_window(open_page: Open, width: int) -> None:
     page = open_page(training_step(), width=width, device_scale_factor=2)
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
-    assert page.evaluate("() => back.width === Math.round(2 * back.clientWidth)")
+    assert page.eval_on_selector("canvas.back", "(back) => back.width === Math.round(2 * back.clientWidth)")
 
 
 def test_dark_differs_from_light_and_follows_the_system(open_page: Open) -> None:
@@ -242,7 +203,7 @@ def test_an_empty_timeline_opens(open_page: Open) -> None:
     areas = tuple(Area(name=area.name, values=()) for area in timeline.areas)
     page = open_page(msgspec.structs.replace(timeline, times=(), areas=areas, stretches=(), pieces=(), line=None))
     assert page.inner_text("#peak") == "Nothing to draw."
-    page.focus("#back")
+    page.focus("canvas.back")
     page.keyboard.press("+")
 
 
@@ -250,7 +211,7 @@ def test_a_million_events_move(open_page: Open) -> None:
     page = open_page(busy_timeline(num_slices=8192, num_pieces=5000), detail=1, width=1600)
     frames_ms = []
     for _ in range(15):
-        page.evaluate("() => { zoom(0.9, 0.4); }")
+        page.evaluate(f"() => {CHART}.zoom(0.9, {{ x: 0.4 }})")
         wait_for_frame(page)
-        frames_ms.append(float(page.get_attribute("#back", "data-frame-ms") or "nan"))
+        frames_ms.append(float(page.get_attribute("canvas.back", "data-frame-ms") or "nan"))
     assert statistics.median(frames_ms) < 50

@@ -44,7 +44,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "_put_in_place", fail)
+    monkeypatch.setattr(store, "put_in_place", fail)
     with pytest.raises(StepscopeError, match="No space left"):
         store.save(Recording(manifest=Manifest(source="stepscope")), tmp_path / "kept")
     assert list(tmp_path.iterdir()) == []

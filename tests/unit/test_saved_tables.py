@@ -14,6 +14,7 @@ from stepscope.explain.saved import (
     saved_by_block,
     saved_by_module,
     saved_by_op,
+    saved_by_role,
     saved_in_block,
 )
 from stepscope.findings import Cell, Table
@@ -160,3 +161,15 @@ def test_closed_forms_stand_beside_the_graph_by_part() -> None:
     assert found["rope"] == found["embedding"] == 0
     assert table.rows[-1] == ("all", "", closed.bytes, 90, 90 - closed.bytes)
     assert ("head", "B·L·d·2") in cells(table, "part", "formula")
+
+
+def test_alike_modules_of_all_layers_are_one_row() -> None:
+    table = saved_by_role(
+        frame(
+            (1, "MmBackward0", "self", "blocks.0.up", 1, 60, "activation"),
+            (2, "MmBackward0", "self", "blocks.1.up", 2, 40, "activation"),
+            (3, "MulBackward0", "self", "blocks.1.up", 3, 20, "activation"),
+            (4, "ExpBackward0", "result", None, 4, 30, "activation"),
+        )
+    )
+    assert cells(table, "module", "modules", "bytes", "count") == [("blocks.*.up", 2, 120, 3), (None, 1, 30, 1)]

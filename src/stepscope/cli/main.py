@@ -23,6 +23,7 @@ from stepscope.cli import (
     precision,
     profile,
     recover,
+    report,
     rule,
     train,
     tune,
@@ -41,6 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("report")(report.report)
 app.command("bench")(bench.bench)
 app.command("profile")(profile.profile)
 app.command("memory")(memory.memory)

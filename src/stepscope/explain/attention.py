@@ -358,10 +358,10 @@ def say_shared(rows: Sequence[AttentionRow]) -> str:
     return ", ".join(text for texts in said if len(texts) == 1 for text in texts if text)
 
 
-def say_differing(row: AttentionRow, rows: Sequence[AttentionRow]) -> str:
-    """What tells this row apart from others, in a line; empty where nothing does."""
-    words = [word(row) for word in (*_WORDS, *_FINER_WORDS) if len({word(other) for other in rows}) > 1]
-    return ", ".join(text for text in words if text)
+def tell_apart(rows: Sequence[AttentionRow]) -> Callable[[AttentionRow], str]:
+    """What tells a row apart from the others, in a line; empty where nothing does."""
+    words = [word for word in (*_WORDS, *_FINER_WORDS) if len({word(row) for row in rows}) > 1]
+    return lambda row: ", ".join(text for word in words if (text := word(row)))
 
 
 def _notes(rows: Sequence[AttentionRow], part: Part, peers: _Peers) -> list[str]:

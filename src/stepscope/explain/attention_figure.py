@@ -3,10 +3,10 @@ implementation.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-from stepscope.explain.attention import in_order, say_differing, say_shared, summary_ms, tflops_of
+from stepscope.explain.attention import in_order, say_shared, summary_ms, tell_apart, tflops_of
 from stepscope.findings import Axis, Figure, Point
 from stepscope.recording.attention import IMPLEMENTATIONS, AttentionRow
 
@@ -32,6 +32,7 @@ def attention_figure(rows: Sequence[AttentionRow], quantity: Quantity) -> Figure
     """Rows that were not measured are named in the subtitle: a line that ends has a reason."""
     ordered = in_order(rows)
     title, y = _DRAWN[quantity]
+    say_rest = tell_apart(ordered)
     return Figure(
         title=title,
         subtitle="; ".join([say_shared(ordered), *_say_missing(ordered)]),
@@ -40,12 +41,12 @@ def attention_figure(rows: Sequence[AttentionRow], quantity: Quantity) -> Figure
         # The other way round than in tables: the first colours are the strongest, and the fastest deserve them.
         series=IMPLEMENTATIONS[::-1],
         series_label="implementation",
-        points=tuple(_point(row, quantity, _panel(row, ordered)) for row in ordered if row.measurement is not None),
+        points=tuple(_point(row, quantity, _panel(row, say_rest)) for row in ordered if row.measurement is not None),
     )
 
 
-def _panel(row: AttentionRow, rows: Sequence[AttentionRow]) -> str:
-    more = say_differing(row, rows)
+def _panel(row: AttentionRow, say_rest: Callable[[AttentionRow], str]) -> str:
+    more = say_rest(row)
     return f"D {row.case.head_dim}" + (f", {more}" if more else "")
 
 

@@ -154,9 +154,9 @@ def _statistic_columns(
 
 def _rate_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
     kinds: tuple[tuple[Column, Callable[[BenchRow], Cell]], ...] = (
-        (Column(key="tokens_per_s", label="tokens/s", kind="count"), _tokens_per_s),
+        (Column(key="tokens_per_s", label="tokens/s", kind="count"), tokens_per_s),
         (Column(key="tflops", label="TFLOP/s", kind="number"), _tflops),
-        (Column(key="mfu", label="MFU", kind="share"), _mfu),
+        (Column(key="mfu", label="MFU", kind="share"), mfu_of),
         (Column(key="peak_bytes", label="peak", kind="bytes"), lambda row: _of(row, "peak_bytes")),
         (
             Column(key="reserved_bytes", label="reserved", kind="bytes", detail=True),
@@ -176,7 +176,7 @@ def _attention_kernels(row: BenchRow) -> Cell:
     return ", ".join(row.measurement.attention_kernels) or None if row.measurement else None
 
 
-def _tokens_per_s(row: BenchRow) -> Cell:
+def tokens_per_s(row: BenchRow) -> int | None:
     step = step_ms(row)
     if step is None or row.measurement is None or not row.measurement.has_tokens:
         return None
@@ -190,7 +190,8 @@ def _tflops(row: BenchRow) -> float | None:
     return cost.step_flops(row.measurement.forward_flops, row.case.workload.mode) / step.median / 1e9
 
 
-def _mfu(row: BenchRow) -> float | None:
+def mfu_of(row: BenchRow) -> float | None:
+    """Arithmetic as a share of the peak of the case's precision; None where either is not known."""
     peak = row.environment.hardware.peak_flops.get(row.case.workload.precision)
     tflops = _tflops(row)
     return tflops * 1e12 / peak if tflops is not None and peak else None

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import msgspec
 
 from stepscope.explain.profile import Profile
+from stepscope.recording.bench import Environment
 from stepscope.recording.store import Manifest
+from stepscope.spec import Case
 
 
 def compare_circumstances(a: Profile, b: Profile) -> tuple[str, ...]:
@@ -38,16 +40,16 @@ def _workloads(a: Manifest, b: Manifest) -> Iterator[str]:
         if a.file != b.file:
             yield "the workloads are not recorded in both: whether A and B run the same is for you to know"
         return
-    left, right = (_settings(manifest) for manifest in (a, b))
+    left, right = list_settings(a.case), list_settings(b.case)
     differ = [name for name in dict.fromkeys((*left, *right)) if left.get(name) != right.get(name)]
     if differ:
         said = ", ".join(f"{name} {left.get(name, '–')} → {right.get(name, '–')}" for name in differ)
         yield f"the workloads differ: {said}"
 
 
-def _settings(manifest: Manifest) -> dict[str, str]:
-    assert manifest.case is not None
-    workload = manifest.case.workload
+def list_settings(case: Case) -> dict[str, str]:
+    """What a workload is set to, in words, but for where it runs and its seed."""
+    workload = case.workload
     settings = {"model": workload.model.name}
     for field in msgspec.structs.fields(workload):
         if field.name not in ("model", "device", "seed"):
@@ -66,19 +68,23 @@ def _say(value: object) -> str:
 
 
 def _software(a: Manifest, b: Manifest) -> Iterator[str]:
-    left, right = _versions(a), _versions(b)
+    left, right = list_versions(a), list_versions(b)
     differ = [name for name in dict.fromkeys((*left, *right)) if left.get(name) != right.get(name)]
     if differ:
         said = ", ".join(f"{name} {left.get(name, '–')} → {right.get(name, '–')}" for name in differ)
         yield f"warning: the software differs: {said}"
 
 
-def _versions(manifest: Manifest) -> dict[str, str]:
+def list_versions(manifest: Manifest) -> dict[str, str]:
     environment = manifest.environment
     if environment is None:
         return {
             name.replace("_", " "): version for name, version in manifest.versions.items() if name != "schemaVersion"
         }
+    return describe_software(environment)
+
+
+def describe_software(environment: Environment) -> dict[str, str]:
     named = {name: getattr(environment, name) for name in ("torch", "triton", "cuda", "driver", "python", "stepscope")}
     return {**{name: str(version) for name, version in named.items() if version}, "threads": str(environment.threads)}
 

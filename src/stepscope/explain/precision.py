@@ -354,6 +354,19 @@ def _norm_table(report: PrecisionReport, _detail: bool) -> Table:
 
 
 def find_speeds(rows: Sequence[BenchRow], case: Case) -> tuple[Speed, ...]:
+    """As `pair_speeds`; an error where there is none."""
+    speeds = pair_speeds(rows, case)
+    if not speeds:
+        size = f"--size {case.workload.model.name} " if isinstance(case.workload.model, ModelShape) else ""
+        raise StepscopeError(
+            f"no case of `{case.workload.model.name}` was timed in fp32 and in another precision",
+            detail=f"the file has {', '.join(dict.fromkeys(row.case.workload.model.name for row in rows))}",
+            hint=f"stepscope bench {size}--precision fp32,bf16",
+        )
+    return speeds
+
+
+def pair_speeds(rows: Sequence[BenchRow], case: Case) -> tuple[Speed, ...]:
     """What `bench` timed of the case's model, in fp32 and in another precision on the same device."""
     steps: dict[tuple[Workload, str, str], dict[str, BenchRow]] = {}
     for row in rows:
@@ -362,7 +375,7 @@ def find_speeds(rows: Sequence[BenchRow], case: Case) -> tuple[Speed, ...]:
             same = msgspec.structs.replace(workload, precision="fp32")
             found = steps.setdefault((same, row.environment.driver_name, row.environment.torch), {})
             found[workload.precision] = row
-    speeds = [
+    return tuple(
         Speed(
             workload=row.case.workload,
             device=row.environment.driver_name,
@@ -373,15 +386,7 @@ def find_speeds(rows: Sequence[BenchRow], case: Case) -> tuple[Speed, ...]:
         if "fp32" in found
         for precision, row in found.items()
         if precision != "fp32"
-    ]
-    if not speeds:
-        size = f"--size {case.workload.model.name} " if isinstance(case.workload.model, ModelShape) else ""
-        raise StepscopeError(
-            f"no case of `{case.workload.model.name}` was timed in fp32 and in another precision",
-            detail=f"the file has {', '.join(dict.fromkeys(row.case.workload.model.name for row in rows))}",
-            hint=f"stepscope bench {size}--precision fp32,bf16",
-        )
-    return tuple(speeds)
+    )
 
 
 def _median_ns(row: BenchRow) -> int:

@@ -151,7 +151,7 @@ def roofline_table(profile: Profile, *, top: int = 20) -> Table:
     cells: list[tuple[Cell, ...]] = [
         (
             row["op"],
-            _shorten(row["shapes"]),
+            shorten_shapes(row["shapes"]),
             row["short"],
             row["calls"] / profile.num_steps,
             row["time_ns"] / total,
@@ -195,7 +195,7 @@ def _notes(profile: Profile) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _shorten(shapes: str | None) -> str | None:
+def shorten_shapes(shapes: str | None) -> str | None:
     """Without the empty shapes of what is no tensor at the end."""
     return re.sub(r"(?:,\[\])+\]$", "]", shapes.replace(" ", "")) if shapes else None
 

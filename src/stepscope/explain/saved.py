@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from stepscope.cost.activations import NOTHING_KEPT, PARTS, Activations
+from stepscope.explain.precision import find_role
 from stepscope.findings import Cell, Column, Table
 
 LARGEST = 5
@@ -32,6 +33,31 @@ def held_storages(saved: pl.DataFrame) -> pl.DataFrame:
 
 def saved_by_module(saved: pl.DataFrame) -> Table:
     return _table_by(saved, ("module",), "Saved for backward by module")
+
+
+def saved_by_role(saved: pl.DataFrame) -> Table:
+    """By module, alike ones of all layers in one row: `blocks.*.ffn`."""
+    held = held_storages(saved)
+    roles = [find_role(module) if module else None for module in held["module"]]
+    sums = (
+        held.with_columns(pl.Series("role", roles, dtype=pl.String))
+        .group_by("role", maintain_order=True)
+        .agg(pl.col("module").n_unique(), pl.col("storage_bytes").sum(), pl.len())
+        .sort("storage_bytes", descending=True, maintain_order=True)
+    )
+    total = max(1, _total(held))
+    return Table(
+        title="Saved for backward by module, alike ones together",
+        columns=(
+            Column(key="module", label="module"),
+            Column(key="modules", label="modules", kind="count"),
+            _BYTES,
+            _SHARE,
+            _COUNT,
+        ),
+        rows=tuple((role, count, size, size / total, tensors) for role, count, size, tensors in sums.iter_rows()),
+        notes=(_NOTE,),
+    )
 
 
 def saved_by_op(saved: pl.DataFrame) -> Table:

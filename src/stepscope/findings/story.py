@@ -232,8 +232,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`sentence` is the run in one sentence, `advice` what would save most, the largest first; `commands` make the
-    report again."""
+    """`sentence` is the run in one sentence, `advice` what would save most, the largest first, and at its end what a
+    fix from above mends as well; `commands` make the report again."""
 
     title: str
     subtitle: str

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +16,9 @@ from pathlib import Path
 import msgspec
 
 from stepscope.cost.attention import flops_of_attention
-from stepscope.errors import StepscopeError
 from stepscope.jobs.attention_grid import AttentionGrid
 from stepscope.jobs.messages import AttentionDone, AttentionMeasured, Failed, MeasureAttention
-from stepscope.jobs.process import Ended, Workers, require_torch
+from stepscope.jobs.process import Ended, RefusedError, Workers, require_torch
 from stepscope.jobs.sweep import RESULTS_NAME, Listener, judge, keep_log, look_at
 from stepscope.recording.attention import AttentionCase, AttentionOutcome, AttentionRow
 from stepscope.recording.bench import Environment, case_key
@@ -62,15 +62,33 @@ class AttentionSweep:
     def run(self, grid: AttentionGrid, listener: Listener) -> tuple[AttentionRow, ...]:
         """The rows of all cases in the grid's order, whether they were measured now or before."""
         require_torch()
-        with ResultsFile.open(self.folder / RESULTS_NAME, AttentionRow) as results, Workers() as workers:
-            planned = _plan(grid, workers, self.timeout_s)
-            kept = {row.key: row for row in results.rows}
-            rows = {one.key: kept[one.key] for one in planned if one.key in kept and self._is_done(kept[one.key])}
-            waiting = [one for one in planned if one.key not in rows]
-            listener.begin(waiting, list(rows.values()), results.damaged_bytes)
-            for _, alike in itertools.groupby(waiting, key=lambda one: one.case.implementation):
-                turn = _Turn(sweep=self, waiting=deque(alike), results=results, listener=listener)
-                rows |= {row.key: row for row in turn.run(workers)}
+        with self._open() as results, Workers() as workers:
+            return self._run_all(_plan(grid, workers, self.timeout_s), results, workers, listener)
+
+    def run_planned(
+        self, planned: Sequence[PlannedAttention], workers: Workers, listener: Listener
+    ) -> tuple[AttentionRow, ...]:
+        """The same for cases that were planned before, by whoever has other things for these workers to do."""
+        with self._open() as results:
+            return self._run_all(planned, results, workers, listener)
+
+    def _open(self) -> AbstractContextManager[ResultsFile[AttentionRow]]:
+        return ResultsFile.open(self.folder / RESULTS_NAME, AttentionRow)
+
+    def _run_all(
+        self,
+        planned: Sequence[PlannedAttention],
+        results: ResultsFile[AttentionRow],
+        workers: Workers,
+        listener: Listener,
+    ) -> tuple[AttentionRow, ...]:
+        kept = {row.key: row for row in results.rows}
+        rows = {one.key: kept[one.key] for one in planned if one.key in kept and self._is_done(kept[one.key])}
+        waiting = [one for one in planned if one.key not in rows]
+        listener.begin(waiting, list(rows.values()), results.damaged_bytes)
+        for _, alike in itertools.groupby(waiting, key=lambda one: one.case.implementation):
+            turn = _Turn(sweep=self, waiting=deque(alike), results=results, listener=listener)
+            rows |= {row.key: row for row in turn.run(workers)}
         return tuple(rows[one.key] for one in planned)
 
     def _is_done(self, row: AttentionRow) -> bool:
@@ -98,7 +116,7 @@ class _Turn:
                 assert not self.waiting, "a worker was done before its cases were"
             else:
                 if isinstance(ended.answer, Failed) and ended.answer.bad_input:
-                    raise StepscopeError(ended.answer.message, detail=ended.answer.detail, hint=ended.answer.hint)
+                    raise RefusedError(ended.answer)
                 self._blame(ended)
         return self._rows
 

@@ -5,7 +5,6 @@ of which importing everything would be a tenth.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,10 +12,11 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain import breakdown
+from stepscope.explain.kept_findings import find_once
 from stepscope.explain.overhead import overhead_table
-from stepscope.explain.profile import Profile, code_digest, make_profile
+from stepscope.explain.profile import Profile, make_profile
 from stepscope.explain.summary import SCHEMA, Summary, summarise
-from stepscope.findings import Finding, Page, Table
+from stepscope.findings import Page, Table
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
 from stepscope.recording.opening import open_recording
@@ -188,21 +188,6 @@ def make_page(profiles: Sequence[Profile]) -> Page:
         tables=tuple(tables),
         findings=find_once(profile),
     )
-
-
-def find_once(profile: Profile) -> tuple[Finding, ...]:
-    """The findings, which for a large recording are looked for once and kept."""
-    path = profile.kept_in / f"findings-{code_digest()}.json" if profile.kept_in else None
-    if path is not None:
-        with suppress(OSError, msgspec.DecodeError):  # not there yet, or damaged: looked for below
-            return msgspec.json.decode(path.read_bytes(), type=tuple[Finding, ...])
-    from stepscope.explain.rules import find
-
-    found = find(profile)
-    if path is not None:
-        with suppress(OSError):  # a full disk costs the next look some time, and nothing else
-            path.write_bytes(msgspec.json.encode(found))
-    return found
 
 
 def encode_summary(profiles: Sequence[Profile]) -> str:

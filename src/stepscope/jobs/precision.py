@@ -4,7 +4,7 @@ All precisions run in one worker, unlike the cases of a sweep: they are compared
 whole model are not for a pipe. What comes back is small.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.explain.precision import find_speeds
 from stepscope.jobs.messages import ComparePrecisions, Failed, PrecisionsCompared
-from stepscope.jobs.process import Ended, Workers, require_torch
+from stepscope.jobs.process import Ended, RefusedError, Workers, require_torch
 from stepscope.jobs.profile import plan_case
 from stepscope.jobs.sweep import Planned, judge, look_at
 from stepscope.recording.bench import BenchRow
@@ -26,7 +26,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 # modules whose outputs are looked at.
 _WITHOUT_EFFECT = ("mode", "compile", "checkpoint", "optimizer", "warmup", "steps", "memory_limit")
 # fp16 has no fast kernels on most CPUs: the usual 128 tokens take a minute there.
-_CONTEXT_ON_CPU = 32
+CONTEXT_ON_CPU = 32
 
 OnStage = Callable[[str], None]
 
@@ -44,14 +44,19 @@ class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
         check_settings(grid)
         if self.out is not None:
             check_target(self.out, force=self.force)
-        started = datetime.now(UTC).isoformat(timespec="seconds")
         asked, rest = _take_precisions(grid)
         with Workers() as workers:
             planned = _plan(rest, workers)
-            speeds = find_speeds(self.bench_rows, planned.case) if self.bench_rows else ()
-            precisions = _choose_precisions(asked, planned.case)
-            request = ComparePrecisions(case=planned.case, precisions=precisions)
-            comparison = _unpack(workers.run(request, on_stage=on_stage), planned.case)
+            return self.run_planned(planned, choose_precisions(asked, planned.case), workers, on_stage)
+
+    def run_planned(
+        self, planned: Planned, precisions: tuple[Precision, ...], workers: Workers, on_stage: OnStage
+    ) -> PrecisionReport:
+        """The same for a case that was planned before, by whoever has other things for these workers to do."""
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        speeds = find_speeds(self.bench_rows, planned.case) if self.bench_rows else ()
+        request = ComparePrecisions(case=planned.case, precisions=precisions)
+        comparison = _unpack(workers.run(request, on_stage=on_stage), planned.case)
         report = PrecisionReport(
             case=planned.case,
             environment=planned.environment,
@@ -86,13 +91,13 @@ def _plan(grid: Grid, workers: Workers) -> Planned:
     """A factory may take no context; for other models a CPU gets a short one unless it was set."""
     names = [name for name, _ in grid.axes]
     if "context" not in names and "model" not in names:
-        short = grid.override(Grid(axes=(("context", (_CONTEXT_ON_CPU,)),)))
+        short = grid.override(Grid(axes=(("context", (CONTEXT_ON_CPU,)),)))
         if look_at(short.cases()[:1], workers, None).environment.device == "cpu":
             return plan_case(short, workers)
     return plan_case(grid, workers)
 
 
-def _choose_precisions(asked: set[Scalar | None], case: Case) -> tuple[Precision, ...]:
+def choose_precisions(asked: Collection[Scalar | None], case: Case) -> tuple[Precision, ...]:
     """Every one that the device has, unless some were asked for. Asking a CPU for tf32 is refused where workloads are
     checked, as everywhere."""
     on_cpu = case.workload.device == "cpu"
@@ -107,7 +112,7 @@ def _unpack(ended: Ended, case: Case) -> Comparison:
     if isinstance(answer, PrecisionsCompared):
         return answer.comparison
     if isinstance(answer, Failed) and answer.bad_input:
-        raise StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
+        raise RefusedError(answer)
     status, reason = judge(answer)
     smaller = f"--batch {max(1, case.workload.batch // 2)}, or a smaller --context"
     raise StepscopeError(

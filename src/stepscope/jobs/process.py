@@ -23,7 +23,7 @@ from typing import IO, Self
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.messages import Answer, AttentionMeasured, Request, Result, Stage
+from stepscope.jobs.messages import Answer, AttentionMeasured, Failed, Request, Result, Stage
 from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.bench import Status
 
@@ -55,6 +55,13 @@ def require_torch() -> None:
         )
 
 
+class RefusedError(StepscopeError):
+    """A worker said that the user's input is at fault: a wrong setting, or a model of theirs that does not build."""
+
+    def __init__(self, answer: Failed) -> None:
+        super().__init__(answer.message, detail=answer.detail, hint=answer.hint)
+
+
 class Workers:
     """A source of worker processes, one at a time. Whatever runs ends when this does."""
 
@@ -69,6 +76,13 @@ class Workers:
     ) -> None:
         self._close()
 
+    def start(self) -> None:
+        """Begins to import torch, in the nursery, while the caller does something else."""
+        if self._nursery is not None and not self._nursery.is_alive():
+            self._close()
+        if self._nursery is None:
+            self._nursery = _Nursery()
+
     def run(
         self,
         request: Request,
@@ -79,10 +93,8 @@ class Workers:
     ) -> Ended:
         """Runs one request in a process of its own. Where its answer comes in parts, each may take `timeout_s`."""
         oom_kills = _kernel_oom_kills()
-        if self._nursery is not None and not self._nursery.is_alive():
-            self._close()
-        if self._nursery is None:
-            self._nursery = _Nursery()
+        self.start()
+        assert self._nursery is not None
         with TemporaryFile() as output, _Worker(self._nursery, request, output) as worker:
             for said in worker.listen(timeout_s):
                 if isinstance(said, Stage):

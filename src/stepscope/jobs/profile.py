@@ -17,7 +17,7 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.explain.statistics import summarise
 from stepscope.jobs.messages import Failed, Record, Recorded
-from stepscope.jobs.process import Ended, Workers, require_torch
+from stepscope.jobs.process import Ended, RefusedError, Workers, require_torch
 from stepscope.jobs.sweep import Planned, judge, look_at
 from stepscope.recording.recorded import RAW_NAME, RecordedRun
 from stepscope.spec import Case, Grid, grid_from_flags
@@ -45,9 +45,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """An empty grid is the default case. Whatever goes wrong leaves no folder behind."""
         require_torch()
         check_folder(self.folder, force=self.force)
+        with Workers() as workers:
+            return self.run_planned(plan_case(grid, workers), workers, on_stage)
+
+    def run_planned(self, planned: Planned, workers: Workers, on_stage: OnStage) -> "Recording":
+        """The same for a case that was planned before, by whoever has other things for these workers to do."""
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        with TemporaryDirectory(prefix="stepscope-") as scratch, Workers() as workers:
-            planned = plan_case(grid, workers)
+        with TemporaryDirectory(prefix="stepscope-") as scratch:
             run = self._record(planned, Path(scratch), workers, on_stage)
             on_stage("reading the trace")
             from stepscope.recording import kineto
@@ -142,7 +146,7 @@ def plan_case(grid: Grid, workers: Workers) -> Planned:
             grid = grid_from_flags({"size": "nano", "context": "128"})
         else:
             grid = grid_from_flags({"size": "small", "context": "256"})
-    case = _only_case(grid)
+    case = only_case(grid)
     answer = look_at([case], workers, None)
     here = msgspec.structs.replace(case.workload, device=answer.environment.device)
     return Planned(
@@ -152,7 +156,7 @@ def plan_case(grid: Grid, workers: Workers) -> Planned:
     )
 
 
-def _only_case(grid: Grid) -> Case:
+def only_case(grid: Grid) -> Case:
     cases = grid.cases()
     if len(cases) == 1:
         return cases[0]
@@ -169,7 +173,7 @@ def explain_failure(ended: Ended, case: Case) -> StepscopeError:
     """Why there is no recording, with the last lines that the worker printed where it died without a word."""
     answer = ended.answer
     if isinstance(answer, Failed) and answer.bad_input:
-        return StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
+        return RefusedError(answer)
     assert not isinstance(answer, Recorded), "this one did not fail"
     status, reason = judge(answer)
     smaller = f"--batch {max(1, case.workload.batch // 2)}, or a smaller --context"

@@ -8,6 +8,7 @@ upgrade or an edited model measures anew.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,7 @@ from stepscope.jobs.messages import (
     Result,
     Run,
 )
-from stepscope.jobs.process import Died, Ended, Workers, require_torch
+from stepscope.jobs.process import Died, Ended, RefusedError, Workers, require_torch
 from stepscope.recording.bench import BenchRow, CaseRow, Environment, Row, Status, case_key
 from stepscope.recording.lines import ResultsFile, writing
 from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
@@ -147,29 +148,41 @@ class Sweep(Generic[R]):
         and rows when some do: it must not end a long grid at one point that the factory cannot do.
         """
         require_torch()
-        refused: list[tuple[R, StepscopeError]] = []
-        path = self.folder / RESULTS_NAME
-        with ResultsFile.open(path, self.kind.row_type) as results, Workers() as workers:
+        with self._open() as results, Workers() as workers:
             grid = grid if grid != Grid() else self._default_grid(workers)
             planned = plan_cases(grid.cases(), workers, self.timeout_s)
-            kept = {row.key: row for row in results.rows}
-            rows = {one.key: kept[one.key] for one in planned if one.key in kept and self._is_done(kept[one.key])}
-            waiting = [one for one in planned if one.key not in rows]
-            listener.begin(waiting, list(rows.values()), results.damaged_bytes)
-            for one in waiting:
-                listener.start(one)
-                row, refusal = self._run_one(one, workers, listener)
-                if refusal is None:
-                    results.append(row)
-                    rows[row.key] = row
-                else:
-                    refused.append((row, refusal))
-                listener.finish(row)
-            if refused and not rows:
-                raise refused[0][1]
-            for row, _ in refused:
+            return self._run_all(planned, results, workers, listener)
+
+    def run_planned(self, planned: Sequence[Planned], workers: Workers, listener: Listener) -> tuple[R, ...]:
+        """The same for cases that were planned before, by whoever has other things for these workers to do."""
+        with self._open() as results:
+            return self._run_all(planned, results, workers, listener)
+
+    def _open(self) -> AbstractContextManager[ResultsFile[R]]:
+        return ResultsFile.open(self.folder / RESULTS_NAME, self.kind.row_type)
+
+    def _run_all(
+        self, planned: Sequence[Planned], results: ResultsFile[R], workers: Workers, listener: Listener
+    ) -> tuple[R, ...]:
+        refused: list[tuple[R, StepscopeError]] = []
+        kept = {row.key: row for row in results.rows}
+        rows = {one.key: kept[one.key] for one in planned if one.key in kept and self._is_done(kept[one.key])}
+        waiting = [one for one in planned if one.key not in rows]
+        listener.begin(waiting, list(rows.values()), results.damaged_bytes)
+        for one in waiting:
+            listener.start(one)
+            row, refusal = self._run_one(one, workers, listener)
+            if refusal is None:
                 results.append(row)
                 rows[row.key] = row
+            else:
+                refused.append((row, refusal))
+            listener.finish(row)
+        if refused and not rows:
+            raise refused[0][1]
+        for row, _ in refused:
+            results.append(row)
+            rows[row.key] = row
         return tuple(rows[one.key] for one in planned)
 
     def _is_done(self, row: R) -> bool:
@@ -187,7 +200,7 @@ class Sweep(Generic[R]):
         answer = ended.answer
         refusal = None
         if isinstance(answer, Failed) and answer.bad_input:
-            refusal = StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
+            refusal = RefusedError(answer)
         status, reason = judge(answer)
         if status != "ok" and refusal is None:
             keep_log(self.folder, one.key, ended.log)
@@ -233,7 +246,7 @@ def look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) ->
     """The environment of cases that name one device, found in a process of its own; bad input comes out here."""
     answer = workers.run(Probe(cases=tuple(cases)), timeout_s=timeout_s).answer
     if isinstance(answer, Failed):
-        raise StepscopeError(answer.message, detail=answer.detail, hint=answer.hint)
+        raise RefusedError(answer)
     if not isinstance(answer, Probed):
         _, reason = judge(answer)
         raise StepscopeError(f"before the first case: {reason}", hint="stepscope doctor")

@@ -131,7 +131,7 @@ def save(recording: Recording, folder: Path, *, raw: Path | None = None, force: 
             manifest = msgspec.structs.replace(recording.manifest, tables=written)
             content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
             (building / MANIFEST_NAME).write_bytes(content + b"\n")
-            _put_in_place(building, folder)
+            put_in_place(building, folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
@@ -146,7 +146,7 @@ def _telling_polars_errors() -> Iterator[None]:
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error).splitlines()[0][:200]) from None
 
 
-def _put_in_place(building: Path, folder: Path) -> None:
+def put_in_place(building: Path, folder: Path) -> None:
     """A folder cannot replace one with files in it, so the old one steps aside first and goes last."""
     if not folder.exists():
         building.rename(folder)

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from stepscope.findings import Axis, Figure, Point
-from stepscope.report.palette import FAINT, FONT, FRAME, GRID, INK, LINES
+from stepscope.report.palette import LINES
+from stepscope.report.style import set_style
 
 if TYPE_CHECKING:
     import altair as alt
@@ -41,7 +42,7 @@ def define(figure: Figure) -> "alt.FacetChart | alt.LayerChart":
     num_columns = max(1, math.ceil(len(panels) / num_rows))
     layers = _layers(figure, points)
     chart = _in_panels(layers, panels, num_columns) if len(panels) > 1 else layers
-    return _style(chart.properties(title=_title(figure, len(points), num_columns)))
+    return set_style(chart.properties(title=_title(figure, len(points), num_columns)))
 
 
 def _can_be_drawn(figure: Figure, point: Point) -> bool:
@@ -179,11 +180,13 @@ def _quantity(axis: Axis) -> str:
 
 
 def _log_ticks(values: Sequence[float]) -> list[float]:
-    """Round numbers over the values, from the coarsest ladder with enough; none where all lie too close."""
+    """Round numbers over the values; none where all lie too close."""
     domain = _log_domain(values)
-    if domain is None:
-        return []
-    low, high = domain
+    return [] if domain is None else find_log_ticks(*domain)
+
+
+def find_log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high`, from the coarsest ladder with enough; none where it has too few."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for ladder in _LADDERS:
         # Through text, because 5 * 10.0**-2 is not the float 0.05 and would be labelled with all its digits.
@@ -227,41 +230,3 @@ def _tooltip(figure: Figure) -> "list[alt.Tooltip]":
         alt.Tooltip("series:N", title=figure.series_label or "series"),
         *(alt.Tooltip(f"{field}:Q", title=title, format=",.5~r") for field, title in quantities),
     ]
-
-
-def _style(chart: "alt.FacetChart | alt.LayerChart") -> "alt.FacetChart | alt.LayerChart":
-    """Fonts, greys and sizes: the data is the darkest thing in the picture."""
-    styled: alt.FacetChart | alt.LayerChart = (
-        chart.configure(font=FONT, background="white", padding=14)
-        .configure_view(stroke=None)
-        .configure_title(
-            anchor="start",
-            fontSize=18,
-            subtitleFontSize=12.5,
-            color=INK,
-            subtitleColor=FAINT,
-            subtitlePadding=6,
-            offset=16,
-        )
-        .configure_axis(
-            labelFontSize=12,
-            titleFontSize=13,
-            titleFontWeight="normal",
-            labelColor=FAINT,
-            titleColor=INK,
-            gridColor=GRID,
-            domainColor=FRAME,
-            tickColor=FRAME,
-            titlePadding=9,
-        )
-        .configure_header(labelFontSize=13, labelFontWeight="bold", labelColor=INK, labelPadding=8)
-        .configure_legend(
-            labelFontSize=12.5,
-            titleFontSize=12.5,
-            symbolSize=80,
-            labelLimit=0,
-            titleColor=INK,
-            labelColor=INK,
-        )
-    )
-    return styled

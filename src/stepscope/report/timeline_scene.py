@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepscope.findings import Stretch, Timeline
-from stepscope.report.palette import FAINT, INK
+from stepscope.report.marks import Text
+from stepscope.report.palette import FAINT
 from stepscope.report.timeline_layout import (
     Layout,
     Peak,
@@ -29,9 +30,10 @@ from stepscope.report.timeline_layout import (
     width_of,
 )
 
-WIDTH, HEIGHT = 880, 400
+# With the legend beside it, a picture whose type can still be read in a page of 16 cm.
+WIDTH, HEIGHT = 660, 400
 LANE_HEIGHT = 19.0
-LINE_CHARACTERS = 165
+LINE_CHARACTERS = 130
 _MOST_COLUMNS = 1000
 # Below this height, in pixels, a piece is its own outline and nothing else.
 _LEAST_PIECE = 2.0
@@ -41,21 +43,6 @@ _MOST_LANES = 3
 _LEGEND_LEFT, _LEGEND_ROW, _MOST_LEGEND = WIDTH + 22.0, 20.0, 18
 _SWATCH, _VALUE = 18.0, 66.0
 _NAME_CHARACTERS = 36
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """One text at a place in pixels from the upper left corner of the plot; `y` is its middle."""
-
-    x: float
-    y: float
-    text: str
-    align: str = "left"
-    size: float = 12.0
-    colour: str = INK
-    weight: str = "normal"
-    # A rim of paper around the letters, for a text that lies on lines.
-    rim: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,10 @@ import pytest
 
 from stepscope.findings import Area, Axis, Piece, Stretch, Timeline
 from stepscope.report.figures import draw, save
+from stepscope.report.marks import Text
 from stepscope.report.timeline_layout import clean, count_told_apart, find_peak, find_ticks, lay_out, width_of
 from stepscope.report.timeline_page import write_page
-from stepscope.report.timeline_scene import WIDTH, Text, name_pieces, place_legend, place_stretches, set_scene
+from stepscope.report.timeline_scene import WIDTH, name_pieces, place_legend, place_stretches, set_scene
 
 from .timelines import AREAS, GIB, HOSTILE, busy_timeline, hostile_timeline, training_step
 
@@ -112,7 +113,7 @@ def test_the_picture_says_what_it_shows(texts: list[str]) -> None:
     for expected in (timeline.title, timeline.subtitle, *timeline.notes, "time (ms)", "active memory (GiB)"):
         assert expected in texts
     assert {"forward", "backward", "optimizer", "step 3", "reserved"} <= set(texts)
-    assert "logits, 1.46 GiB" in texts
+    assert "logits 1.46 GiB" in " ".join(texts)
 
 
 def test_the_peak_is_written_with_its_time(texts: list[str]) -> None:

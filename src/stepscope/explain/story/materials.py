@@ -1,9 +1,11 @@
 """What there is to tell of one run. Whatever is missing is None or empty, and `absent` may say why."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.profile import Profile
+from stepscope.explain.story.bounds import Shares
 from stepscope.findings import Missing
 from stepscope.recording.attention import AttentionRow
 from stepscope.recording.bench import BenchRow
@@ -25,3 +27,8 @@ class Materials:
     attention: tuple[AttentionRow, ...] = ()
     absent: dict[str, Missing] = field(default_factory=dict)
     is_partial: bool = False
+
+    @cached_property
+    def shares(self) -> Shares | None:
+        """Where the profile's time goes, found out once: of a million kernels it takes seconds."""
+        return Shares(self.profile) if self.profile is not None else None

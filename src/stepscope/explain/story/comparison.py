@@ -1,0 +1,205 @@
+"""Two runs as one report: what B does to a step of A's, why, and everything else side by side.
+
+A is what was before and B what is now: a ratio above one is B's gain. Whether two times differ is asked of their
+samples (`compare.judge`), and where that cannot be told the sentence says so instead of the ratio alone.
+"""
+
+from fractions import Fraction
+from typing import Literal
+
+from stepscope import __version__
+from stepscope.explain.comparability import compare_circumstances
+from stepscope.explain.compare import Verdict, compare
+from stepscope.explain.compare import judge as judge_samples
+from stepscope.explain.questions.answers import say_time
+from stepscope.explain.story.commands import list_commands
+from stepscope.explain.story.comparison_changes import DECIDES_WORK, show_changes, tell_settings
+from stepscope.explain.story.comparison_sections import put_beside
+from stepscope.explain.story.environment_section import find_environment
+from stepscope.explain.story.materials import Materials
+from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
+from stepscope.explain.story.soundness import judge
+from stepscope.explain.story.telling import SECTIONS, list_advice
+from stepscope.explain.story.wording import say_percent, say_size
+from stepscope.findings import Copyable, Fact, Report, Soundness
+
+RUNS = ("A", "B")
+_FACTS = ("step", "memory", "bound", "mfu", "busy", "tokens")
+_FEW_TIMES = 1.1  # below it a factor is said in per cent
+
+
+def tell_both(a: Materials, b: Materials) -> Report:
+    """`advice` is on B: what is still to gain."""
+    openings = Opening(a), Opening(b)
+    shown = [key for key in SECTIONS if key != "ranks" or len(a.ranks) > 1 or len(b.ranks) > 1]
+    return Report(
+        title=f"{title_of(a)} → {title_of(b)}",
+        subtitle=_say_where(a, b),
+        runs=RUNS,
+        sentence=say_change(*openings),
+        facts=_pair_facts(*openings),
+        advice=list_advice(b),
+        soundness=_judge_both(*openings),
+        sections=(show_changes(a, b), *(put_beside(key, a, b) for key in shown)),
+        commands=_pair_commands(a, b),
+        version=__version__,
+        is_partial=a.is_partial or b.is_partial,
+    )
+
+
+def _say_where(a: Materials, b: Materials) -> str:
+    one, other = subtitle_of(a), subtitle_of(b)
+    return (
+        one
+        if one == other
+        else " | ".join(f"{run}: {said}" for run, said in zip(RUNS, (one, other), strict=True) if said)
+    )
+
+
+def _pair_commands(a: Materials, b: Materials) -> tuple[Copyable, ...]:
+    return tuple(
+        Copyable(label=f"{run}: {one.label}", text=one.text)
+        for run, materials in zip(RUNS, (a, b), strict=True)
+        for one in list_commands(materials)
+    )
+
+
+# --- The sentence -----------------------------------------------------------------------------------------------------
+
+
+def say_change(a: Opening, b: Opening) -> str:
+    """What B's step takes instead of A's, as far as both are known; else each run in its own sentence."""
+    steps, peaks = (a.step_ns, b.step_ns), (a.peak_bytes, b.peak_bytes)
+    if steps[0] and steps[1]:
+        memory = f", {_say_memory(peaks[0], peaks[1])}" if peaks[0] and peaks[1] else ""
+        doubt = (
+            "too few steps to tell it from noise"
+            if bool(a.row) == bool(b.row)
+            else "one step was timed, the other recorded"
+        )
+        said = f"{_say_steps(steps[0], steps[1], judge_steps(a, b), doubt)}{memory}"
+    elif peaks[0] and peaks[1] and not steps[0] and not steps[1] and not _failed(a) and not _failed(b):
+        said = f"B holds {_say_peaks(peaks[0], peaks[1])} at its peak; how long their steps take is not recorded"
+    else:
+        return f"A: {say_run(a)} B: {say_run(b)}"
+    return f"{said}{_say_other_work(a, b)}."
+
+
+def _failed(opening: Opening) -> bool:
+    return bool(opening.materials.bench) and opening.materials.bench[0].measurement is None
+
+
+def judge_steps(a: Opening, b: Opening) -> Verdict:
+    """From the steps that the two figures are made of: both timed, or both recorded. A timed one and a recorded one
+    cannot be told apart, since a recorder takes its time."""
+    if a.row and b.row and a.row.measurement and b.row.measurement:
+        samples = [[Fraction(ns) for ns in row.measurement.step_ns] for row in (a.row, b.row) if row.measurement]
+        return judge_samples(samples[0], samples[1])
+    profiles = a.materials.profile, b.materials.profile
+    if a.row or b.row or profiles[0] is None or profiles[1] is None:
+        return "cannot tell"
+    return compare(profiles[0], profiles[1]).gate.verdict
+
+
+def _say_steps(a_ns: float, b_ns: float, verdict: Verdict, doubt: str) -> str:
+    """`doubt` is why it cannot be told whether they differ, where that is so."""
+    a, b = say_time(a_ns), say_time(b_ns)
+    match verdict:
+        case "same":
+            return f"B's step takes {b}, as A's does"
+        case "noise":
+            return f"B's step takes {b} and A's {a}, a difference within noise"
+        case "cannot tell":
+            return f"B's step takes {b} instead of {a}, {_say_factor(a_ns, b_ns)} ({doubt})"
+        case "faster" | "slower":
+            return f"B's step takes {b} instead of {a}, {_say_factor(a_ns, b_ns)}"
+
+
+def _say_factor(a_ns: float, b_ns: float) -> str:
+    factor = max(a_ns, b_ns) / min(a_ns, b_ns)
+    if factor < _FEW_TIMES:
+        return f"{say_percent(abs(b_ns / a_ns - 1))} {'less' if b_ns < a_ns else 'more'}"
+    return f"{factor:.3g} times as {'fast' if b_ns < a_ns else 'long'}"
+
+
+def _say_memory(a_bytes: int, b_bytes: int) -> str:
+    a, b = say_size(a_bytes), say_size(b_bytes)
+    return f"with {b} instead of {a}" if a != b else f"with {b} as before"
+
+
+def _say_peaks(a_bytes: int, b_bytes: int) -> str:
+    a, b = say_size(a_bytes), say_size(b_bytes)
+    if a == b:
+        return f"{b}, as A does,"
+    if b_bytes >= 2 * a_bytes:
+        return f"{b} instead of {a}, {b_bytes / a_bytes:.3g} times as much,"
+    return f"{b} instead of {a}, {say_percent(abs(b_bytes / a_bytes - 1))} {'less' if b_bytes < a_bytes else 'more'},"
+
+
+def _say_other_work(a: Opening, b: Opening) -> str:
+    """Where the two do not do the same, or not on the same device, a factor says less than it seems to."""
+    remarks = [
+        f"{name} {one} → {other}"
+        for name, one, other in tell_settings(a.materials, b.materials)
+        if name in DECIDES_WORK and one and other
+    ]
+    return f"; the two are not alike: {', '.join(remarks)}" if remarks else ""
+
+
+# --- Facts and how sound they are -------------------------------------------------------------------------------------
+
+
+def _pair_facts(a: Opening, b: Opening) -> tuple[Fact, ...]:
+    """B's, each with A's value before it, in the order in which a run alone has them."""
+    before, after = ({fact.key: fact for fact in list_facts(one)} for one in (a, b))
+    keys = sorted({*before, *after}, key=lambda key: (_FACTS.index(key) if key in _FACTS else len(_FACTS), key))
+    return tuple(_pair(before.get(key), after.get(key)) for key in keys)
+
+
+def _pair(before: Fact | None, after: Fact | None) -> Fact:
+    known = after or before
+    assert known is not None, "a key comes from one of the two"
+    comparable = before is not None and before.kind == known.kind and before.label == known.label
+    return Fact(
+        key=known.key,
+        label=known.label,
+        value=after.value if after else None,
+        kind=known.kind,
+        note=_join_notes(before.note if before else "not known", after.note if after else "not known"),
+        before=before.value if before is not None and (comparable or known.kind == "text") else None,
+    )
+
+
+def _join_notes(before: str, after: str) -> str:
+    return after if before == after else f"A: {before}; B: {after}"
+
+
+def _judge_both(a: Opening, b: Opening) -> Soundness:
+    """As sound as the weaker of the two. What of their circumstances differs stands first."""
+    one, other = judge(a), judge(b)
+    verdicts = {one.verdict, other.verdict}
+    profiles = a.materials.profile, b.materials.profile
+    remarks = compare_circumstances(profiles[0], profiles[1]) if profiles[0] and profiles[1] else ()
+    devices = _differing_devices(a.materials, b.materials)
+    said = one.sentence if one.sentence == other.sentence else f"A: {one.sentence} B: {other.sentence}"
+    if devices:
+        said = f"{devices} {said}"
+    order: tuple[Literal["doubtful", "unknown", "sound"], ...] = ("doubtful", "unknown", "sound")
+    weakest = "doubtful" if devices else next(verdict for verdict in order if verdict in verdicts)
+    details = (*remarks, *(f"A: {line}" for line in one.details), *(f"B: {line}" for line in other.details))
+    return Soundness(verdict=weakest, sentence=said, details=tuple(dict.fromkeys(details)))
+
+
+def _differing_devices(a: Materials, b: Materials) -> str:
+    one, other = (_device_of(materials) for materials in (a, b))
+    return f"The runs are of different devices: A of {one}, B of {other}." if one and other and one != other else ""
+
+
+def _device_of(materials: Materials) -> str:
+    environment = find_environment(materials)
+    if environment is not None:
+        return environment.driver_name
+    for one in (materials.profile, materials.memory):
+        if one is not None and one.recording.manifest.device:
+            return one.recording.manifest.device
+    return ""

@@ -1,0 +1,183 @@
+"""What is different between two runs: the settings, the time by class, phase, module and kernel, and the memory."""
+
+from typing import Literal
+
+import msgspec
+
+from stepscope.explain.comparability import describe_software, list_settings, list_versions
+from stepscope.explain.compare import By, Comparison, compare, comparison_table
+from stepscope.explain.questions.answers import say_list, say_time
+from stepscope.explain.story.absence import explain_absence
+from stepscope.explain.story.commands import find_case
+from stepscope.explain.story.comparison_sections import join_missing
+from stepscope.explain.story.environment_section import find_environment
+from stepscope.explain.story.materials import Materials
+from stepscope.explain.story.wording import say_size
+from stepscope.findings import Bars, Cell, Column, Exhibit, Missing, Section, Table
+
+# Settings that decide how much there is to do, and on what. The others decide how it is done.
+DECIDES_WORK = ("model", "batch", "context", "mode", "device")
+_BY: tuple[By, ...] = ("class", "phase", "module", "kernel")
+_NAMED = 3  # changes in the lead
+_WORTH_NAMING = 0.02  # of A's step
+
+Setting = tuple[str, str, str]  # what, and its value in A and in B; empty where it is not known
+
+
+def show_changes(a: Materials, b: Materials) -> Section:
+    exhibits: list[Exhibit] = []
+    missing: list[Missing] = []
+    said: list[str] = []
+    settings = tell_settings(a, b)
+    if settings:
+        exhibits.append(Exhibit(key="changes-settings", part=_settings_table(settings)))
+    if a.profile and b.profile:
+        names = (a.name, b.name)
+        comparisons = {by: compare(a.profile, b.profile, by=by, names=names) for by in _BY}
+        exhibits += _show_time(comparisons)
+        said.append(_say_time_changes(comparisons["class"]))
+    else:
+        missing += _absent(a, b, "profile", "what of the step's time changed")
+    if a.memory and b.memory:
+        peaks = dict(a.memory.categories_at(a.memory.peak_event)), dict(b.memory.categories_at(b.memory.peak_event))
+        exhibits += _show_memory(*peaks)
+        said.append(_say_memory_changes(*peaks))
+    else:
+        missing += _absent(a, b, "memory", "what of the memory changed")
+    lead = " ".join(text for text in said if text)
+    return Section(key="changes", title="What changed", lead=lead, exhibits=tuple(exhibits), missing=tuple(missing))
+
+
+def _absent(a: Materials, b: Materials, stage: Literal["profile", "memory"], what: str) -> tuple[Missing, ...]:
+    """For each run that lacks it: both have to have it."""
+    return join_missing(
+        *([explain_absence(one, stage, what)] if getattr(one, stage) is None else [] for one in (a, b)),
+    )
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+def tell_settings(a: Materials, b: Materials) -> list[Setting]:
+    """Those that differ, of what was run, where and with what."""
+    left, right = _describe(a), _describe(b)
+    names = dict.fromkeys((*left, *right))
+    return [(name, left.get(name, ""), right.get(name, "")) for name in names if left.get(name) != right.get(name)]
+
+
+def _describe(materials: Materials) -> dict[str, str]:
+    case, environment = find_case(materials), find_environment(materials)
+    said = list_settings(case) if case is not None else {}
+    manifests = [one.recording.manifest for one in (materials.profile, materials.memory) if one is not None]
+    devices = [one.device for one in manifests if one.device]
+    if environment is not None:
+        return {**said, "device": environment.driver_name, **describe_software(environment)}
+    said |= {"device": devices[0]} if devices else {}
+    return {**said, **(list_versions(manifests[0]) if manifests else {})}
+
+
+def _settings_table(settings: list[Setting]) -> Table:
+    rows: tuple[tuple[Cell, ...], ...] = tuple((name, one or None, other or None) for name, one, other in settings)
+    return Table(
+        title="What was set otherwise",
+        columns=(Column(key="setting", label="setting"), Column(key="a", label="A"), Column(key="b", label="B")),
+        rows=rows,
+        notes=("what is not listed is the same in both, as far as both say",),
+    )
+
+
+# --- Time -------------------------------------------------------------------------------------------------------------
+
+
+def _show_time(comparisons: dict[By, Comparison]) -> list[Exhibit]:
+    by_class = comparisons["class"]
+    bars = Bars(
+        title="A step's wall time while recorded, by what ran alone",
+        kind="ms",
+        labels=tuple(row.name.strip("()") for row in by_class.parts),
+        series=("A", "B"),
+        values=(tuple(row.a_ns / 1e6 for row in by_class.parts), tuple(row.b_ns / 1e6 for row in by_class.parts)),
+        notes=("the largest change first; the bars of a run add up to its step",),
+    )
+    exhibits = [Exhibit(key="changes-time", part=bars)]
+    first = comparison_table(by_class)
+    exhibits.append(Exhibit(key="changes-class", part=msgspec.structs.replace(first, title="What changed, by class")))
+    for by in _BY[1:]:
+        table = _parts_alone(comparisons[by], first)
+        if len(table.rows) > 1:
+            exhibits.append(Exhibit(key=f"changes-{by}", part=table))
+    return exhibits
+
+
+def _parts_alone(comparison: Comparison, first: Table) -> Table:
+    """Without the totals, and without the notes, of the table that stands before it."""
+    table = comparison_table(comparison)
+    rows = tuple(row[1:] for row in table.rows if row[0] == comparison.by)
+    notes = tuple(note for note in table.notes if note not in first.notes)
+    return Table(title=f"What changed, by {comparison.by}", columns=table.columns[1:], rows=rows, notes=notes)
+
+
+def _say_time_changes(comparison: Comparison) -> str:
+    wall = comparison.wall
+    least = _WORTH_NAMING * wall.a_ns
+    changed = [
+        row for row in comparison.parts if abs(row.difference_ns) >= least and row.verdict not in ("same", "noise")
+    ][:_NAMED]
+    if not changed:
+        return "No class of kernels changed by more than noise and 2 % of the step."
+    parts = say_list(
+        f"{row.name.strip('()')} {say_time(abs(row.difference_ns))} {'less' if row.difference_ns < 0 else 'more'}"
+        for row in changed
+    )
+    return f"A recorded step of B's takes {say_time(wall.b_ns)} where A's takes {say_time(wall.a_ns)}: {parts}."
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def _show_memory(a: dict[str, int], b: dict[str, int]) -> list[Exhibit]:
+    names = [name for name in a if a[name] or b[name]]
+    names.sort(key=lambda name: (-abs(b[name] - a[name]), -max(a[name], b[name]), name))
+    bars = Bars(
+        title="Memory at each run's peak",
+        kind="bytes",
+        labels=tuple(names),
+        series=("A", "B"),
+        values=(tuple(float(a[name]) for name in names), tuple(float(b[name]) for name in names)),
+        notes=("the largest change first; the bars of a run add up to its peak",),
+    )
+    return [
+        Exhibit(key="changes-memory", part=bars),
+        Exhibit(key="changes-categories", part=_memory_table(names, a, b)),
+    ]
+
+
+def _memory_table(names: list[str], a: dict[str, int], b: dict[str, int]) -> Table:
+    sums = [(name, a[name], b[name]) for name in names] + [("all", sum(a.values()), sum(b.values()))]
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (name, one, other, other - one, other / one if one else None) for name, one, other in sums
+    )
+    return Table(
+        title="Memory at each run's peak",
+        columns=(
+            Column(key="category", label="category"),
+            Column(key="a_bytes", label="A", kind="bytes"),
+            Column(key="b_bytes", label="B", kind="bytes"),
+            Column(key="difference_bytes", label="B − A", kind="bytes"),
+            Column(key="ratio", label="B / A", kind="ratio"),
+        ),
+        rows=rows,
+    )
+
+
+def _say_memory_changes(a: dict[str, int], b: dict[str, int]) -> str:
+    one, other = sum(a.values()), sum(b.values())
+    changed = [name for name in a if abs(b[name] - a[name]) >= _WORTH_NAMING * max(1, one)]
+    changed.sort(key=lambda name: -abs(b[name] - a[name]))
+    if not changed:
+        return "What memory holds at the peak is about the same."
+    parts = say_list(
+        f"{name} {say_size(abs(b[name] - a[name]))} {'less' if b[name] < a[name] else 'more'}"
+        for name in changed[:_NAMED]
+    )
+    return f"At its peak B holds {say_size(other)} where A holds {say_size(one)}: {parts}."

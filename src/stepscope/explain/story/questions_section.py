@@ -1,0 +1,50 @@
+"""The questions people ask of a step and of its memory, answered or not."""
+
+from collections.abc import Sequence
+
+from stepscope.explain.memory.answers import answer_memory
+from stepscope.explain.questions import Answer, answer
+from stepscope.explain.story.absence import explain_absence
+from stepscope.explain.story.materials import Materials
+from stepscope.explain.story.wording import shorten
+from stepscope.findings import Exhibit, Question, Questions, Section
+
+_EVIDENCE_ROWS = 20
+
+
+def answer_questions(materials: Materials) -> Section:
+    key, title = "questions", "Questions"
+    asked: list[tuple[str, str, tuple[Answer, ...]]] = []
+    if materials.profile is not None:
+        asked.append(("questions-time", "About time", answer([materials.profile])))
+    if materials.memory is not None:
+        asked.append(("questions-memory", "About memory", answer_memory(materials.memory)))
+    if not asked:
+        return Section(
+            key=key,
+            title=title,
+            missing=(explain_absence(materials, "profile", "answers to what people ask of a step"),),
+        )
+    answers = [one for _, _, found in asked for one in found]
+    answered = sum(one.status == "answered" for one in answers)
+    rest = len(answers) - answered
+    needs = "1 needs another recording, and names it" if rest == 1 else f"{rest} need another recording, and name it"
+    lead = f"{answered} of {len(answers)} questions are answered{f'; {needs}' if rest else ''}."
+    exhibits = tuple(
+        Exhibit(key=name, part=Questions(title=heading, questions=_write(found))) for name, heading, found in asked
+    )
+    return Section(key=key, title=title, lead=lead, exhibits=exhibits)
+
+
+def _write(answers: Sequence[Answer]) -> tuple[Question, ...]:
+    return tuple(
+        Question(
+            question=one.question,
+            figure=one.figure,
+            answer=one.sentence,
+            evidence=shorten(one.evidence, "", _EVIDENCE_ROWS) if one.evidence else None,
+            command=one.command,
+            is_answered=one.status == "answered",
+        )
+        for one in answers
+    )

@@ -1,0 +1,142 @@
+"""Where a step's time goes: as it ran, taken apart, against the device's limits, and rank by rank."""
+
+from collections.abc import Sequence
+
+from stepscope.explain.bench import bench_table
+from stepscope.explain.breakdown import classes_table
+from stepscope.explain.counters import has_counters
+from stepscope.explain.counters import kernels_table as counters_table
+from stepscope.explain.profile import Profile
+from stepscope.explain.questions.answers import say_list, say_share, say_time
+from stepscope.explain.roofline import roofline_table
+from stepscope.explain.story.absence import explain_absence
+from stepscope.explain.story.bounds import Shares
+from stepscope.explain.story.breakdown import break_down
+from stepscope.explain.story.lanes import draw_step
+from stepscope.explain.story.materials import Materials
+from stepscope.explain.story.opening import has_steps
+from stepscope.explain.story.ranks import tell_ranks
+from stepscope.explain.story.roofline_points import draw_roofline
+from stepscope.explain.story.wording import name_class, retitle, say_percent, shorten
+from stepscope.findings import Exhibit, Missing, Section
+
+_ROOFLINE_ROWS = 20
+_COUNTED_ROWS = 25
+_NAMED = 3  # classes in a lead
+_LIMITS = {
+    "compute": "by arithmetic",
+    "memory": "by memory bandwidth",
+    "launch": "by the time it takes to start a kernel",
+}
+
+
+def show_timeline(materials: Materials) -> Section:
+    key, title = "timeline", "One step as it ran"
+    profile = materials.profile
+    if profile is None:
+        return Section(key=key, title=title, missing=(explain_absence(materials, "profile", "the step's timeline"),))
+    if profile.recording.manifest.source == "nsight compute":
+        why = "Nsight Compute runs one kernel at a time, so there is no order of a step to show"
+        missing = Missing(what="the step's timeline", why=why, command="stepscope profile")
+        return Section(key=key, title=title, missing=(missing,))
+    exhibit = Exhibit(key="step-timeline", part=draw_step(profile))
+    return Section(key=key, title=title, lead=_say_step(profile), exhibits=(exhibit,))
+
+
+def _say_step(profile: Profile) -> str:
+    word = "operators" if profile.on_cpu else "kernels"
+    if not has_steps(profile):
+        return (
+            f"The recording marks no steps; it holds {profile.kernels.height:,} {word} in {say_time(profile.wall_ns)}."
+        )
+    count = profile.kernels.height / profile.steps_in_window
+    said = f"A step runs {count:,.0f} {word} in {say_time(profile.step_ns)}"
+    if profile.step_ns != profile.recorded_step_ns:
+        recorded = say_time(profile.recorded_step_ns)
+        said += f" by the clock; drawn is one as recorded, which stretches the host's part to {recorded}"
+    elif profile.recording.manifest.overhead is not None:
+        said += f" while recorded, {say_time(profile.recording.manifest.overhead.plain_ns)} without the recorder"
+    phases = [row for row in profile.time_by("phase").iter_rows(named=True) if row["phase"] != "unknown"]
+    named = say_list(f"{row['phase']} {say_percent(row['share'])}" for row in phases)
+    return f"{said}. Of the {word}' time, {named}." if phases else f"{said}."
+
+
+def show_time(materials: Materials) -> Section:
+    key, title = "time", "Where the time goes"
+    profile, rows = materials.profile, materials.bench
+    timed = (
+        [Exhibit(key="time-bench", part=shorten(retitle(bench_table(rows), "Steps timed by themselves"), ""))]
+        if rows
+        else []
+    )
+    if profile is None:
+        missing = (explain_absence(materials, "profile", "time by class, phase and kernel"),)
+        return Section(key=key, title=title, exhibits=tuple(timed), missing=missing)
+    exhibits = [
+        Exhibit(key="breakdown", part=break_down([profile], [""])),
+        Exhibit(key="time-classes", part=classes_table(profile)),
+        *timed,
+    ]
+    if profile.recording.counters.height and has_counters(profile.recording):
+        counted = counters_table(profile.recording, top=_COUNTED_ROWS)
+        exhibits.append(Exhibit(key="time-counters", part=counted))
+    return Section(key=key, title=title, lead=_say_classes(profile), exhibits=tuple(exhibits))
+
+
+def _say_classes(profile: Profile) -> str:
+    classes = profile.time_by("class").head(_NAMED).iter_rows(named=True)
+    named = say_list(f"{say_percent(row['share'])} {name_class(row['class'])}" for row in classes)
+    word = "operators" if profile.on_cpu else "kernels"
+    whole = "a step" if has_steps(profile) else "the recording"
+    time = profile.gpu_time_ns / (profile.steps_in_window if has_steps(profile) else 1)
+    return f"The {word} of {whole} take {say_time(time)} together: {named}{_say_overlap(profile)}."
+
+
+def _say_overlap(profile: Profile) -> str:
+    """Durations added up are more than a device's busy time where kernels run side by side."""
+    busy = sum(one.whole.busy_ns for one in profile.devices)
+    twice = profile.gpu_time_ns - busy
+    return (
+        f"; {say_share(twice / profile.gpu_time_ns)} of it beside others" if twice > 0.01 * profile.gpu_time_ns else ""
+    )
+
+
+def show_roofline(materials: Materials) -> Section:
+    key, title = "roofline", "How near to the device's limits"
+    profile, shares = materials.profile, materials.shares
+    if profile is None or shares is None:
+        return Section(
+            key=key,
+            title=title,
+            missing=(explain_absence(materials, "profile", "operators against the device's limits"),),
+        )
+    drawn = draw_roofline([profile], [""])
+    if isinstance(drawn, Missing):
+        return Section(key=key, title=title, missing=(drawn,))
+    table = roofline_table(profile, top=_ROOFLINE_ROWS)
+    exhibits = (Exhibit(key="roofline", part=drawn), Exhibit(key="roofline-table", part=table))
+    return Section(key=key, title=title, lead=_say_limits(shares.limits), exhibits=exhibits)
+
+
+def _say_limits(limits: dict[str, float]) -> str:
+    if not limits:
+        return "For no operator are both its cost and the device's limits known."
+    ordered = sorted(limits.items(), key=lambda item: -item[1])
+    (largest, most), *others = ordered
+    said = f"{say_percent(most)} is limited {_LIMITS[largest]}"
+    said += "".join(f", {say_percent(share)} {_LIMITS[name]}" for name, share in others)
+    rest = 1 - sum(limits.values())
+    unknown = f"; of {say_percent(rest)} the limit is not known" if rest > 0.01 else ""
+    return f"Of the kernels' time, {said}{unknown}."
+
+
+def show_ranks(materials: Materials) -> Section:
+    profiles = materials.ranks
+    return Section(key="ranks", title="Ranks", lead=_say_ranks(profiles), exhibits=tell_ranks(profiles))
+
+
+def _say_ranks(profiles: Sequence[Profile]) -> str:
+    exposed = [Shares(profile).communication for profile in profiles]
+    low, high = say_percent(min(exposed)), say_percent(max(exposed))
+    between = low if low == high else f"between {low} and {high}"
+    return f"On {len(profiles)} ranks communication that nothing hides takes {between} of the step."

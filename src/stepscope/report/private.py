@@ -1,0 +1,19 @@
+"""What a page or a file for others does not say: whose home folder something lay in."""
+
+import re
+
+# A folder of homes may lie below others (/export/home, /nfs/cluster/home). Names on Windows may have spaces, and then a
+# separator must follow, or the rest of the sentence would be taken for the name.
+_HOMES = re.compile(
+    r"(?<![\w~.])(?:/[\w.-]+){0,8}/(?:home|Users)/[^/\\\s\"'`<>|:;,(){}\[\]]+"
+    r"|(?<![A-Za-z])[A-Za-z]:[\\/]{1,2}Users[\\/]{1,2}(?:[^\\/:*?\"<>|\r\n]{1,64}(?=[\\/])|[^\\/\s:*?\"'<>|]+)"
+    r"|(?<![\w~./-])/root(?![\w.-])",
+    re.IGNORECASE,
+)
+
+
+def hide_homes(text: str) -> str:
+    """The text with `~` in place of every home folder."""
+    if "/" not in text and "\\" not in text:
+        return text
+    return _HOMES.sub("~", text)

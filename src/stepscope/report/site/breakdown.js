@@ -1,0 +1,282 @@
+// The breakdown: a step's time by class, phase, layer and module, each narrowing the others and the kernels below.
+//
+// Every dimension shows what is left by the choices in the others, and its own choice among its neighbours, so that a
+// reader can go from one value to the next without going back. Bars are stacked by class, so that the colours of the
+// page say what a layer is made of.
+
+const MOST_BARS = 12;
+
+// What is known, with the choices; `sums` are remade with each.
+function makeBreakdown(part) {
+  const numRuns = part.runs.length;
+  const numRows = part.places[0] ? part.places[0].length : 0;
+  const classes = part.dimensions.findIndex((dimension) => dimension.key === "class");
+  const totals = part.times.map((column) => column.reduce((sum, time) => sum + time, 0));
+  const chosen = part.dimensions.map(() => -1);
+
+  // Rows that agree with all choices but the one in dimension `except`.
+  function rowsLeft(except) {
+    const tests = chosen.map((value, at) => [at, value]).filter(([at, value]) => value >= 0 && at !== except);
+    const rows = [];
+    for (let row = 0; row < numRows; row++) {
+      if (tests.every(([at, value]) => part.places[at][row] === value)) rows.push(row);
+    }
+    return rows;
+  }
+
+  // Per value of a dimension, the largest first: its time a run, and how it is made up of classes.
+  function sumBy(at) {
+    const byValue = new Map();
+    for (const row of rowsLeft(at)) {
+      const value = part.places[at][row];
+      let sum = byValue.get(value);
+      if (!sum) byValue.set(value, (sum = { value, times: new Array(numRuns).fill(0), parts: new Map() }));
+      const kind = classes < 0 ? -1 : part.places[classes][row];
+      let pieces = sum.parts.get(kind);
+      if (!pieces) sum.parts.set(kind, (pieces = new Array(numRuns).fill(0)));
+      for (let run = 0; run < numRuns; run++) {
+        sum.times[run] += part.times[run][row];
+        pieces[run] += part.times[run][row];
+      }
+    }
+    return [...byValue.values()].sort((a, b) => Math.max(...b.times) - Math.max(...a.times) || a.value - b.value);
+  }
+
+  function timeLeft() {
+    const times = new Array(numRuns).fill(0);
+    for (const row of rowsLeft(-1)) for (let run = 0; run < numRuns; run++) times[run] += part.times[run][row];
+    return times;
+  }
+
+  const isNarrowed = () => chosen.some((value) => value >= 0);
+  const classOf = (value) => (classes < 0 || value < 0 ? "" : part.dimensions[classes].values[value]);
+  return { part, numRuns, numRows, classes, totals, chosen, rowsLeft, sumBy, timeLeft, isNarrowed, classOf };
+}
+
+// "gemm kernels of backward in layers.3"
+function describeChoice(model) {
+  const { part, chosen } = model;
+  const links = { phase: "of", layer: "in", module: "in", kernel: "named" };
+  const said = [part.what];
+  part.dimensions.forEach((dimension, at) => {
+    if (chosen[at] < 0) return;
+    const name = dimension.values[chosen[at]];
+    if (dimension.key === "class") said.unshift(name);
+    else said.push(links[dimension.key] || "of", name);
+  });
+  return said.join(" ");
+}
+
+charts.breakdown = (root, part, page) => {
+  const model = makeBreakdown(part);
+  const body = bodyOf(root);
+  if (!model.numRows) {
+    body.append(element("p", `No ${part.what} were recorded.`, "quiet"));
+    return { redraw() {} };
+  }
+  const told = element("p", "", "told");
+  const chips = element("div", "", "chips");
+  const strips = element("div", "", "strips");
+  const panels = element("div", "", "dimensions");
+  const detail = element("p", "", "decoded");
+  body.append(told, chips, strips, panels, detail);
+  const isExpanded = part.dimensions.map(() => false);
+  const shown = part.dimensions.map((dimension, at) => at).filter((at) => part.dimensions[at].key !== "kernel");
+  const lists = shown.map((at) => makePanel(at));
+  const table = makeKernelTable(model, body, choose);
+
+  function choose(at, value) {
+    model.chosen[at] = model.chosen[at] === value ? -1 : value;
+    update();
+    page.say(told.textContent);
+  }
+
+  function clear() {
+    if (!model.isNarrowed()) return;
+    model.chosen.fill(-1);
+    update();
+    page.say(told.textContent);
+  }
+
+  function makePanel(at) {
+    const panel = element("section", "", "dimension");
+    const list = element("ul");
+    list.addEventListener("keydown", walk);
+    panel.append(element("h4", part.dimensions[at].label), list);
+    panel.dataset.dimension = part.dimensions[at].key;
+    panels.append(panel);
+    return list;
+  }
+
+  // Up and down within a list, left and right between lists.
+  function walk(event) {
+    const steps = { ArrowUp: -1, ArrowDown: 1, Home: -Infinity, End: Infinity };
+    const here = event.target.closest("button");
+    const items = [...event.currentTarget.querySelectorAll("button")];
+    if (event.key in steps) moveAmong(items, here, steps[event.key]);
+    else if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
+      const list = lists[lists.indexOf(event.currentTarget) + (event.key === "ArrowLeft" ? -1 : 1)];
+      if (!list) return;
+      const others = [...list.querySelectorAll("button")];
+      others[Math.min(items.indexOf(here), others.length - 1)]?.focus();
+    } else return;
+    event.preventDefault();
+  }
+
+  function fillPanel(at, list) {
+    const sums = model.sumBy(at);
+    const most = largest(sums, (sum) => Math.max(...sum.times)) || 1;
+    const focused = list.contains(document.activeElement) ? document.activeElement.dataset.value : null;
+    const visible = isExpanded[at] || sums.length <= MOST_BARS + 1 ? sums : sums.slice(0, MOST_BARS);
+    const isHidden = model.chosen[at] >= 0 && !visible.some((sum) => sum.value === model.chosen[at]);
+    const rows = isHidden ? [...visible, ...sums.filter((sum) => sum.value === model.chosen[at])] : visible;
+    list.replaceChildren(...rows.map((sum) => makeBar(model, at, sum, most, choose)));
+    if (visible.length < sums.length || isExpanded[at]) {
+      const text = isExpanded[at] ? "fewer" : `${sums.length - visible.length} more`;
+      const item = element("li");
+      item.append(button(text, "quiet", () => {
+        isExpanded[at] = !isExpanded[at];
+        fillPanel(at, list);
+        list.querySelector("li:last-child button").focus();
+      }));
+      list.append(item);
+    }
+    const buttons = [...list.querySelectorAll("button")];
+    const entry = buttons.find((item) => item.getAttribute("aria-pressed") === "true") || buttons[0];
+    for (const item of buttons) item.tabIndex = item === entry ? 0 : -1;
+    if (focused !== null) buttons.find((item) => item.dataset.value === focused)?.focus();
+  }
+
+  function fillChips() {
+    const made = part.dimensions.flatMap((dimension, at) => {
+      if (model.chosen[at] < 0) return [];
+      const name = dimension.values[model.chosen[at]];
+      const chip = button("", "chip", () => choose(at, model.chosen[at]));
+      chip.append(element("span", `${dimension.label.toLowerCase()} `, "of"), element("span", name, "name"),
+        element("span", "×", "cross"));
+      chip.setAttribute("aria-label", `remove ${dimension.label} ${name}`);
+      return [chip];
+    });
+    if (made.length) made.push(button("clear", "quiet", clear));
+    else made.push(element("span", "Choose a bar to narrow everything else to it.", "help"));
+    chips.replaceChildren(...made);
+  }
+
+  function fillStrips() {
+    strips.replaceChildren(...part.runs.map((name, run) => makeStrip(model, run, body.clientWidth, choose)));
+  }
+
+  function update() {
+    const times = model.timeLeft();
+    const last = model.numRuns - 1;
+    const figures = model.numRuns === 1 ? formatTime(times[0])
+      : times.map((time, run) => `${part.runs[run]} ${formatTime(time)}`).join(", ");
+    const whole = model.numRuns === 1 ? formatTime(part.walls[last])
+      : part.walls.map((time, run) => `${part.runs[run]} ${formatTime(time)}`).join(", ");
+    told.replaceChildren(element("strong", figures), ` of ${whole}: `,
+      model.isNarrowed() ? describeChoice(model) : `all ${part.what}`);
+    fillChips();
+    fillStrips();
+    shown.forEach((at, index) => fillPanel(at, lists[index]));
+    const kernels = part.dimensions.findIndex((dimension) => dimension.key === "kernel");
+    const kernel = kernels < 0 ? -1 : model.chosen[kernels];
+    detail.textContent = kernel < 0 ? "" : part.dimensions[kernels].details[kernel] || "";
+    detail.hidden = !detail.textContent;
+    table.update();
+  }
+
+  // For other charts: narrows to a value by its name, and says whether there is such a one.
+  function narrow(key, name) {
+    const at = part.dimensions.findIndex((dimension) => dimension.key === key);
+    const value = at < 0 ? -1 : part.dimensions[at].values.indexOf(name);
+    if (value >= 0 && model.chosen[at] !== value) choose(at, value);
+    return value >= 0;
+  }
+
+  addEventListener("clear", clear);
+  update();
+  let colours = page.theme().name;
+  return { narrow, redraw() {
+    if (colours === page.theme().name) fillStrips();
+    else update();
+    colours = page.theme().name;
+  } };
+};
+
+// A bar of one value, or one a run, in the colours of its classes.
+function makeBar(model, at, sum, most, choose) {
+  const { part, chosen } = model;
+  const name = part.dimensions[at].values[sum.value];
+  const made = button("", "choice", () => choose(at, sum.value));
+  made.dataset.value = sum.value;
+  made.setAttribute("aria-pressed", String(chosen[at] === sum.value));
+  if (chosen[at] >= 0 && chosen[at] !== sum.value) made.classList.add("apart");
+  const label = element("span", name, "name");
+  label.title = name;
+  if (part.dimensions[at].key === "class") {
+    const dot = element("i", "", "dot");
+    dot.style.background = colourOf(name);
+    label.prepend(dot);
+  }
+  const figures = element("span", "", "value");
+  if (model.numRuns === 1) {
+    figures.append(formatTime(sum.times[0]), element("span", formatShare(sum.times[0] / (model.totals[0] || 1)), "of"));
+  } else figures.append(sum.times.map(formatTime).join(" → "));
+  made.append(label, figures);
+  sum.times.forEach((time, run) => {
+    const track = element("span", "", "track");
+    const kinds = [...sum.parts].sort((a, b) => b[1][run] - a[1][run]);
+    for (const [kind, times] of kinds) {
+      if (!times[run]) continue;
+      const piece = element("i");
+      piece.style.width = `${(100 * times[run]) / most}%`;
+      piece.style.background = colourOf(model.classOf(kind));
+      track.append(piece);
+    }
+    if (model.numRuns > 1) track.dataset.run = part.runs[run];
+    made.append(track);
+  });
+  const item = element("li");
+  item.append(made);
+  return item;
+}
+
+// A step's whole wall time as one bar: classes, kernels that were not chosen, and what was idle.
+function makeStrip(model, run, width, choose) {
+  const { part } = model;
+  const strip = element("div", "", "strip-row");
+  const bar = element("div", "", "wall");
+  const scale = Math.max(...part.walls.map((wall, at) => Math.max(wall, model.totals[at] + part.idles[at])), 1);
+  const fits = (text, time) => (width * time) / scale > 7.2 * text.length + 22;
+  const add = (time, name, className, onClick) => {
+    if (time <= 0) return;
+    const piece = element("i", "", className);
+    piece.style.width = `${(100 * time) / scale}%`;
+    if (!className) piece.style.background = colourOf(name);
+    const label = [`${name || "the rest"} ${formatTime(time)}`, name].find((text) => text && fits(text, time));
+    if (label) piece.append(element("span", label));
+    if (!className) piece.style.color = inkOn(colourOf(name));
+    const lines = [{ text: name || "not chosen", className: "name" },
+      `${formatTime(time)}, ${formatShare(time / (part.walls[run] || 1))} of the step`];
+    piece.addEventListener("pointermove", (event) => tip.show(event.clientX, event.clientY, lines));
+    piece.addEventListener("pointerleave", () => tip.hide());
+    if (onClick) piece.addEventListener("click", onClick);
+    bar.append(piece);
+  };
+  const left = new Map();
+  for (const row of model.rowsLeft(-1)) {
+    const kind = model.classes < 0 ? -1 : part.places[model.classes][row];
+    left.set(kind, (left.get(kind) || 0) + part.times[run][row]);
+  }
+  let sum = 0;
+  for (const [kind, time] of [...left].sort((a, b) => b[1] - a[1])) {
+    add(time, model.classOf(kind) || part.what, "", () => model.classes >= 0 && choose(model.classes, kind));
+    sum += time;
+  }
+  add(model.totals[run] - sum, "", "rest");
+  add(part.idles[run], "idle", "idle");
+  bar.setAttribute("aria-hidden", "true");
+  if (model.numRuns > 1) strip.append(element("span", part.runs[run], "run"));
+  strip.append(bar);
+  return strip;
+}

@@ -1,0 +1,199 @@
+// The page's core: what every chart is offered. Charts register in `charts` under their kind, and start.js builds each
+// when it comes near the window. Everything that came from outside is put in as text.
+
+const charts = {};
+const data = JSON.parse(document.getElementById("data").textContent);
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+
+// ---- elements
+
+function element(tag, text, className) {
+  const made = document.createElement(tag);
+  if (text !== undefined && text !== null) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+function button(text, className, onClick) {
+  const made = element("button", text, className);
+  made.type = "button";
+  made.addEventListener("click", onClick);
+  return made;
+}
+
+const bodyOf = (root) => root.querySelector(".body");
+
+// Told to a screen reader, once.
+function say(text) {
+  document.getElementById("said").textContent = text;
+}
+
+// ---- numbers, written as report/numbers.py writes them
+
+function digits(value) {
+  const size = Math.abs(value);
+  if (!size || size >= 1000) return 0;
+  return size >= 100 ? 1 : Math.min(9, 2 - Math.floor(Math.log10(size)));
+}
+
+function roundHalfToEven(value, decimals) {
+  const scaled = value * 10 ** decimals;
+  const floor = Math.floor(scaled);
+  return scaled - floor === 0.5 && floor % 2 === 0 ? floor / 10 ** decimals : value;
+}
+
+// By hand: the browser's own formats cost more than the rest of the first frame.
+function formatNumber(value, decimals) {
+  if (decimals === undefined) {
+    const first = digits(value);
+    decimals = digits(Number(value.toFixed(first)));
+  }
+  const [whole, fraction] = roundHalfToEven(value, decimals).toFixed(decimals).split(".");
+  const grouped = whole.replace(/\B(?=(\d{3})+$)/g, ",");
+  const text = fraction ? `${grouped}.${fraction}` : grouped;
+  return text.replace(/^-(?=[0.,]*$)/, "").replace("-", "−");
+}
+
+function formatBytes(value) {
+  let unit = 0;
+  while (Math.abs(value) >= 999.5 && unit < UNITS.length - 1) {
+    value /= 1024;
+    unit++;
+  }
+  const size = Math.abs(value);
+  const decimals = unit === 0 || size >= 99.95 ? 0 : size >= 9.995 ? 1 : size >= 0.9995 ? 2 : 3;
+  return `${formatNumber(value, decimals)} ${UNITS[unit]}`;
+}
+
+function formatTime(ns) {
+  const size = Math.abs(ns);
+  if (!size) return "0 ms";
+  if (size >= 9.995e8) return `${formatNumber(ns / 1e9)} s`;
+  if (size >= 1e5) return `${formatNumber(ns / 1e6)} ms`;
+  return size >= 1e3 ? `${formatNumber(ns / 1e3)} µs` : `${formatNumber(ns, 0)} ns`;
+}
+
+const formatShare = (share) => `${formatNumber(100 * share, 1)}%`;
+
+function formatQuantity(kind, value) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "string") return value;
+  switch (kind) {
+    case "ms": return `${formatNumber(value)} ms`;
+    case "us": return `${formatNumber(value)} µs`;
+    case "bytes": return formatBytes(value);
+    case "count": return formatNumber(value, 0);
+    case "share": return formatShare(value);
+    case "ratio": return `${formatNumber(value, Math.abs(value) >= 10 ? 1 : 2)}×`;
+    default: return formatNumber(value);
+  }
+}
+
+// Not Math.max(...values), which ends at some hundred thousand.
+const largest = (items, read) => items.reduce((most, item) => Math.max(most, read(item)), 0);
+
+function makeTicks(low, high, most) {
+  const power = 10 ** Math.floor(Math.log10((high - low) / most));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate * most >= high - low);
+  const ticks = [];
+  for (let count = Math.ceil(low / step - 1e-9); count * step <= high + step * 1e-9; count++) ticks.push(count * step);
+  return { ticks, decimals: Math.max(0, Math.min(9, -Math.floor(Math.log10(step) + 1e-9))) };
+}
+
+// ---- theme and colours
+
+const THEMES = ["auto", "light", "dark"];
+const darkness = matchMedia("(prefers-color-scheme: dark)");
+const themeListeners = [];
+let themeNow = null;
+
+function theme() {
+  if (themeNow) return themeNow;
+  const style = getComputedStyle(document.documentElement);
+  const read = (name) => style.getPropertyValue(`--${name}`).trim();
+  const chosen = document.documentElement.dataset.theme;
+  const name = chosen === "auto" ? (darkness.matches ? "dark" : "light") : chosen;
+  themeNow = { name, font: read("font") };
+  for (const key of ["paper", "raised", "ink", "faint", "line", "grid", "accent", "hatch"]) themeNow[key] = read(key);
+  return themeNow;
+}
+
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  themeChanged();
+}
+
+function themeChanged() {
+  themeNow = null;
+  for (const listener of themeListeners) listener();
+}
+
+const onTheme = (callback) => themeListeners.push(callback);
+const colours = new Map(Object.entries(data.colours));
+
+// The same group has the same colour everywhere; what is told apart by none is grey.
+function colourOf(group) {
+  return (colours.get(group) || colours.get(""))[theme().name === "dark" ? 1 : 0];
+}
+
+function inkOn(colour) {
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#14171c" : "#ffffff";
+}
+
+// ---- size
+
+// Called after the width of `root` has changed, once a frame.
+function onResize(root, callback) {
+  let width = root.clientWidth;
+  new ResizeObserver(() => {
+    if (root.clientWidth === width) return;
+    width = root.clientWidth;
+    requestAnimationFrame(callback);
+  }).observe(root);
+}
+
+function fitCanvas(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+// ---- the one tooltip
+
+const tip = {
+  box: document.getElementById("tip"),
+  show(x, y, lines) {
+    this.box.replaceChildren(...lines.map(makeLine));
+    this.box.hidden = false;
+    const { offsetWidth: width, offsetHeight: height } = this.box;
+    const left = x + 14 + width > innerWidth - 8 ? Math.max(8, x - 14 - width) : x + 14;
+    const top = y + 16 + height > innerHeight - 8 ? Math.max(8, y - 12 - height) : y + 16;
+    this.box.style.left = `${left}px`;
+    this.box.style.top = `${top}px`;
+  },
+  hide() {
+    this.box.hidden = true;
+  },
+};
+
+function makeLine(line) {
+  if (typeof line === "string") return element("p", line);
+  const made = element("p", line.text, line.className);
+  if (line.colour) {
+    const dot = element("i", "", "dot");
+    dot.style.background = line.colour;
+    made.prepend(dot);
+  }
+  return made;
+}
+
+const page = {
+  theme, colourOf, inkOn, tip, onTheme, onResize, fitCanvas, bodyOf, element, button, say, makeTicks,
+  formatNumber, formatBytes, formatTime, formatShare, formatQuantity,
+};

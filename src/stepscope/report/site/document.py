@@ -1,0 +1,120 @@
+"""A report as one HTML page: words and tables as HTML, data as JSON, one style sheet and one script, and nothing from
+elsewhere.
+
+What can be read without a script is there without one: the sentence, the figures, the advice, every table. The script
+sorts and searches, and draws what is data. Libraries were not taken: the common ones for charts need `eval`, which the
+page's policy does not allow, and are larger than the whole page.
+
+What comes from a recording is text and stays text: it is escaped where it is HTML, embedded as JSON that no tag can end
+where it is data, and the policy lets nothing run but the script whose hash it names, nor anything be fetched.
+"""
+
+import base64
+import hashlib
+import json
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from stepscope.findings import Report
+from stepscope.report.site.colours import assign_colours
+from stepscope.report.site.opening import write_opening
+from stepscope.report.site.packing import pack_exhibits
+from stepscope.report.site.sections import write_footer, write_navigation, write_sections
+from stepscope.report.site.text import clean, markup
+
+STYLES = ("page.css", "opening.css", "exhibits.css", "charts.css", "print.css")
+# In this order in one function: the core first, then what registers with it, and at last what starts it all.
+SCRIPTS = (
+    "core.js",
+    "tables.js",
+    "bars.js",
+    "breakdown.js",
+    "kernels.js",
+    "plotting.js",
+    "axes.js",
+    "lanes_model.js",
+    "lanes_painter.js",
+    "lanes.js",
+    "roofline.js",
+    "figure.js",
+    "timeline_model.js",
+    "timeline_painter.js",
+    "timeline.js",
+    "start.js",
+)
+_GENERATOR = '<meta name="generator" content="stepscope'
+_LOOKED_AT = 2048  # bytes at a file's beginning, in which a page of ours names its generator
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en" dir="ltr" data-theme="auto">
+<head>
+<meta charset="utf-8">
+{generator} {version}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<a class="skip" href="#main">Skip to the report</a>
+{navigation}
+<main id="main">
+{opening}
+<noscript><p class="strip">Charts, search and sorting need JavaScript. Nothing leaves this page.</p></noscript>
+{sections}
+{footer}
+</main>
+<div id="tip" hidden></div>
+<div id="said" class="unseen" role="status"></div>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def write_site(report: Report) -> str:
+    """The page of a report, whole."""
+    style = "".join(map(_read, STYLES))
+    script = "".join(('(() => {\n"use strict";\n', *map(_read, SCRIPTS), "})();\n"))
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return _PAGE.format(
+        generator=_GENERATOR,
+        version=markup(report.version, 60),
+        policy=escape(policy),
+        title=markup(report.title or "Training step"),
+        style=style,
+        navigation=write_navigation(report),
+        opening=write_opening(report),
+        sections=write_sections(report),
+        footer=write_footer(report),
+        # Inside a script only `<` can end it or open a comment; JSON may spell it out.
+        data=json.dumps(_pack(report), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"),
+        script=script,
+    )
+
+
+def is_site(path: Path) -> bool:
+    """Whether a file is a page of ours, as its beginning says."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return _GENERATOR.encode() in file.read(_LOOKED_AT)
+
+
+def _pack(report: Report) -> dict[str, object]:
+    colours = {clean(group): pair for group, pair in assign_colours(report).items()}
+    return {"colours": colours, "exhibits": pack_exhibits(report)}
+
+
+def _read(name: str) -> str:
+    return resources.files("stepscope.report.site").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

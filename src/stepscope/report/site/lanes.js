@@ -1,0 +1,221 @@
+// One step as a chart: what a reader does with it. lanes_model.js has what lies where, lanes_painter.js draws.
+charts.lanes = (root, part, page) => {
+  const model = layLanes(part);
+  if (!model.numSpans) return plotting.sayNothing(root, "Nothing was recorded in this step.");
+  const { tracks, spanNs, roomNs, view, plot, state } = model;
+  const map = plotting.makeCanvas("map");
+  const back = plotting.makeCanvas("back", describe());
+  const front = plotting.makeCanvas("front");
+  const status = element("span", undefined, "status");
+  const linked = element("span", undefined, "linked");
+  const legend = element("ul", undefined, "legend");
+  const painter = makeLanesPainter(model, { map, back, front }, page);
+  const redraw = plotting.onceAFrame(painter.draw);
+  const whole = page.button("whole step", "quiet", () => reset());
+
+  function describe() {
+    const busiest = model.legend.slice(0, 4).map(({ name, time }) => `${name || "other"} ${page.formatTime(time)}`);
+    return `${part.title}: ${page.formatTime(spanNs)} in ${tracks.length} tracks, `
+      + `${page.formatNumber(model.numSpans, 0)} spans; most time: ${busiest.join(", ")}. `
+      + "Arrow keys move, plus and minus zoom, 0 shows all, N and P go from span to span.";
+  }
+
+  // ---- the view
+
+  function setView(start, stop) {
+    model.setView(start, stop);
+    sayWhere();
+    redraw();
+  }
+
+  // Kept in its place while there is nothing to go back from, so that nothing moves.
+  function sayWhere() {
+    const length = Math.round(view.end - view.start);
+    whole.style.visibility = model.isWhole() ? "hidden" : "visible";
+    status.textContent = model.isWhole()
+      ? `the whole step, ${page.formatTime(spanNs)}`
+      : `${formatExactly(page, length)} of ${page.formatTime(spanNs)}, from ${formatExactly(page, Math.round(view.start))}`;
+  }
+
+  function zoom(factor, share = { x: 0.5 }) {
+    const at = view.start + share.x * (view.end - view.start);
+    setView(at - (at - view.start) * factor, at + (view.end - at) * factor);
+  }
+
+  function pan(across) {
+    const along = across * (view.end - view.start);
+    setView(view.start + along, view.end + along);
+  }
+
+  const reset = () => setView(0, roomNs);
+
+  // ---- the span under the pointer, or the one that keys went to
+
+  function describeSpan({ track: row, at }) {
+    const track = tracks[row];
+    const [start, length] = [track.starts[at], track.ends[at] - track.starts[at]];
+    const group = model.groups[track.groups[at]];
+    const detail = part.details[track.names[at]] || "";
+    const share = length / spanNs >= 0.01 ? page.formatShare(length / spanNs) : `${page.formatNumber((100 * length) / spanNs)}%`;
+    const lines = [{ text: part.names[track.names[at]], className: "name" }];
+    if (group && group !== part.names[track.names[at]]) lines.push({ text: group, colour: page.colourOf(group) });
+    lines.push(`${formatExactly(page, length)}, ${share} of the step`, `from ${formatExactly(page, start)}`);
+    const count = page.formatNumber(track.counts[at], 0);
+    if (track.counts[at] > 1) lines.push(track.kind === "stream" ? `${count} drawn as one` : `${count} kernels`);
+    for (const text of detail ? detail.split("\n") : []) lines.push({ text, className: "of" });
+    return [...lines, { text: track.label, className: "of" }];
+  }
+
+  // A label has a tip of its own, as it may be cut.
+  function point(place, event) {
+    const isLabel = place && place.x < plot.left;
+    state.pointer = isLabel ? null : place;
+    state.found = state.pointer && findUnder(place);
+    painter.drawPointer();
+    const label = isLabel && tracks[findRow(place.y)]?.label;
+    const lines = state.found ? describeSpan(state.found) : label ? [label] : null;
+    if (lines) page.tip.show(event.clientX, event.clientY, lines);
+    else if (state.isTelling) page.tip.hide();
+    state.isTelling = lines !== null;
+  }
+
+  const findRow = (y) => tracks.findIndex((track) => y >= track.y && y < track.y + track.height);
+
+  // A span that is thinner than a pixel is found two pixels around it.
+  function findUnder({ x, y }) {
+    const row = findRow(y);
+    if (row < 0) return null;
+    const at = model.findAt(tracks[row], model.toTime(x), (2 / plot.width) * (view.end - view.start));
+    return at < 0 ? null : { track: row, at };
+  }
+
+  // To the next span of its track or the one before; brings it into view and says it.
+  function step(by) {
+    const row = state.found?.track ?? tracks.findIndex((track) => track === model.told[0]);
+    const track = tracks[row];
+    if (!track?.size) return;
+    const from = state.found ? state.found.at + by : model.findFirst(track, view.start);
+    const at = Math.min(Math.max(from, 0), track.size - 1);
+    const [start, end] = [track.starts[at], track.ends[at]];
+    const isInView = start >= view.start && end <= view.end;
+    const length = Math.min(view.end - view.start, Math.max((end - start) * 40, 2000));
+    if (!isInView || (end - start) * plot.width < 3 * (view.end - view.start)) {
+      setView((start + end - length) / 2, (start + end + length) / 2);
+    }
+    Object.assign(state, { found: { track: row, at }, pointer: null, isTelling: true });
+    painter.draw();
+    const lines = describeSpan(state.found);
+    const box = back.getBoundingClientRect();
+    page.tip.show(box.left + model.toX((start + end) / 2), box.top + track.y + track.height, lines);
+    page.say(lines.map((line) => line.text ?? line).join(", "));
+  }
+
+  // To another track, at the same time.
+  function changeTrack(by) {
+    const row = (state.found?.track ?? (by > 0 ? -1 : tracks.length)) + by;
+    if (row < 0 || row >= tracks.length || !tracks[row].size) return;
+    const now = state.found ? tracks[state.found.track].starts[state.found.at] : view.start;
+    state.found = { track: row, at: Math.min(model.findFirst(tracks[row], now), tracks[row].size - 1) };
+    step(0);
+  }
+
+  function showSpan() {
+    if (!state.found) return;
+    const track = tracks[state.found.track];
+    const [start, end] = [track.starts[state.found.at], track.ends[state.found.at]];
+    setView(start - (end - start) * 0.15, end + (end - start) * 0.15);
+  }
+
+  // A click on what ran narrows the breakdown to its class, and says so, as it may be out of sight.
+  function click() {
+    const track = state.found && tracks[state.found.track];
+    const group = track && model.told.includes(track) ? model.groups[track.groups[state.found.at]] : "";
+    const isNarrowed = group !== "" && page.narrow("class", group);
+    linked.textContent = isNarrowed ? `The time below is narrowed to ${group}.` : "";
+  }
+
+  // ---- around the canvas
+
+  // A name shows its group alone; pressed again, all of them.
+  function buildLegend() {
+    legend.setAttribute("aria-label", "colours, the most time first");
+    for (const group of model.legend) {
+      group.swatch = element("i");
+      const button = page.button(undefined, "", () => {
+        state.only = state.only === group.index ? -1 : group.index;
+        for (const other of legend.querySelectorAll("button")) other.setAttribute("aria-pressed", "false");
+        button.setAttribute("aria-pressed", String(state.only >= 0));
+        painter.forgetMap();
+        redraw();
+      });
+      button.setAttribute("aria-pressed", "false");
+      const time = element("span", page.formatTime(group.time), "of");
+      button.append(group.swatch, element("span", group.name || "other"), time);
+      const item = element("li");
+      item.append(button);
+      legend.append(item);
+    }
+  }
+
+  function build() {
+    const stage = element("div", undefined, "plot");
+    stage.append(back, front);
+    const below = element("div", undefined, "below");
+    below.append(status, linked, whole);
+    const mouse = "Ctrl and the wheel zoom, or click first and the wheel alone; dragging moves, here and on the strip above. "
+      + "Keys: ← → + − and 0 for the whole step, N and P from span to span, ↑ ↓ to another track, F to fill the view.";
+    page.bodyOf(root).append(legend, map, stage, below, ...plotting.makeHelp(mouse));
+  }
+
+  // A window is moved by its middle, widened by its sides, and comes to where the map is pressed.
+  function listenToMap() {
+    let grip = null;
+    const timeAt = (event) => ((event.offsetX - plot.left) / plot.width) * roomNs;
+    const move = (event) => {
+      const time = timeAt(event);
+      if (grip.side === "start") setView(Math.min(time, view.end - 1), view.end);
+      else if (grip.side === "end") setView(view.start, Math.max(time, view.start + 1));
+      else setView(time - grip.ahead, time - grip.ahead + view.end - view.start);
+    };
+    map.addEventListener("pointerdown", (event) => {
+      map.setPointerCapture(event.pointerId);
+      const time = timeAt(event);
+      const slack = (6 / plot.width) * roomNs;
+      const isInside = time >= view.start && time <= view.end;
+      const side = Math.abs(time - view.start) < slack ? "start" : Math.abs(time - view.end) < slack ? "end" : "";
+      grip = { side, ahead: isInside ? time - view.start : (view.end - view.start) / 2 };
+      move(event);
+    });
+    map.addEventListener("pointermove", (event) => grip && move(event));
+    for (const name of ["pointerup", "pointercancel"]) map.addEventListener(name, () => (grip = null));
+    map.addEventListener("dblclick", reset);
+  }
+
+  function listen() {
+    const keys = { n: () => step(1), p: () => step(-1), f: showSpan, Enter: showSpan };
+    keys.ArrowDown = () => changeTrack(1);
+    keys.ArrowUp = () => changeTrack(-1);
+    keys.Escape = () => {
+      Object.assign(state, { found: null, isTelling: false });
+      page.tip.hide();
+      painter.drawPointer();
+      back.blur();
+    };
+    plotting.makeMovable(back, { frame: () => plot, zoom, pan, reset, isWhole: model.isWhole, point, click, keys });
+    listenToMap();
+  }
+
+  function redrawAll() {
+    painter.readTheme();
+    for (const { index, swatch } of model.legend) swatch.style.background = page.colourOf(model.groups[index]);
+    painter.draw();
+  }
+
+  buildLegend();
+  build();
+  listen();
+  sayWhere();
+  redrawAll();
+  root.chart = { ...model, setView, zoom, step, redraw: redrawAll };
+  return root.chart;
+};

@@ -1,0 +1,216 @@
+// What the charts of a page share: a canvas as sharp as the screen, ticks, text that fits, colours that mix, and a view
+// that moves under a pointer, fingers and keys. It knows nothing of what is drawn.
+const plotting = (() => {
+  const FAMILY = getComputedStyle(document.documentElement).getPropertyValue("--font").trim();
+  const FONT = `12px ${FAMILY}`;
+  const SMALL_FONT = `11px ${FAMILY}`;
+  const BOLD_FONT = `bold ${FONT}`;
+  // Steps of a decade, coarse to fine: the first that gives a logarithmic axis enough ticks is taken.
+  const LADDERS = [[1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 6, 8]];
+  const FEWEST_TICKS = 4;
+  // A press that moves less than this, in pixels, was meant as a click.
+  const CLICK_PIXELS = 4;
+
+  // ---- canvases
+
+  function makeCanvas(className, label) {
+    const canvas = element("canvas", undefined, className);
+    if (label === undefined) {
+      canvas.setAttribute("aria-hidden", "true");
+    } else {
+      canvas.tabIndex = 0;
+      canvas.setAttribute("role", "img");
+      canvas.setAttribute("aria-label", label);
+    }
+    return canvas;
+  }
+
+  // How to move a chart, for those who have a mouse and keys and for those who have fingers; the style sheet knows who.
+  function makeHelp(mouse) {
+    const touch = "Two fingers zoom, one moves; a tap shows what is under it.";
+    return [element("p", mouse, "help for-mouse"), element("p", touch, "help for-touch")];
+  }
+
+  // A chart without data: in words, and no canvas.
+  function sayNothing(root, text) {
+    bodyOf(root).append(element("p", text.trim(), "nothing"));
+    root.chart = { redraw() {} };
+    return root.chart;
+  }
+
+  const findRatio = () => Math.min(window.devicePixelRatio || 1, 3);
+
+  // Sets a canvas to a size in CSS pixels and empties it; what is drawn next is in CSS pixels.
+  function openCanvas(canvas, width, height) {
+    const ratio = findRatio();
+    const [columns, rows] = [Math.round(width * ratio), Math.round(height * ratio)];
+    if (canvas.width !== columns || canvas.height !== rows) {
+      Object.assign(canvas, { width: columns, height: rows });
+      canvas.style.height = `${height}px`;
+    }
+    const context = canvas.getContext("2d");
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, columns, rows);
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    Object.assign(context, { font: FONT, direction: "ltr", textBaseline: "middle", globalAlpha: 1 });
+    return context;
+  }
+
+  // Draws once a frame, however often it is asked to. A chart that is not laid out has nothing to draw on.
+  function onceAFrame(draw) {
+    let frame = 0;
+    return () => {
+      frame ||= requestAnimationFrame(() => {
+        frame = 0;
+        draw();
+      });
+    };
+  }
+
+  // ---- colours
+
+  const parse = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  const mix = (colour, other, share) => colour.map((own, at) => Math.round(own + (other[at] - own) * share));
+  const pack = ([red, green, blue], alpha = 255) => ((alpha << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+  const write = ([red, green, blue]) => `rgb(${red}, ${green}, ${blue})`;
+  const brightness = ([red, green, blue]) => 0.299 * red + 0.587 * green + 0.114 * blue;
+  const chooseInk = (fill) => (brightness(fill) > 125 ? "#222222" : "#ffffff");
+
+  function readColours(names) {
+    const style = getComputedStyle(document.documentElement);
+    return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  }
+
+  // ---- lines and text
+
+  function rule(context, x1, y1, x2, y2) {
+    context.beginPath();
+    context.moveTo(x1, y1);
+    context.lineTo(x2, y2);
+    context.stroke();
+  }
+
+  // As much of a text as the width holds, or nothing where that would be too little to be read.
+  function fitText(context, text, width) {
+    if (width < 8) return "";
+    const whole = context.measureText(text).width;
+    if (whole <= width) return text;
+    let low = 0;
+    let high = text.length;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (context.measureText(`${text.slice(0, middle)}…`).width <= width) low = middle;
+      else high = middle - 1;
+    }
+    return low >= 3 ? `${text.slice(0, low)}…` : "";
+  }
+
+  // ---- ticks
+
+  function makeLogTicks(low, high, most = 12) {
+    const decades = [];
+    for (let decade = Math.floor(Math.log10(low)); decade <= Math.ceil(Math.log10(high)); decade++) decades.push(decade);
+    // Through text, because 5 * 10 ** -2 is not 0.05 and would be labelled with all its digits.
+    const ladder = (steps) =>
+      decades.flatMap((decade) => steps.map((step) => Number(`${step}e${decade}`)))
+        .filter((tick) => tick >= low && tick <= high);
+    // Values that lie close together are as good as linear.
+    const ticks = LADDERS.map(ladder).find((found) => found.length >= FEWEST_TICKS) || makeTicks(low, high, 6).ticks;
+    const stride = Math.ceil(ticks.length / most);
+    return ticks.filter((_, at) => at % stride === 0);
+  }
+
+  // ---- moving
+
+  // Turns what a reader does into calls: `zoom(factor, share, isShift)`, `pan(across, up)` in shares of the view,
+  // `reset()`, `point(place, event)` with null when the pointer left, `click(place, event)`. `frame()` is where the plot
+  // lies in the canvas. The wheel is the page's until the chart was clicked or Ctrl is held, and where there is
+  // nothing left to zoom out of: a page that stops scrolling because a chart came by is a trap.
+  function makeMovable(canvas, { frame, zoom, pan, reset, point, click, isWhole, keys = {}, wheelIsFree = false }) {
+    const fingers = new Map();
+    let pressed = null;
+    const placeOf = (event) => ({ x: event.offsetX, y: event.offsetY });
+    canvas.addEventListener("wheel", (event) => {
+      const isMeant = wheelIsFree || event.ctrlKey || event.metaKey || document.activeElement === canvas;
+      const turn = event.deltaY || event.deltaX;
+      if (!isMeant || (turn > 0 && isWhole() && !event.ctrlKey)) return;
+      event.preventDefault();
+      const { left, top, width, height } = frame();
+      const factor = Math.exp(Math.max(-1, Math.min(1, turn * (event.ctrlKey ? 0.006 : 0.0022))));
+      zoom(factor, { x: (event.offsetX - left) / width, y: (event.offsetY - top) / height }, event.shiftKey);
+    }, { passive: false });
+    canvas.addEventListener("pointerdown", (event) => {
+      canvas.setPointerCapture(event.pointerId);
+      fingers.set(event.pointerId, placeOf(event));
+      pressed = fingers.size === 1 ? placeOf(event) : null;
+      canvas.classList.add("moving");
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      const before = fingers.get(event.pointerId);
+      const now = placeOf(event);
+      point(now, event);
+      if (!before) return;
+      if (pressed && Math.hypot(now.x - pressed.x, now.y - pressed.y) > CLICK_PIXELS) pressed = null;
+      const others = [...fingers].filter(([id]) => id !== event.pointerId).map(([, place]) => place);
+      fingers.set(event.pointerId, now);
+      const { left, width, height } = frame();
+      if (!others.length) {
+        pan((before.x - now.x) / width, (now.y - before.y) / height);
+      } else {
+        const [was, is] = [before, now].map((place) => Math.max(Math.abs(place.x - others[0].x), 1));
+        zoom(was / is, { x: (others[0].x - left) / width, y: 0 }, false);
+      }
+    });
+    const release = (event) => {
+      fingers.delete(event.pointerId);
+      canvas.classList.toggle("moving", fingers.size > 0);
+      if (event.type === "pointerup" && pressed) {
+        point(pressed, event);
+        click?.(pressed, event);
+      }
+      pressed = null;
+    };
+    canvas.addEventListener("pointerup", release);
+    canvas.addEventListener("pointercancel", release);
+    // A finger that is lifted leaves what it touched on the screen, to be read; the next touch elsewhere takes it away.
+    canvas.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && point(null, event));
+    document.addEventListener("pointerdown", (event) => event.target !== canvas && point(null, event));
+    canvas.addEventListener("dblclick", reset);
+    const all = {
+      ArrowLeft: () => pan(-0.1, 0),
+      ArrowRight: () => pan(0.1, 0),
+      "+": () => zoom(0.75, { x: 0.5, y: 1 }, false),
+      "=": () => zoom(0.75, { x: 0.5, y: 1 }, false),
+      "-": () => zoom(1 / 0.75, { x: 0.5, y: 1 }, false),
+      0: reset,
+      ...keys,
+    };
+    canvas.addEventListener("keydown", (event) => {
+      if (!all[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      all[event.key]();
+    });
+  }
+
+  // For a chart of points that does not move: `look(event)` under the pointer, with nothing when it left, and `step(by)`
+  // for keys that go from point to point.
+  function makeSteppable(canvas, { look, step }) {
+    canvas.addEventListener("pointermove", look);
+    canvas.addEventListener("pointerdown", look);
+    canvas.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && look());
+    canvas.addEventListener("blur", () => look());
+    document.addEventListener("pointerdown", (event) => event.target !== canvas && look());
+    const keys = { ArrowRight: () => step(1), ArrowDown: () => step(1), ArrowLeft: () => step(-1), ArrowUp: () => step(-1) };
+    keys.Escape = () => look();
+    canvas.addEventListener("keydown", (event) => {
+      if (!keys[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      keys[event.key]();
+    });
+  }
+
+  return {
+    FONT, SMALL_FONT, BOLD_FONT, makeCanvas, makeHelp, sayNothing, findRatio, openCanvas, onceAFrame, parse, mix, pack, write,
+    brightness, chooseInk, readColours, rule, fitText, makeLogTicks, makeMovable, makeSteppable,
+  };
+})();

@@ -1,0 +1,64 @@
+"""A table as HTML, complete as it stands; the script only hides, orders and finds rows.
+
+Numbers are written by `report.numbers`, as everywhere; their raw value stands in `data-v`, which is what is sorted by.
+"""
+
+from stepscope.findings import Cell, Column, Table
+from stepscope.report.numbers import format_column
+from stepscope.report.site.text import NAME, markup, prose
+
+_SEARCHED_FROM, _SCROLLED_FROM = 15, 30  # rows; more than these get a search box, and scroll by themselves
+
+_MOST_LABEL = 60  # characters above a column
+
+
+def write_table(table: Table, key: str, *, titled: bool = True) -> str:
+    title = f"<figcaption><h3>{markup(table.title)}</h3></figcaption>" if titled and table.title else ""
+    notes = write_notes(table.notes)
+    if not table.rows:
+        return f'<figure class="table" id="{key}">{title}<p class="quiet">Nothing to list.</p>{notes}</figure>'
+    tall = " tall" if len(table.rows) > _SCROLLED_FROM else ""
+    head = "".join(_write_header(column) for column in table.columns)
+    written = [format_column(column, [row[at] for row in table.rows]) for at, column in enumerate(table.columns)]
+    body = "".join(
+        f"<tr>{''.join(map(_write_cell, table.columns, row, texts))}</tr>"
+        for row, texts in zip(table.rows, zip(*written, strict=True), strict=True)
+    )
+    return (
+        f'<figure class="table" id="{key}">{title}{_write_tools(table)}'
+        f'<div class="scroll{tall}" tabindex="0" role="region" aria-label="{markup(table.title) or "table"}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{notes}</figure>"
+    )
+
+
+def write_notes(notes: tuple[str, ...]) -> str:
+    if not notes:
+        return ""
+    return f'<ul class="notes">{"".join(f"<li>{prose(note)}</li>" for note in notes)}</ul>'
+
+
+def _write_tools(table: Table) -> str:
+    """What the script needs, hidden until it runs."""
+    tools = []
+    if len(table.rows) > _SEARCHED_FROM:
+        tools.append('<input type="search" class="search" placeholder="Search rows" aria-label="Search rows">')
+        tools.append(f'<output class="found">{len(table.rows):,} rows</output>')
+    if count := sum(column.detail for column in table.columns):
+        label = f"{count} more column{'s' if count > 1 else ''}"
+        tools.append(f'<button type="button" class="quiet more-columns" aria-pressed="false">{label}</button>')
+    return f'<div class="tools" hidden>{"".join(tools)}</div>' if tools else ""
+
+
+def _classes(column: Column) -> str:
+    names = [*(["number"] if column.kind != "text" else []), *(["detail"] if column.detail else [])]
+    return f' class="{" ".join(names)}"' if names else ""
+
+
+def _write_header(column: Column) -> str:
+    label = f'<button type="button" class="sort">{markup(column.label, _MOST_LABEL) or "&nbsp;"}</button>'
+    return f'<th scope="col"{_classes(column)}>{label}</th>'
+
+
+def _write_cell(column: Column, cell: Cell, text: str) -> str:
+    raw = f' data-v="{cell!r}"' if isinstance(cell, int | float) and column.kind != "text" else ""
+    return f"<td{_classes(column)}{raw}>{markup(text, 2 * NAME)}</td>"

@@ -1,0 +1,65 @@
+"""One browser for all tests; each page has a context of its own, and ends with nothing said and nothing fetched."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Dialog, Page
+
+OpenFile = Callable[..., "Page"]
+
+
+@pytest.fixture(scope="session")
+def browser() -> "Iterator[Browser]":
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no chromium on this machine")
+    # Root has no user namespaces of its own in most containers, and the page is ours.
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_file(browser: "Browser") -> Iterator[OpenFile]:
+    """Opens pages from files. At the end there must have been no error, no message, and no request but the pages'."""
+    troubles: list[str] = []
+    requests: set[str] = set()
+    opened: set[str] = set()
+    contexts: list[BrowserContext] = []
+
+    def refuse(dialog: "Dialog") -> None:
+        troubles.append(dialog.message)
+        dialog.dismiss()
+
+    def open_one(target: Path, *, width: int = 900, **options: Any) -> "Page":
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("dialog", refuse)
+        page.on("request", lambda request: requests.add(request.url))
+        opened.add(target.as_uri())
+        page.goto(target.as_uri())
+        if options.get("java_script_enabled", True):
+            wait_for_frame(page)
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert not troubles
+    assert requests <= opened
+
+
+def wait_for_frame(page: "Page") -> None:
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")

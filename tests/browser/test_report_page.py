@@ -1,0 +1,311 @@
+"""The page of a report in a real browser: it opens from a file, answers to pointer and keys, and runs nothing it was
+told by a name. Pictures of it are kept in the folder that STEPSCOPE_SCREENSHOTS names."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from stepscope.findings import Report
+from stepscope.report.site import write_site
+from tests.browser.conftest import OpenFile, wait_for_frame
+from tests.unit.report.report_samples import HOSTILE, empty, hostile, huge, one_run, partial, two_runs
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+Open = Callable[..., "Page"]
+
+
+@pytest.fixture
+def open_page(open_file: OpenFile, tmp_path: Path) -> Open:
+    def open_report(report: Report, **options: Any) -> "Page":
+        target = tmp_path / "report.html"
+        target.write_text(write_site(report), encoding="utf-8")
+        return open_file(target, **options)
+
+    return open_report
+
+
+def show(page: "Page", selector: str) -> "Locator":
+    """Scrolls to a part of the page, so that it is built."""
+    found = page.locator(selector).first
+    found.scroll_into_view_if_needed()
+    wait_for_frame(page)
+    return found
+
+
+def show_all(page: "Page") -> None:
+    for figure in page.locator("figure.chart").all():
+        figure.scroll_into_view_if_needed()
+        wait_for_frame(page)
+    page.evaluate("() => scrollTo({ top: 0, behavior: 'instant' })")
+    wait_for_frame(page)
+
+
+def bars_of(page: "Page", dimension: str) -> list[str]:
+    return page.locator(f"[data-dimension={dimension}] .choice .name").all_inner_texts()
+
+
+def choose(page: "Page", dimension: str, name: str) -> None:
+    page.locator(f"[data-dimension={dimension}] .choice", has_text=name).first.click()
+
+
+def kernels_of(page: "Page") -> list[str]:
+    return page.locator(".kernels tbody .name").all_inner_texts()
+
+
+def check_drawn(page: "Page", width: int) -> None:
+    show_all(page)
+    for figure in page.locator("figure.chart").all():
+        assert figure.locator(".body > *").count() > 0, figure.get_attribute("id")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [420, 900, 1440])
+@pytest.mark.parametrize("sample", [one_run, two_runs])
+def test_every_chart_is_drawn_and_its_picture_kept(open_page: Open, sample: Any, width: int, scheme: str) -> None:
+    folder = Path(os.environ.get("STEPSCOPE_SCREENSHOTS", "build/screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    page = open_page(sample(), width=width, color_scheme=scheme)
+    check_drawn(page, width)
+    target = folder / f"{sample.__name__}-{width}-{scheme}.png"
+    target.unlink(missing_ok=True)
+    page.screenshot(path=target, full_page=True)
+    assert target.stat().st_size > 50_000
+
+
+@pytest.mark.parametrize("sample", [partial, empty])
+def test_a_page_with_little_in_it_fits_its_window(open_page: Open, sample: Any) -> None:
+    check_drawn(open_page(sample(), width=420), 420)
+
+
+def test_choosing_narrows_everything_else(open_page: Open) -> None:
+    page = open_page(one_run(), width=1440)
+    show(page, "figure.breakdown")
+    assert page.inner_text(".told") == "8.03 ms of 60.9 ms: all kernels"
+    assert bars_of(page, "phase") == ["backward", "optimizer", "forward", "loss"]
+    assert "idle 52.9 ms" in page.inner_text(".wall")
+    choose(page, "class", "attention")
+    assert page.inner_text(".told") == "0.718 ms of 60.9 ms: attention kernels"
+    assert bars_of(page, "phase") == ["backward", "forward"]
+    # Its own dimension still shows the others.
+    assert "gemm" in bars_of(page, "class")
+    assert len(kernels_of(page)) == 2
+    choose(page, "phase", "forward")
+    assert page.inner_text(".told") == "0.224 ms of 60.9 ms: attention kernels of forward"
+    assert kernels_of(page) == ["flash attention forward bf16, head 64"]
+    assert bars_of(page, "class")[0] == "gemm"
+    chips = page.locator(".chip")
+    assert chips.all_inner_texts() == ["class\nattention\n×", "phase\nforward\n×"]
+    chips.first.click()
+    assert page.locator(".chip").count() == 1
+    assert len(kernels_of(page)) > 5
+    page.get_by_role("button", name="clear").click()
+    assert page.inner_text(".told") == "8.03 ms of 60.9 ms: all kernels"
+
+
+def test_choosing_a_kernel_says_what_it_is_and_where_it_runs(open_page: Open) -> None:
+    page = open_page(one_run(), width=1440)
+    show(page, "figure.breakdown")
+    show(page, ".kernels")
+    page.locator(".kernels tbody tr", has_text="gelu").click()
+    assert bars_of(page, "class")[0] == "elementwise"
+    assert len(bars_of(page, "class")) == 1
+    assert "vectorized_elementwise_kernel" in page.inner_text(".decoded")
+    page.keyboard.press("Escape")
+    assert page.is_hidden(".decoded")
+
+
+def test_more_bars_on_request(open_page: Open) -> None:
+    page = open_page(one_run(), width=1440)
+    show(page, "figure.breakdown")
+    before = len(bars_of(page, "module"))
+    page.locator("[data-dimension=module] .quiet").click()
+    assert before == 12
+    assert len(bars_of(page, "module")) > 90
+
+
+def test_kernels_are_searched_and_sorted(open_page: Open) -> None:
+    page = open_page(one_run(), width=1440)
+    page.keyboard.press("/")
+    assert page.evaluate("() => document.activeElement.matches('.kernels .search')")
+    page.keyboard.type("LAYER norm")
+    assert kernels_of(page) == ["layer norm backward bf16", "layer norm forward bf16"]
+    assert page.inner_text(".kernels .found") == "2 of 17 kernels"
+    # The full name is searched too.
+    page.fill(".kernels .search", "vectorized_elementwise_kernel<4, at::native::gelu")
+    assert kernels_of(page) == ["gelu bf16, vectorized ×8"]
+    page.keyboard.press("Escape")
+    assert page.input_value(".kernels .search") == ""
+    header = page.locator(".kernels th", has_text="count")
+    header.locator("button").click()
+    assert header.get_attribute("aria-sort") == "descending"
+    assert kernels_of(page)[0] == "cast to bf16, vectorized ×8"
+    header.locator("button").press("Enter")
+    assert header.get_attribute("aria-sort") == "ascending"
+    page.locator(".kernels th.name button").click()
+    assert kernels_of(page)[0] == "AdamW, many tensors"
+
+
+def test_a_kernel_under_the_pointer_or_in_focus_shows_its_full_name(open_page: Open) -> None:
+    page = open_page(one_run(), width=1440)
+    show(page, "figure.breakdown")
+    show(page, ".kernels")
+    page.locator(".kernels tbody tr", has_text="gelu").hover()
+    assert "vectorized_elementwise_kernel" in page.inner_text("#tip")
+    page.mouse.move(5, 5)
+    assert page.is_hidden("#tip")
+    page.focus(".kernels .search")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    second = page.locator(".kernels tbody tr").nth(1)
+    assert second.evaluate("(row) => row === document.activeElement")
+    assert second.locator(".name").inner_text() in page.inner_text("#tip")
+
+
+def test_bars_are_walked_and_chosen_by_keys(open_page: Open) -> None:
+    page = open_page(one_run(), width=1440)
+    show(page, "figure.breakdown")
+    page.locator("[data-dimension=class] .choice").first.focus()
+    focused = "() => document.activeElement.closest('.choice')?.querySelector('.name').textContent"
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate(focused) == "optimizer"
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(focused) == "optimizer"  # the second phase
+    page.keyboard.press("Enter")
+    assert page.inner_text(".told") == "2.20 ms of 60.9 ms: kernels of optimizer"
+    # What was chosen is still in focus, though the list was made anew.
+    assert page.evaluate(focused) == "optimizer"
+    page.keyboard.press("Escape")
+    assert "all kernels" in page.inner_text(".told")
+
+
+def test_two_runs_show_their_difference(open_page: Open) -> None:
+    page = open_page(two_runs(), width=1440)
+    show(page, "figure.breakdown")
+    assert page.inner_text(".told").startswith("A 8.03 ms, B ")
+    assert page.locator(".wall").count() == 2
+    headers = [header.split("\n")[0].strip(" ↓") for header in page.locator(".kernels th").all_inner_texts()]
+    assert headers == ["kernel", "A ms", "B ms", "B − A ms", "A count", "B count"]
+    differences = page.locator(".kernels td.difference").all_inner_texts()
+    sizes = [abs(float(text.replace("−", "-").replace("+", ""))) for text in differences]
+    assert sizes == sorted(sizes, reverse=True)
+    assert any(text.startswith("+") for text in differences)
+    assert any(text.startswith("−") for text in differences)
+
+
+def test_a_table_is_sorted_by_value_and_searched(open_page: Open) -> None:
+    page = open_page(one_run())
+    table = show(page, "#memory-largest")
+    first = table.locator("tbody tr:visible td").first
+    table.get_by_role("button", name="tensors").click()
+    assert first.inner_text() == "part 59"
+    table.get_by_role("button", name="at the peak").press("Enter")
+    assert first.inner_text() == "activations"
+    table.get_by_role("button", name="at the peak").press("Enter")
+    assert first.inner_text() == "part 59"
+    table.locator(".search").fill("part 1")
+    assert table.locator(".found").inner_text() == "10 of 60 rows"
+    assert table.locator("tbody tr:visible").count() == 10
+    page.keyboard.press("Escape")
+    assert table.locator("tbody tr:visible").count() == 60
+    assert not table.get_by_role("button", name="where").is_visible()
+    table.get_by_role("button", name="more column").click()
+    assert table.get_by_role("button", name="where").is_visible()
+
+
+def test_a_thousand_kernels_come_in_portions(open_page: Open) -> None:
+    page = open_page(huge())
+    show(page, "figure.breakdown")
+    show(page, ".kernels")
+    assert page.locator(".kernels tbody tr").count() == 200
+    page.get_by_role("button", name="show 200 more").click()
+    assert page.locator(".kernels tbody tr").count() == 400
+    page.fill(".kernels .search", "variant 39")
+    assert 0 < page.locator(".kernels tbody tr").count() <= 200
+
+
+def test_the_theme_goes_round_and_follows_the_system(open_page: Open) -> None:
+    page = open_page(one_run(), color_scheme="light")
+    show(page, "figure.breakdown")
+    paper = "() => getComputedStyle(document.body).backgroundColor"
+    dot = "() => document.querySelector('[data-dimension=class] .dot').style.background"
+    light, light_dot = page.evaluate(paper), page.evaluate(dot)
+    page.emulate_media(color_scheme="dark")
+    wait_for_frame(page)
+    dark, dark_dot = page.evaluate(paper), page.evaluate(dot)
+    assert dark != light
+    assert dark_dot != light_dot
+    for name, expected in (("light", light), ("dark", dark), ("auto", dark)):
+        page.click("#theme")
+        assert page.inner_text("#theme") == f"theme: {name}"
+        assert page.evaluate(paper) == expected
+    assert page.evaluate(dot) == dark_dot
+
+
+def test_a_fix_is_copied(open_page: Open) -> None:
+    page = open_page(one_run(), permissions=["clipboard-read", "clipboard-write"])
+    card = page.locator(".card").first
+    card.locator(".copy").first.click()
+    page.wait_for_function("() => document.querySelector('.card .copy').textContent === 'copied'")
+    text = page.evaluate("() => navigator.clipboard.readText()")
+    assert text == one_run().advice[0].fixes[0].text  # type: ignore[index]
+
+
+def test_a_fix_is_marked_where_there_is_no_clipboard(open_page: Open) -> None:
+    page = open_page(one_run())
+    page.evaluate("() => { delete Navigator.prototype.clipboard; document.execCommand = () => false; }")
+    page.locator(".card .copy").first.click()
+    page.wait_for_function("() => document.querySelector('.card .copy').textContent.startsWith('marked')")
+    assert page.evaluate("() => getSelection().toString()") == one_run().advice[0].fixes[0].text  # type: ignore[index]
+
+
+def test_the_section_that_is_read_is_marked(open_page: Open) -> None:
+    page = open_page(one_run(), width=1440)
+    current = page.locator("nav [aria-current]")
+    assert current.inner_text() == "Summary"
+    # What is built on the way does not push the section away.
+    page.locator("nav a", has_text="Roofline").click()
+    page.wait_for_function("() => document.querySelector('nav [aria-current]').textContent === 'Roofline'")
+    page.keyboard.press("End")
+    page.wait_for_function("() => document.querySelector('nav [aria-current]').textContent === 'Environment'")
+
+
+def test_without_a_script_the_words_are_there(open_page: Open) -> None:
+    page = open_page(one_run(), java_script_enabled=False)
+    assert page.is_visible(".sentence")
+    assert page.is_visible("#memory-categories td >> text=activations")
+    assert page.is_hidden("#theme")
+
+
+@pytest.mark.parametrize("width", [420, 1440])
+def test_hostile_names_are_inert(open_page: Open, width: int) -> None:
+    page = open_page(hostile(), width=width)
+    show_all(page)
+    page.keyboard.press("/")
+    page.keyboard.type("hacked")
+    for row in page.locator(".kernels tbody tr").all()[:6]:
+        row.hover()
+        row.click()
+    for choice in page.locator(".choice").all()[:3]:
+        choice.click()
+    assert page.evaluate("() => window.hacked") is None
+    assert page.locator("img, iframe").count() == 0
+    assert page.locator("script").count() == 2
+    assert HOSTILE[0] in page.inner_text("main")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+def test_paper_shows_everything_in_light(open_page: Open) -> None:
+    page = open_page(one_run(), color_scheme="dark")
+    page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("figure.chart .body:empty").count() == 0
+    assert page.evaluate("() => document.documentElement.dataset.theme") == "light"
+    page.evaluate("() => dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("() => document.documentElement.dataset.theme") == "auto"
+    page.emulate_media(media="print")
+    assert page.is_hidden("nav")

@@ -1,0 +1,192 @@
+"""`stepscope report`: one page, whatever ends it, and the same command goes on."""
+
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from stepscope.report.site import is_site
+from tests.cli.command import TINY, kill, rows, start, stepscope, workers
+
+ROOT = Path(__file__).parents[2]
+TRACE = ROOT / "docs/examples/trace.json.gz"
+STAGES = ("bench", "profile", "memory", "precision", "attention")
+
+FACTORY = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+
+def build(batch, context):
+    return nn.Linear(8, 8), torch.ones(batch, context, 8), lambda output: output.sum()
+
+def raises():
+    raise ValueError("no weights for today")
+
+def dies():
+    os.abort()
+
+def raises_later(batch, context):
+    built = Path("built.txt")
+    with built.open("a") as file:
+        file.write("once more\\n")
+    if len(built.read_text().splitlines()) > 2:  # bench builds it in two precisions
+        raise ValueError("no weights for today")
+    return build(batch, context)
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> "tuple[Path, subprocess.CompletedProcess[str]]":
+    """A folder in which a report was made, and what it said. Whoever uses it must leave it as it is."""
+    folder = tmp_path_factory.mktemp("report")
+    return folder, stepscope(folder, "report", *TINY, "--data", "data")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    return tmp_path
+
+
+def stage_lines(done: "subprocess.CompletedProcess[str]") -> dict[str, str]:
+    split = (line.partition(": ") for line in done.stderr.splitlines())
+    return {name: said for name, _, said in split if name in STAGES}
+
+
+def test_one_command_makes_a_page(made: "tuple[Path, subprocess.CompletedProcess[str]]") -> None:
+    folder, done = made
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "report.html\n"
+    said = stage_lines(done)
+    assert tuple(said) == STAGES
+    assert "ms a step" in said["bench"]
+    assert "operators a step" in said["profile"]
+    assert "peak" in said["memory"]
+    assert "bf16" in said["precision"]
+    assert "fastest" in said["attention"]
+    assert done.stderr.splitlines()[-1] == "next: stepscope report data --export figures"
+    assert is_site(folder / "report.html")
+    assert {path.name for path in folder.iterdir()} == {"report.html", "data"}
+    names = {path.name for path in (folder / "data").iterdir()}
+    assert names == {"bench", "profile", "memory", "precision.json", "attention", "report.json"}
+    assert [row["case"]["workload"]["precision"] for row in rows(folder, "data/bench")] == ["fp32", "bf16"]
+    assert workers(folder) == []
+
+
+def test_the_same_command_uses_what_is_done(
+    made: "tuple[Path, subprocess.CompletedProcess[str]]", tmp_path: Path
+) -> None:
+    shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "data/profile")
+    done = stepscope(tmp_path, "report", *TINY, "--data", "data")
+    assert done.returncode == 0, done.stderr
+    assert {name for name, said in stage_lines(done).items() if "done before" not in said} == {"profile"}
+    assert len(rows(tmp_path, "data/bench")) == 2
+    assert (tmp_path / "data/profile/manifest.json").is_file()
+
+
+def test_its_folder_is_told_again_without_running(
+    made: "tuple[Path, subprocess.CompletedProcess[str]]", tmp_path: Path
+) -> None:
+    done = stepscope(tmp_path, "report", str(made[0] / "data"), str(TRACE), "--out", "both.html")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "both.html\n"
+    assert is_site(tmp_path / "both.html")
+    refused = stepscope(tmp_path, "report", str(made[0] / "data"), "--size", "nano")
+    assert refused.returncode == 2
+    assert "`--size` does nothing here" in refused.stderr
+
+
+def wait_for(text: str, folder: Path, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 120
+    while text not in (folder / "stderr.txt").read_text():
+        assert process.poll() is None, (folder / "stderr.txt").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_until_gone(folder: Path) -> None:
+    deadline = time.monotonic() + 30
+    while workers(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(400)
+def test_a_kill_and_ctrl_c_leave_a_page_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    command = ["report", *TINY, "--data", "data"]
+    process = start(tmp_path, *command)
+    wait_for("bench: ", tmp_path, process)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "report.html").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    kill(process)
+    wait_until_gone(tmp_path)
+    assert is_site(tmp_path / "report.html")
+    assert "not done yet when this page was written" in (tmp_path / "report.html").read_text()
+
+    process = start(tmp_path, *command)
+    wait_for("profile: ", tmp_path, process)
+    assert kill(process, signal.SIGINT) == 130
+    said = (tmp_path / "stderr.txt").read_text().splitlines()
+    assert said[0].startswith("bench: ")
+    assert said[0].endswith("(done before; --fresh runs it again)")
+    assert said[-1].startswith("interrupted: the page so far is report.html; to go on: stepscope report --d-model 16")
+    page = (tmp_path / "report.html").read_text()
+    assert "interrupted before it was done" in page
+    assert "not done yet" not in page
+    assert is_site(tmp_path / "report.html")
+    wait_until_gone(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "data", "stderr.txt"}
+
+
+def test_a_stage_that_fails_costs_its_own_section(folder: Path) -> None:
+    command = ["report", "--model", "mine:raises_later", "--steps", "2", "--without", "memory"]
+    done = stepscope(folder, *command)
+    assert done.returncode == 0, done.stderr
+    said = stage_lines(done)
+    assert said["memory"] == "left out by --without"
+    assert said["attention"].startswith("left out: ")
+    assert "ms a step" in said["bench"]
+    assert said["profile"].startswith("failed: building `mine:raises_later` raised ValueError: no weights for today")
+    page = (folder / "report.html").read_text()
+    assert "no weights for today" in page
+    assert "left out by --without" in page
+
+
+def test_when_every_stage_fails_the_page_says_so(folder: Path) -> None:
+    done = stepscope(folder, "report", "--model", "mine:dies", "--without", "precision")
+    assert done.returncode == 1
+    assert "every stage failed, and the page says why" in done.stderr
+    assert "SIGABRT" in (folder / "report.html").read_text()
+
+
+def test_bad_input_leaves_nothing(folder: Path) -> None:
+    done = stepscope(folder, "report", "--model", "mine:raises")
+    assert done.returncode == 2
+    assert "building `mine:raises` raised ValueError: no weights for today" in done.stderr
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"mine.py"}
+
+
+def test_what_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.html").write_text("<html>my own</html>")
+    calls = {
+        ("--out", "mine.html"): "`mine.html` exists and is no page of ours",
+        ("--out", "report.pdf"): "a report is a page, not `.pdf`",
+        ("--without", "memroy"): "there is no stage `memroy`",
+        ("--size", "nano,small"): "these settings make 2 cases",
+        ("nothing.json",): "no such file: `nothing.json`",
+        (str(TRACE), "--fresh"): "`--fresh` does nothing here",
+    }
+    for words, says in calls.items():
+        done = stepscope(tmp_path, "report", *words)
+        assert (done.returncode, says in done.stderr) == (2, True), f"{words}: {done.stderr}"
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.html"}
+    assert stepscope(tmp_path, "report", str(TRACE), "--out", "mine.html", "--force").returncode == 0
+    assert is_site(tmp_path / "mine.html")

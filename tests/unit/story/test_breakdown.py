@@ -1,0 +1,205 @@
+"""The kernels' time taken apart: it adds up, in every dimension, for one run and for two."""
+
+import itertools
+
+import pytest
+
+from stepscope.explain.compare import REST
+from stepscope.explain.profile import UNKNOWN, Profile
+from stepscope.explain.story import breakdown
+from stepscope.explain.story.breakdown import break_down
+from stepscope.explain.story.kernel_details import OUTSIDE_LAYERS
+from stepscope.findings import Breakdown
+from tests.unit.question_recordings import EXP, GEMM, Tape, model_profile
+from tests.unit.recordings import GEMM_BF16, Timeline
+
+
+def times_by(told: Breakdown, key: str, run: int = 0) -> dict[str, float]:
+    """By the values of a dimension, as shown."""
+    place = [one.key for one in told.dimensions].index(key)
+    times: dict[str, float] = {}
+    for row, time in zip(told.places, told.times_ns[run], strict=True):
+        value = told.dimensions[place].values[row[place]]
+        times[value] = times.get(value, 0.0) + time
+    return times
+
+
+def expected(profile: Profile, *columns: str) -> dict[tuple[object, ...], float]:
+    rows = profile.time_by(*columns).iter_rows(named=True)
+    return {tuple(row[column] for column in columns): row["time_ns"] / profile.steps_in_window for row in rows}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_every_dimension_adds_up_to_the_kernels_time(steps: int) -> None:
+    profile = model_profile(steps=steps)
+    told = break_down([profile], [""])
+    assert sum(told.times_ns[0]) == pytest.approx(profile.gpu_time_ns / steps, abs=1e-6)
+    assert sum(told.counts[0]) == pytest.approx(profile.kernels.height / steps)
+    for key, column in (("class", "class"), ("phase", "phase"), ("module", "module"), ("kernel", "short")):
+        assert times_by(told, key) == pytest.approx({name: time for (name,), time in expected(profile, column).items()})
+
+
+def test_rows_are_what_agrees_in_all_dimensions() -> None:
+    profile = model_profile(steps=2)
+    told = break_down([profile], [""])
+    assert len(set(told.places)) == len(told.places)
+    found = {
+        tuple(one.values[place] for one, place in zip(told.dimensions, row, strict=True)): time
+        for row, time in zip(told.places, told.times_ns[0], strict=True)
+    }
+    for (kind, phase, layer, module, short), time in expected(
+        profile, "class", "phase", "layer", "module", "short"
+    ).items():
+        named = f"blocks.{layer}" if layer is not None else UNKNOWN if module == UNKNOWN else OUTSIDE_LAYERS
+        assert found.pop((str(kind), str(phase), named, str(module), str(short))) == pytest.approx(time)
+    assert not found
+
+
+def test_the_shortest_and_the_longest_are_of_single_kernels() -> None:
+    tape = Tape()
+    with tape.inside("step:0"):
+        for ns in (30, 10, 20):
+            tape.kernel(GEMM, ns)
+        tape.synchronise()
+    told = break_down([tape.profile()], [""])
+    assert (told.times_ns, told.counts) == (((60.0,),), ((3.0,),))
+    assert (told.shortest_ns, told.longest_ns) == (((10.0,),), ((30.0,),))
+
+
+def test_wall_and_idle_are_a_steps() -> None:
+    profile = model_profile(steps=3)
+    told = break_down([profile], [""])
+    assert told.walls_ns == (profile.step_ns,)
+    assert told.walls_ns[0] - told.idles_ns[0] == pytest.approx(profile.busy_step_ns)
+    assert told.what == "kernels"
+
+
+def test_what_is_not_known_is_unknown() -> None:
+    tape = Tape()
+    tape.kernel(GEMM, 100)
+    told = break_down([tape.profile()], [""])
+    values = {one.key: one.values for one in told.dimensions}
+    assert values["phase"] == values["layer"] == values["module"] == (UNKNOWN,)
+
+
+def test_a_module_outside_of_layers_is_no_unknown_layer() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"), timeline.module("lm_head"):
+        timeline.launch(GEMM_BF16, 20)
+    told = break_down([timeline.profile()], [""])
+    assert times_by(told, "layer") == {OUTSIDE_LAYERS: 20_000}
+
+
+def test_two_runs_are_joined_over_what_either_has() -> None:
+    a, b = model_profile(steps=2), model_profile(steps=5, fused=True, gemm_ns=70)
+    told = break_down([a, b], ["A", "B"])
+    assert told.runs == ("A", "B")
+    for run, profile in enumerate((a, b)):
+        alone = break_down([profile], [""])
+        for key in ("class", "phase", "layer", "module", "kernel"):
+            both = {name: time for name, time in times_by(told, key, run).items() if time}
+            assert both == pytest.approx(times_by(alone, key))
+    classes = told.dimensions[0].values
+    only_b = [place for place, row in enumerate(told.places) if classes[row[0]] == "attention"]
+    assert only_b
+    for row in only_b:
+        assert told.times_ns[0][row] == told.counts[0][row] == 0
+        assert told.shortest_ns[0][row] is told.longest_ns[0][row] is None
+        assert told.shortest_ns[1][row] == 70
+
+
+@pytest.mark.parametrize("most", [15, 18, 24])
+def test_too_many_rows_lose_layers_before_kernels_and_no_time(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    profiles = [model_profile(steps=2), model_profile(steps=3, fused=True)]
+    whole = break_down(profiles, ["A", "B"])
+    monkeypatch.setattr(breakdown, "MOST_ROWS", most)
+    told = break_down(profiles, ["A", "B"])
+    assert len(told.places) <= most < len(whole.places)
+    assert len(set(told.places)) == len(told.places)
+    for run in (0, 1):
+        assert sum(told.times_ns[run]) == pytest.approx(sum(whole.times_ns[run]))
+        assert sum(told.counts[run]) == pytest.approx(sum(whole.counts[run]))
+        assert times_by(told, "class", run) == pytest.approx(times_by(whole, "class", run))
+        if most == 24:
+            assert times_by(told, "kernel", run) == pytest.approx(times_by(whole, "kernel", run))
+    assert REST in told.dimensions[2].values
+    assert f"`{REST}`" in told.notes[-1]
+    assert not any(REST in note for note in whole.notes)
+
+
+def test_a_module_that_lost_its_layer_lost_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakdown, "MOST_ROWS", 36)
+    told = break_down([model_profile(), model_profile(fused=True)], ["A", "B"])
+    assert "have layer `(rest)`" in told.notes[-1]
+    modules = {
+        module
+        for layer, module in (
+            (told.dimensions[2].values[row[2]], told.dimensions[3].values[row[3]]) for row in told.places
+        )
+        if layer == REST
+    }
+    assert any(module.startswith("blocks.*.") for module in modules)
+    assert not any(letter.isdigit() for module in modules for letter in module)
+
+
+def test_rows_put_together_keep_their_shortest_and_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakdown, "MOST_ROWS", 3)
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        for layer in range(9):
+            with timeline.module(f"blocks.{layer}.ffn"):
+                timeline.launch(GEMM_BF16, 10 + layer)
+    told = break_down([timeline.profile()], [""])
+    assert [told.dimensions[2].values[row[2]] for row in told.places] == [REST, "blocks.8", "blocks.7"]
+    assert (told.shortest_ns[0], told.longest_ns[0]) == ((10_000, 18_000, 17_000), (16_000, 18_000, 17_000))
+    assert told.counts[0] == (7, 1, 1)
+
+
+def test_kernels_of_one_short_name_stay_apart_with_their_details() -> None:
+    timeline = Timeline()
+    names = [f"void at::native::vectorized_elementwise_kernel<{n}, at::native::exp_kernel, X>(int)" for n in (2, 4)]
+    with timeline.step():
+        for name in names:
+            timeline.launch(name, 10)
+    told = break_down([timeline.profile()], [""])
+    details = told.dimensions[-1].details
+    assert sorted(detail.splitlines()[0] for detail in details) == names
+
+
+def test_operators_of_a_cpu_and_kernels_of_a_gpu() -> None:
+    tape = Tape()
+    with tape.inside("step:0"):
+        tape.kernel("aten::mm", 100, kind="cpu")
+        tape.synchronise()
+    host = tape.profile()
+    assert break_down([host], [""]).what == "operators"
+    both = break_down([host, model_profile()], ["A", "B"])
+    assert both.what == "kernels"
+    details = dict(zip(both.dimensions[-1].values, both.dimensions[-1].details, strict=True))
+    assert details["aten::mm"] == "aten::mm"
+    assert any(detail.startswith(GEMM) and "library: cuBLAS" in detail for detail in details.values())
+
+
+def test_the_largest_rows_of_a_step_come_first() -> None:
+    tape = Tape()
+    for step, ns in itertools.product(range(10), (5, 5)):
+        with tape.inside(f"step:{2 * step + (ns > 5)}"):
+            tape.kernel(EXP, ns)
+            tape.synchronise()
+    single = Tape()
+    with single.inside("step:0"):
+        single.kernel(GEMM, 90)
+        single.synchronise()
+    told = break_down([tape.profile(), single.profile()], ["A", "B"])
+    assert told.times_ns[1][0] == 90, "by the time of a step, not of the whole recording"
+
+
+def test_few_of_very_many_kernels_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakdown, "MOST_DESCRIBED", 2)
+    timeline = Timeline()
+    with timeline.step():
+        for number, us in enumerate((10, 30, 20)):
+            timeline.launch(f"kernel_{number}", us)
+    kernels = break_down([timeline.profile()], [""]).dimensions[-1]
+    assert [bool(detail) for detail in kernels.details] == [True, True, False]
+    assert kernels.details[0].startswith("kernel_1")

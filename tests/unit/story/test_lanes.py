@@ -1,0 +1,264 @@
+"""One step as it ran: which one, what is above what, and that every stretch stands where it belongs."""
+
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+from stepscope.explain.compare import step_windows
+from stepscope.explain.profile import Profile, make_profile
+from stepscope.explain.story import lanes
+from stepscope.explain.story.kernel_details import LONGEST_NAME
+from stepscope.explain.story.lanes import MOST_STREAMS, draw_step
+from stepscope.findings import Lanes, Track
+from stepscope.recording.store import Overhead
+from tests.unit.question_recordings import COPY, EXP, GEMM, Tape, model_profile
+from tests.unit.recordings import ALL_REDUCE, FUSED_ADAM, GEMM_BF16, INDUCTOR, TO_DEVICE, Timeline
+
+
+def track_of(drawn: Lanes, label: str) -> Track:
+    return next(track for track in drawn.tracks if track.label == label)
+
+
+def spans_of(drawn: Lanes, label: str) -> list[tuple[int, int, str]]:
+    """Begin, end and name of each."""
+    spans = track_of(drawn, label).spans
+    rows = zip(spans.starts_ns, spans.lengths_ns, spans.names, strict=True)
+    return [(start, start + length, drawn.names[name]) for start, length, name in rows]
+
+
+def steps_of(*durations: int) -> Profile:
+    tape = Tape()
+    for step, ns in enumerate(durations):
+        with tape.inside(f"step:{step}"):
+            with tape.inside("phase:forward"), tape.operator("aten::mm"):
+                tape.kernel(GEMM, ns)
+            tape.synchronise()
+    return tape.profile()
+
+
+@pytest.mark.parametrize("mode", ["train", "forward"])
+def test_spans_do_not_overlap_and_lie_in_the_step(mode: str) -> None:
+    drawn = draw_step(model_profile(mode=mode, steps=3))
+    for track in drawn.tracks:
+        spans = track.spans
+        ends = [start + length for start, length in zip(spans.starts_ns, spans.lengths_ns, strict=True)]
+        assert all(end <= start for end, start in zip(ends, spans.starts_ns[1:], strict=False)), track.label
+        assert spans.starts_ns[0] >= 0
+        assert ends[-1] <= drawn.span_ns
+        assert max(spans.groups) < len(drawn.groups)
+
+
+def test_phases_and_layers_and_modules_stand_above_their_kernels() -> None:
+    """Each kernel of the step, looked up by its own times, lies under what it was attributed to, and is drawn once."""
+    profile = model_profile(steps=3)
+    drawn = draw_step(profile)
+    begin = next(start for start, end in step_windows(profile) if end - start == drawn.span_ns)
+    inside = profile.kernels.filter(pl.col("start_ns").is_between(begin, begin + drawn.span_ns, closed="left"))
+    kernels = spans_of(drawn, "stream 7")
+    assert len(kernels) == inside.height > 50
+    by_label = {label: spans_of(drawn, label) for label in ("phases", "layers", "modules")}
+    for row in inside.iter_rows(named=True):
+        start, end = row["start_ns"] - begin, row["end_ns"] - begin
+        assert (start, end, row["short"]) in kernels
+        layer = f"blocks.{row['layer']}" if row["layer"] is not None else None
+        for label, expected in (("phases", row["phase"]), ("layers", layer), ("modules", row["module"])):
+            over = [name for first, last, name in by_label[label] if first < end and last > start]
+            assert over == ([expected] if expected else []), label
+
+
+def test_layers_come_back_in_reverse() -> None:
+    drawn = draw_step(model_profile())
+    assert [name for _, _, name in spans_of(drawn, "layers")] == ["blocks.0", "blocks.1", "blocks.1", "blocks.0"]
+    assert [name for _, _, name in spans_of(drawn, "phases")] == ["forward", "backward", "optimizer"]
+    phases = track_of(drawn, "phases").spans
+    assert [drawn.groups[group] for group in phases.groups] == ["forward", "backward", "optimizer"]
+    assert {drawn.groups[group] for group in track_of(drawn, "layers").spans.groups} == {""}
+
+
+def test_layers_of_two_stacks_are_not_one() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        for stack in ("encoder", "decoder"):
+            with timeline.module(f"{stack}.layers.0.ffn"):
+                timeline.launch(GEMM_BF16, 20, op="aten::mm")
+    drawn = draw_step(timeline.profile())
+    assert [name for _, _, name in spans_of(drawn, "layers")] == ["encoder.layers.0", "decoder.layers.0"]
+
+
+def test_the_step_nearest_to_the_median_is_drawn_and_named() -> None:
+    drawn = draw_step(steps_of(900, 100, 500, 520, 510))
+    assert drawn.title == "Step 4 as it ran"
+    assert "step 4" in drawn.notes[0]
+    assert "of 5 recorded steps" in drawn.notes[0]
+    (kernel,) = spans_of(drawn, "stream 7")
+    assert kernel[1] - kernel[0] == 510
+
+
+def test_what_the_step_before_left_running_is_cut_at_the_beginning() -> None:
+    profile = steps_of(100, 100)
+    rows = profile.kernels.with_columns(
+        end_ns=pl.col("end_ns") + pl.when(pl.int_range(pl.len()) == 0).then(60).otherwise(0)
+    )
+    late = Profile(
+        recording=profile.recording, kernels=rows.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns"))
+    )
+    windows = step_windows(late)
+    drawn = draw_step(late)
+    begin = next(start for start, end in windows if end - start == drawn.span_ns)
+    ran = sum(
+        max(0, min(end, begin + drawn.span_ns) - max(start, begin))
+        for start, end in rows.select("start_ns", "end_ns").iter_rows()
+    )
+    assert sum(track_of(drawn, "stream 7").spans.lengths_ns) == ran
+
+
+def test_steps_in_which_nothing_ran_are_passed_over() -> None:
+    tape = Tape()
+    for step in range(4):
+        with tape.inside(f"step:{step}"):
+            if step == 3:
+                tape.kernel(GEMM, 500)
+            tape.synchronise()
+    drawn = draw_step(tape.profile())
+    assert drawn.title == "Step 3 as it ran"
+
+
+def test_without_steps_all_of_the_recording_is_drawn_and_said_so() -> None:
+    tape = Tape()
+    for _ in range(3):
+        tape.kernel(GEMM, 100)
+    profile = tape.profile()
+    drawn = draw_step(profile)
+    assert drawn.span_ns == profile.wall_ns
+    assert "no steps are marked" in drawn.notes[0]
+    assert [track.kind for track in drawn.tracks] == ["stream"], "no phase, layer or module is known"
+
+
+def test_the_stream_that_computes_comes_before_the_one_that_communicates() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("backward"):
+        timeline.launch(TO_DEVICE, 5, stream=3)
+        timeline.launch(GEMM_BF16, 30)
+        timeline.launch(ALL_REDUCE, 500, stream=20)
+    drawn = draw_step(timeline.profile())
+    streams = [track.label for track in drawn.tracks if track.kind == "stream"]
+    assert streams == ["stream 7", "stream 20: communication", "stream 3: copies"]
+    assert any("are those of stream 7" in note for note in drawn.notes)
+    (phase,) = spans_of(drawn, "phases")
+    assert phase[1] - phase[0] == 30_000
+
+
+def test_few_of_many_streams_are_drawn_and_the_rest_named() -> None:
+    timeline = Timeline()
+    with timeline.step():
+        for stream in range(MOST_STREAMS + 3):
+            timeline.launch(GEMM_BF16, 100 - stream, stream=stream)
+    drawn = draw_step(timeline.profile())
+    assert sum(track.kind == "stream" for track in drawn.tracks) == MOST_STREAMS
+    (note,) = [note for note in drawn.notes if "not drawn" in note]
+    assert all(f"stream {stream}" in note for stream in range(MOST_STREAMS, MOST_STREAMS + 3))
+
+
+def test_kernels_inside_of_others_are_counted_not_drawn() -> None:
+    tape = Tape()
+    for name in (GEMM, EXP, COPY):
+        tape.kernel(name, 100)
+    recording = tape.recording()
+    times = {"start_ns": [1000, 1050, 1080], "end_ns": [1200, 1100, 1300]}
+    kernels = recording.kernels.with_columns(**{key: pl.Series(value) for key, value in times.items()})
+    drawn = draw_step(make_profile(replace(recording, kernels=kernels)))
+    assert [(start, end) for start, end, _ in spans_of(drawn, "stream 7")] == [(0, 200), (200, 300)]
+    assert any(note.startswith("1 kernels ran inside of others") for note in drawn.notes)
+
+
+def test_a_step_of_many_kernels_keeps_its_busy_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = model_profile(steps=1)
+    plain = draw_step(profile)
+    monkeypatch.setattr(lanes, "MOST_KERNELS", 20)
+    monkeypatch.setattr(lanes, "MOST_RUNS", 9)
+    drawn = draw_step(profile)
+    before, after = track_of(plain, "stream 7").spans, track_of(drawn, "stream 7").spans
+    assert len(after.counts) <= 20 < len(before.counts) == profile.kernels.height
+    assert sum(after.counts) == profile.kernels.height
+    assert sum(after.lengths_ns) == sum(before.lengths_ns) == profile.gpu_time_ns
+    others = [track for track in drawn.tracks if track.kind != "stream"]
+    assert sum(len(track.spans.counts) for track in others) <= 9
+    said = [note for note in drawn.notes if "are drawn as" in note]
+    assert any(f"{profile.kernels.height:,} kernels are drawn as {len(after.counts)} blocks" in note for note in said)
+    assert any("stretches of phases, layers and modules" in note for note in said)
+    assert any(name.startswith("kernels, mostly gemm") for name in drawn.names)
+    assert "several modules" in drawn.names
+    assert not any(note for note in plain.notes if "are drawn as" in note)
+
+
+def test_kernels_of_one_short_name_keep_their_own_names() -> None:
+    timeline = Timeline()
+    with timeline.step():
+        for number in (1, 2):
+            timeline.launch(FUSED_ADAM.replace("float, 4", f"float, {number}"), 10)
+    drawn = draw_step(timeline.profile())
+    assert len(set(drawn.details) - {""}) == 2
+    for detail in set(drawn.details) - {""}:
+        assert "FusedAdamMathFunctor" in detail.splitlines()[0]
+        assert "library: ATen" in detail.splitlines()[1]
+
+
+def test_a_megabyte_of_a_name_is_cut() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.module("m" * 10**6):
+        timeline.launch("A" * 10**6, 10)
+    drawn = draw_step(timeline.profile())
+    assert all(len(text) < 2 * LONGEST_NAME for text in (*drawn.names, *drawn.details))
+    assert any("1,000,000 characters" in detail for detail in drawn.details)
+
+
+def test_the_host_is_drawn_by_its_innermost_range() -> None:
+    timeline = Timeline(host_us=10)
+    with timeline.step():
+        with timeline.phase("forward"):
+            timeline.launch(INDUCTOR, 5)
+            with timeline.phase("loss"):
+                timeline.launch(INDUCTOR, 5)
+            with timeline.phase("forward"):
+                timeline.launch(INDUCTOR, 5)
+        with timeline.phase("optimizer"):
+            timeline.launch(INDUCTOR, 5)
+    drawn = draw_step(timeline.profile())
+    assert [name for _, _, name in spans_of(drawn, "host")] == ["forward", "loss", "forward", "optimizer"]
+    assert set(track_of(drawn, "host").spans.counts) == {1}
+
+
+def test_threads_and_operators_on_a_cpu() -> None:
+    tape = Tape()
+    with tape.inside("step:0"), tape.inside("phase:forward"):
+        tape.kernel("aten::mm", 100, kind="cpu", stream=1)
+        tape.kernel("aten::exp", 50, kind="cpu", stream=1)
+        tape.synchronise()
+    drawn = draw_step(tape.profile())
+    assert [track.label for track in drawn.tracks] == ["phases", "thread 1"]
+    assert [name for _, _, name in spans_of(drawn, "thread 1")] == ["aten::mm", "aten::exp"]
+    assert [drawn.groups[group] for group in track_of(drawn, "thread 1").spans.groups] == ["gemm", "elementwise"]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.99])
+def test_the_recorders_cost_is_said(share: float) -> None:
+    timeline = Timeline(host_us=100)
+    for _ in range(2):
+        with timeline.step():
+            timeline.launch(GEMM_BF16, 10)
+            timeline.wait()
+    recorded = timeline.profile().recorded_step_ns
+    drawn = draw_step(timeline.profile(overhead=Overhead(plain_ns=round(share * recorded))))
+    assert any("without the recorder a step takes" in note for note in drawn.notes) == (share < 0.95)
+
+
+def test_few_of_very_many_kernels_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MOST_DESCRIBED", 2)
+    timeline = Timeline()
+    with timeline.step():
+        for number in range(3):
+            timeline.launch(f"kernel_{number}", 10)
+    drawn = draw_step(timeline.profile())
+    assert drawn.names[-3:] == ("kernel_0", "kernel_1", "kernel_2")
+    assert [bool(detail) for detail in drawn.details[-3:]] == [True, True, False]

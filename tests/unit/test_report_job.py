@@ -1,0 +1,442 @@
+"""A report while it is made, with stages that run nothing: what is kept, what is told, and what is left when it ends
+early."""
+
+import fcntl
+import io
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from stepscope.cli.report_progress import Display, Forecast
+from stepscope.errors import StepscopeError
+from stepscope.explain.story.materials import Materials
+from stepscope.jobs import report, report_page, report_stages
+from stepscope.jobs.messages import Failed, Probed
+from stepscope.jobs.process import RefusedError, Workers
+from stepscope.jobs.report import Ending, Interrupted, Made, ReportJob, parse_stages, without_flags
+from stepscope.jobs.report_data import STAGES, is_data, read_state
+from stepscope.jobs.report_stages import UnavailableError, Work
+from stepscope.jobs.sweep import Planned
+from stepscope.spec import Grid, Scalar, build_case, grid_from_flags
+from tests.unit.rows import ENVIRONMENT, row
+
+GRID = grid_from_flags({"size": "small", "device": "cuda:0"})
+
+
+class FakeStage:
+    """Puts a bench row into the materials for each time it is done, and raises what it is told to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.what = f"what {name} makes"
+        self.error: BaseException | None = None
+        self.runs = 0
+
+    def keys(self, work: Work) -> tuple[str, ...]:
+        if isinstance(self.error, UnavailableError):
+            raise self.error
+        return (f"{self.name}-{work.planned.key}",)
+
+    def command(self, work: Work) -> str:
+        return f"stepscope {self.name} --size {work.planned.case.workload.model.name}"
+
+    def expected_s(self, _work: Work) -> float:
+        return 1.0
+
+    def load(self, folder: Path, _keys: Sequence[str], materials: Materials, /) -> Materials:
+        if not (folder / self.name).exists():
+            raise StepscopeError("gone")
+        return replace(materials, bench=(*materials.bench, row()))
+
+    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+        self.runs += 1
+        if self.error is not None:
+            raise self.error
+        (work.folder / self.name).touch()
+        return self.load(work.folder, (), materials), self.keys(work)
+
+    def tell(self, materials: Materials) -> str:
+        return f"{len(materials.bench)} so far"
+
+
+class NoWorkers:
+    def __enter__(self) -> "NoWorkers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.endings: list[tuple[str, Ending]] = []
+        self.planned: list[str] = []
+
+    def plan(self, expected_s: Any) -> None:
+        self.planned = list(expected_s)
+
+    def start(self, stage: str) -> None:
+        pass
+
+    def doing(self, text: str) -> None:
+        pass
+
+    def finish(self, stage: str, ending: Ending, outcome: str) -> None:
+        assert outcome
+        self.endings.append((stage, ending))
+
+
+class Bench:
+    """A folder to make reports in, with stages that can be told to fail, and the pages that were written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.folder = folder
+        self.stages = {name: FakeStage(name) for name in STAGES}
+        self.pages: list[Materials] = []
+        self.source: str | None = None
+        monkeypatch.setattr(report_stages, "ALL", tuple(self.stages.values()))
+        monkeypatch.setattr(report, "require_torch", lambda: None)
+        monkeypatch.setattr(report, "Workers", NoWorkers)
+        monkeypatch.setattr(
+            report, "look_at", lambda cases, *_: Probed(environment=ENVIRONMENT, sources=(self.source,) * len(cases))
+        )
+        monkeypatch.setattr(report, "write_page", self._write)
+
+    def _write(self, page: Path, runs: Sequence[Materials]) -> Any:
+        self.pages.append(runs[0])
+        page.write_text("a page")
+
+    @property
+    def page(self) -> Path:
+        return self.folder / "report.html"
+
+    def make(self, **options: Any) -> tuple[Made, Heard]:
+        heard = Heard()
+        words = ["stepscope", "report", *options.pop("words", ())]
+        job = ReportJob(page=self.page, words=words, data=self.folder / "data", **options)
+        return job.run(GRID, heard), heard
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
+    return Bench(monkeypatch, tmp_path)
+
+
+def test_a_page_is_written_after_every_stage(bench: Bench) -> None:
+    made, heard = bench.make()
+    assert heard.endings == [(name, Ending.DONE) for name in STAGES]
+    assert heard.planned == list(STAGES)
+    assert [len(page.bench) for page in bench.pages] == [1, 2, 3, 4, 5]
+    assert [page.is_partial for page in bench.pages] == [True, True, True, True, False]
+    assert list(bench.pages[1].absent) == ["memory", "precision", "attention"]
+    assert bench.pages[-1].absent == {}
+    assert bench.pages[-1].command == "stepscope report"
+    assert made.num_done == len(STAGES)
+
+
+def test_what_is_done_is_used_again(bench: Bench) -> None:
+    bench.make()
+    made, heard = bench.make()
+    assert heard.endings == [(name, Ending.REUSED) for name in STAGES]
+    assert [stage.runs for stage in bench.stages.values()] == [1] * 5
+    assert made.num_done == len(STAGES)
+    bench.make(fresh=True)
+    assert [stage.runs for stage in bench.stages.values()] == [2] * 5
+
+
+def test_an_edited_model_is_run_anew_and_so_is_what_was_lost(bench: Bench) -> None:
+    bench.make()
+    (bench.folder / "data" / "memory").unlink()
+    bench.make()
+    assert [stage.runs for stage in bench.stages.values()] == [1, 1, 2, 1, 1]
+    bench.source = "edited"
+    bench.make()
+    assert [stage.runs for stage in bench.stages.values()] == [2, 2, 3, 2, 2]
+
+
+def test_a_failed_stage_costs_its_own_section(bench: Bench) -> None:
+    bench.stages["memory"].error = StepscopeError("oom: too much", hint="--batch 1")
+    bench.stages["attention"].error = UnavailableError("nothing to do")
+    made, heard = bench.make()
+    assert ("memory", Ending.FAILED) in heard.endings
+    missing = bench.pages[-1].absent["memory"]
+    assert (missing.what, missing.why) == ("what memory makes", "oom: too much")
+    assert missing.command == "stepscope memory --size small"
+    assert not bench.pages[-1].is_partial
+    assert made.num_done == 3
+    bench.stages["memory"].error = None
+    _, heard = bench.make()
+    assert ("memory", Ending.DONE) in heard.endings
+    assert list(bench.pages[-1].absent) == ["attention"]
+
+
+def test_the_folder_says_why_a_stage_is_missing(bench: Bench) -> None:
+    bench.stages["attention"].error = StepscopeError("crash")  # the last: no other is kept after it
+    bench.make()
+    assert read_state(bench.folder / "data").absent["attention"].why == "crash"
+
+
+def test_when_all_fail_there_is_a_page_and_no_folder(bench: Bench) -> None:
+    for stage in bench.stages.values():
+        stage.error = StepscopeError("crash")
+    made, _ = bench.make()
+    assert made.num_done == 0
+    assert set(bench.pages[-1].absent) == set(STAGES)
+    assert not (bench.folder / "data").exists()
+
+
+def test_bad_input_in_the_first_stage_is_an_error_and_leaves_nothing(bench: Bench) -> None:
+    bench.stages["attention"].error = UnavailableError("nothing to do")
+    bench.stages["bench"].error = RefusedError(Failed(message="the factory raised", bad_input=True))
+    with pytest.raises(StepscopeError, match="the factory raised"):
+        bench.make()
+    assert list(bench.folder.iterdir()) == []
+
+
+def test_bad_input_that_shows_later_costs_its_own_section(bench: Bench) -> None:
+    bench.stages["profile"].error = RefusedError(Failed(message="the factory raised", bad_input=True))
+    bench.make()
+    assert bench.pages[-1].absent["profile"].why == "the factory raised"
+
+
+def test_a_refused_report_keeps_what_another_case_left(bench: Bench) -> None:
+    bench.make()
+    before = read_state(bench.folder / "data")
+    bench.source = "edited"
+    bench.stages["bench"].error = RefusedError(Failed(message="the factory raised", bad_input=True))
+    with pytest.raises(StepscopeError):
+        bench.make()
+    assert read_state(bench.folder / "data") == before
+
+
+def test_an_interruption_leaves_a_page_and_the_way_to_go_on(bench: Bench) -> None:
+    bench.stages["memory"].error = KeyboardInterrupt()
+    with pytest.raises(Interrupted) as raised:
+        bench.make(words=["--fresh", "--size", "small"], fresh=True)
+    assert raised.value.page == bench.page
+    assert raised.value.go_on == "stepscope report --size small"
+    page = bench.pages[-1]
+    assert page.is_partial
+    assert len(page.bench) == 2
+    assert set(page.absent) == {"memory", "precision", "attention"}
+    assert {missing.why for missing in page.absent.values()} == {"interrupted before it was done"}
+    assert {missing.command for missing in page.absent.values()} == {raised.value.go_on}
+    bench.stages["memory"].error = None
+    _, heard = bench.make()
+    assert [ending for _, ending in heard.endings] == [Ending.REUSED] * 2 + [Ending.DONE] * 3
+
+
+def test_an_older_page_is_not_given_up_for_an_empty_one(bench: Bench) -> None:
+    bench.page.write_text("an older page")
+    bench.stages["bench"].error = KeyboardInterrupt()
+    with pytest.raises(Interrupted) as raised:
+        bench.make()
+    assert raised.value.page is None
+    assert bench.page.read_text() == "an older page"
+    bench.page.unlink()
+    with pytest.raises(Interrupted) as raised:
+        bench.make()
+    assert raised.value.page == bench.page
+    assert set(bench.pages[-1].absent) == set(STAGES)
+
+
+def test_stages_are_left_out_by_request(bench: Bench) -> None:
+    _, heard = bench.make(words=["--without", "bench,memory"], without=("bench", "memory"))
+    assert [name for name, ending in heard.endings if ending is Ending.LEFT_OUT] == ["bench", "memory"]
+    missing = bench.pages[-1].absent["memory"]
+    assert (missing.why, missing.command) == ("left out by --without", "stepscope report")
+    assert bench.stages["memory"].runs == 0
+
+
+def test_a_stage_without_anything_to_do_says_so(bench: Bench) -> None:
+    bench.stages["attention"].error = UnavailableError("heads are not known")
+    _, heard = bench.make()
+    assert ("attention", Ending.LEFT_OUT) in heard.endings
+    assert bench.pages[-1].absent["attention"].why == "heads are not known"
+
+
+def test_two_reports_do_not_share_a_folder(bench: Bench) -> None:
+    bench.make()
+    descriptor = os.open(bench.folder / "data", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(StepscopeError, match="another report is being made"):
+        bench.make()
+    os.close(descriptor)
+
+
+def test_a_folder_of_somebody_else_is_left_alone(bench: Bench) -> None:
+    (bench.folder / "data").mkdir()
+    (bench.folder / "data" / "thesis.tex").touch()
+    with pytest.raises(StepscopeError, match="is no folder of a report"):
+        bench.make()
+    assert not is_data(bench.folder / "data")
+    assert bench.stages["bench"].runs == 0
+
+
+# --- What was typed --------------------------------------------------------------------------------------------------
+
+
+def test_names_of_stages_are_checked() -> None:
+    assert parse_stages("precision, attention") == ("precision", "attention")
+    with pytest.raises(StepscopeError) as raised:
+        parse_stages("memry")
+    assert raised.value.hint == "--without memory"
+    with pytest.raises(StepscopeError, match="every stage"):
+        parse_stages(",".join(STAGES))
+
+
+def test_a_command_is_typed_again_without_some_flags() -> None:
+    words = ["stepscope", "report", "--fresh", "--without", "bench", "--size", "nano", "--without=memory"]
+    assert without_flags(words, "--fresh") == "stepscope report --without bench --size nano --without=memory"
+    assert without_flags(words, "--fresh", "--without") == "stepscope report --size nano"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("page.txt", "a page, not `.txt`"), ("missing/page.html", "no folder"), ("folder.html", "is a folder")],
+)
+def test_a_page_that_cannot_be_is_refused_early(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(StepscopeError, match=says):
+        report_page.check_page(tmp_path / name, force=True)
+
+
+def test_only_a_page_of_ours_is_replaced_without_force(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<html>mine</html>")
+    with pytest.raises(StepscopeError, match="no page of ours"):
+        report_page.check_page(page, force=False)
+    report_page.check_page(page, force=True)
+    with pytest.raises(StepscopeError, match="a file it reads"):
+        report_page.check_page(page, force=True, inputs=[page])
+    report_page.write_page(page, [Materials(name="a run", bench=(row(),))])
+    report_page.check_page(page, force=False)
+
+
+def test_a_full_disk_leaves_the_old_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("the old one")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(StepscopeError, match="cannot write to"):
+            report_page.write_page(page, [Materials(name="a run", bench=(row(),))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert page.read_text() == "the old one"
+    assert list(tmp_path.iterdir()) == [page]
+
+
+@pytest.mark.parametrize(("device", "size", "context"), [("cpu", "nano", 128), ("cuda:0", "small", 256)])
+def test_without_settings_the_device_chooses_the_case(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, device: str, size: str, context: int
+) -> None:
+    environment = msgspec.structs.replace(ENVIRONMENT, device=device)
+    monkeypatch.setattr(report, "look_at", lambda *_: Probed(environment=environment, sources=(None, None)))
+    monkeypatch.chdir(bench.folder)
+    made = ReportJob(page=bench.page, words=["stepscope", "report"]).run(Grid(), Heard())
+    assert made.data.parent == Path("runs/report")
+    assert made.data.name == f"{size}-batch-4-context-{context}-fp32-train-naive-{device.replace(':', '-')}"
+    workload = read_state(made.data).case.workload
+    assert (workload.model.name, workload.context, workload.device) == (size, context, device)
+
+
+# --- While it runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_line_a_stage_with_what_is_done_and_what_is_to_come() -> None:
+    console = Console(width=60, file=io.StringIO())
+    display = Display(console)
+    display.finish("bench", Ending.REUSED, "95.1 ms a step")
+    display.plan({"profile": 5.0, "memory": 6.0})
+    display.start("profile")
+    display.doing("warming up \x1b[31m" + "and on " * 20)
+    console.print(display.render())
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0] == "bench      95.1 ms a step (done before; --fresh runs it again"[:59] + "…"
+    assert lines[1].startswith("profile    warming up \ufffd[31mand on")
+    assert lines[2] == "memory     to come"
+    assert lines[3] == "0 s so far, about 11 s left"
+    display.finish("profile", Ending.FAILED, "oom")
+    display.start("memory")
+    display.finish("memory", Ending.DONE, "peak 1 MiB")
+    display.close()
+    console.print(display.render())
+    assert console.file.getvalue().splitlines()[5:] == [  # type: ignore[attr-defined]
+        "profile    failed: oom",
+        "memory     peak 1 MiB  0 s",
+    ]
+
+
+def test_the_time_left_goes_by_how_long_stages_took() -> None:
+    forecast = Forecast()
+    forecast.plan({"bench": 2.0, "profile": 4.0, "memory": 6.0})
+    assert forecast.left_s("bench", 1.0) == 11.0
+    forecast.take("bench", 4.0)
+    assert forecast.left_s("profile", 0.0) == 20.0
+    assert forecast.left_s("profile", 3.0) == 17.0
+    assert forecast.left_s("profile", 100.0) == 12.0
+    forecast.take("profile", 8.0)
+    forecast.take("memory", 12.0)
+    assert forecast.left_s("", 0.0) == 0.0
+
+
+# --- Stages ----------------------------------------------------------------------------------------------------------
+
+
+def work_on(**settings: Scalar) -> Work:
+    case = build_case(settings)
+    environment = msgspec.structs.replace(ENVIRONMENT, device=case.workload.device)
+    planned = Planned(case=case, environment=environment, source=None)
+    return Work(
+        folder=Path("data"),
+        command="stepscope report",
+        planned=planned,
+        other=planned,
+        workers=cast(Workers, NoWorkers()),
+        fresh=False,
+        on_stage=lambda _: None,
+    )
+
+
+def test_commands_of_stages_are_ones_that_their_verbs_take() -> None:
+    work = work_on(size="nano", device="cpu", compile=True, precision="bf16", attention="flash", checkpoint="block")
+    said = {stage.name: stage.command(work) for stage in report_stages.ALL}
+    assert said["memory"].startswith("stepscope memory --size nano")
+    assert "--compile" in said["memory"]
+    assert "--compile" not in said["precision"]
+    assert "--checkpoint" not in said["precision"]
+    assert "--context 32" in said["precision"]
+    assert said["attention"] == (
+        "stepscope attention --batch 4 --heads 4 --head-dim 32 --length 64,128,256 --precision bf16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "implementations"),
+    [
+        ("cpu", "fp32", {"naive", "sdpa", "tiled"}),
+        ("cuda:0", "fp32", {"naive", "sdpa-efficient", "triton"}),
+        ("cuda:0", "bf16", {"naive", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "triton", "hopper"}),
+    ],
+)
+def test_attention_is_compared_as_the_device_can_compute_it(
+    device: str, precision: str, implementations: set[str]
+) -> None:
+    planned = report_stages.AttentionStage().plan(work_on(size="small", device=device, precision=precision))
+    assert {one.case.implementation for one in planned} == implementations
+
+
+def test_attention_of_a_model_that_is_not_built_in_is_not_known() -> None:
+    with pytest.raises(UnavailableError):
+        report_stages.AttentionStage().keys(work_on(model="mine:build"))
