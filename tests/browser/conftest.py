@@ -6,12 +6,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
+
+from stepscope.findings import Exhibit, Part, Report, Section
+from stepscope.report.site import write_site
+from tests.unit.report.report_samples import one_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Dialog, Page
 
 OpenFile = Callable[..., "Page"]
+Open = Callable[..., "Page"]
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +69,29 @@ def open_file(browser: "Browser") -> Iterator[OpenFile]:
 
 def wait_for_frame(page: "Page") -> None:
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+@pytest.fixture
+def open_report(open_file: OpenFile, tmp_path: Path) -> Open:
+    """Opens a report's page and scrolls to each of its charts, which builds them."""
+
+    def open_one(report: Report, **options: Any) -> "Page":
+        target = tmp_path / "report.html"
+        target.write_text(write_site(report), encoding="utf-8")
+        page = open_file(target, **options)
+        for figure in page.locator("figure.lanes, figure.roofline, figure.figure, figure.timeline").all():
+            figure.scroll_into_view_if_needed()
+            page.wait_for_function("(figure) => figure.chart", arg=figure.element_handle())
+        return page
+
+    return open_one
+
+
+@pytest.fixture
+def open_parts(open_report: Open) -> Open:
+    def open_them(*parts: Part, **options: Any) -> "Page":
+        exhibits = tuple(Exhibit(key=f"part-{number}", part=part) for number, part in enumerate(parts))
+        section = Section(key="parts", title="Parts", exhibits=exhibits)
+        return open_report(msgspec.structs.replace(one_run(), sections=(section,)), **options)
+
+    return open_them

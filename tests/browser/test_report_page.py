@@ -3,14 +3,17 @@ told by a name. Pictures of it are kept in the folder that STEPSCOPE_SCREENSHOTS
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
-from stepscope.findings import Report
+from stepscope.findings import Exhibit, Report, Section
 from stepscope.report.site import write_site
 from tests.browser.conftest import OpenFile, wait_for_frame
+from tests.unit.report.report_parts import WALL_NS, break_down, kernels_of_step
 from tests.unit.report.report_samples import HOSTILE, empty, hostile, huge, one_run, partial, two_runs
 
 if TYPE_CHECKING:
@@ -106,6 +109,17 @@ def test_choosing_narrows_everything_else(open_page: Open) -> None:
     assert len(kernels_of(page)) > 5
     page.get_by_role("button", name="clear").click()
     assert page.inner_text(".told") == "8.03 ms of 60.9 ms: all kernels"
+
+
+def test_what_is_not_known_is_said_and_not_offered(open_page: Open) -> None:
+    report = one_run()
+    nowhere = [replace(kernel, layer="unknown", module="") for kernel in kernels_of_step()]
+    part = Exhibit(key="breakdown", part=break_down([nowhere], [WALL_NS]))
+    section = Section(key="time", title="Time", exhibits=(part,))
+    page = open_page(msgspec.structs.replace(report, sections=(section,)))
+    show(page, "figure.breakdown")
+    assert page.locator(".dimension h4").all_text_contents() == ["Class", "Phase"]
+    assert page.inner_text(".dimensions + .help") == "Not known from this recording: layer, module."
 
 
 def test_choosing_a_kernel_says_what_it_is_and_where_it_runs(open_page: Open) -> None:

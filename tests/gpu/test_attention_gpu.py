@@ -180,6 +180,19 @@ def test_hopper_forward_and_deterministic_gradients_repeat_a_hundred_times(causa
         assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
 
 
+def test_a_compiled_model_takes_it_whole_under_autocast() -> None:
+    torch._dynamo.reset()
+    leaves = [x.to(CUDA).requires_grad_() for x in make_inputs((2, 4, 2, 300, 300, 64))]
+    compiled = torch.compile(lambda q, k, v: flash_attention(q * 2, k, v, causal=True), fullgraph=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        ours, plain = compiled(*leaves), flash_attention(leaves[0] * 2, leaves[1], leaves[2], causal=True)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, plain)
+    gradients = [torch.autograd.grad(o.float().square().sum(), leaves) for o in (ours, plain)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["by descriptor", "by pointer"])
 def test_offsets_beyond_two_gigaelements_are_reached(dtype: torch.dtype) -> None:
     num_heads, length, head_dim = 36, 1 << 20, 64  # 2.4e9 elements: the last head starts beyond 2**31

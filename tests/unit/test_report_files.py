@@ -164,6 +164,8 @@ def test_a_folder_of_a_report_is_completed_by_other_files(tmp_path: Path) -> Non
     assert set(run.absent) == {"precision", "attention"}
     a, b = read(data, record(tmp_path / "other"))
     assert (len(a.bench), len(b.bench)) == (1, 0)
+    whole = keep(tmp_path / "whole", "bench", "precision")
+    assert refuse(whole, PRECISION).message.startswith("no run is left for the file of `stepscope precision --out`")
 
 
 def test_what_is_gone_from_a_folder_is_said(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def report(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[FILE…]",
+            metavar="FILE…",
             help="Recordings, foreign traces, results and folders of earlier reports, in place of running anything; "
             "two runs are compared.",
         ),

@@ -192,6 +192,7 @@ def test_a_table_keeps_raw_values_for_sorting_and_is_written_once() -> None:
     raw = (9_710 - 37) << 20
     assert f'<td class="number" data-v="{raw}">9.45 GiB</td>' in table
     assert "<td>activations</td>" in table
+    assert 'class="long"' not in table
     assert '<th scope="col" class="detail">' in table
     assert "1 more column<" in table
     page = write_site(one_run())
@@ -229,6 +230,8 @@ def test_a_fix_is_copied_exactly() -> None:
     ]
     assert texts[:2] == [code, "run  --a-b `x`"]
     assert "saving not estimated" in visible(page)
+    advice = (Advice(finding=msgspec.structs.replace(finding, saving_ns=0, share=0.0)),)
+    assert "no time gained by it alone" in visible(write_site(msgspec.structs.replace(one_run(), advice=advice)))
 
 
 def test_backticks_become_code_and_nothing_else_does() -> None:

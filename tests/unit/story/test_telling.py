@@ -86,6 +86,7 @@ def test_somebody_else_s_file_alone_gives_a_report(profile: object) -> None:
     assert section(report, "memory").missing[0].why == "the file holds no memory"
     assert "_dump_snapshot" in section(report, "memory").missing[0].command
     assert section(report, "autograd").missing[0].command == "stepscope memory --model my_model:build"
+    assert section(report, "roofline").missing[0].why == "the operators' shapes were not recorded"
 
 
 def test_counters_have_their_table_and_no_timeline() -> None:

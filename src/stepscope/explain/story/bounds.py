@@ -97,7 +97,7 @@ class Shares:
     def bound(self) -> Bound:
         busy = 1 - self.idle
         found = [Bound(limit="host", share=self.idle), Bound(limit="communication", share=self.communication)]
-        if self.has_gaps and sum(self.limits.values()) >= _KNOWN_ENOUGH:
+        if sum(self.limits.values()) >= _KNOWN_ENOUGH:
             names: tuple[Limit, ...] = ("compute", "memory", "launch")
             found += [Bound(limit=name, share=busy * self.limits.get(name, 0.0)) for name in names]
         else:

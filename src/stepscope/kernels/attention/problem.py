@@ -59,10 +59,16 @@ class Problem(NamedTuple):
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as `torch.autocast` wants them for a product: all in its dtype, float64 aside. As for SDPA."""
     kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_autocast(kind: str) -> bool:
+    """A constant to a compiler: that of torch 2.11 cannot trace the question, and split the model at every layer."""
+    return torch.amp.is_autocast_available(kind)
 
 
 def _check_kinds(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:

@@ -81,7 +81,13 @@ charts.breakdown = (root, part, page) => {
   const detail = element("p", "", "decoded");
   body.append(told, chips, strips, panels, detail);
   const isExpanded = part.dimensions.map(() => false);
-  const shown = part.dimensions.map((dimension, at) => at).filter((at) => part.dimensions[at].key !== "kernel");
+  // Nothing can be chosen where nothing is known.
+  const isKnown = ({ values }) => values.length > 1 || values[0] !== "unknown";
+  const offered = part.dimensions.map((dimension, at) => at).filter((at) => part.dimensions[at].key !== "kernel");
+  const shown = offered.filter((at) => isKnown(part.dimensions[at]));
+  const unknown = offered.filter((at) => !shown.includes(at)).map((at) => part.dimensions[at].label.toLowerCase());
+  panels.classList.toggle("four", shown.length === 4);
+  if (unknown.length) panels.after(element("p", `Not known from this recording: ${unknown.join(", ")}.`, "help"));
   const lists = shown.map((at) => makePanel(at));
   const table = makeKernelTable(model, body, choose);
 

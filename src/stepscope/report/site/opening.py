@@ -92,7 +92,9 @@ def _write_card(advice: Advice) -> str:
     finding = advice.finding
     share = finding.share or 0.0
     saving = '<p class="saving"><span class="unsure">saving not estimated</span></p>'
-    if finding.saving_ns is not None:
+    if finding.saving_ns == 0:
+        saving = '<p class="saving"><span class="unsure">no time gained by it alone</span></p>'
+    elif finding.saving_ns is not None:
         per_cent = f" · {format_value('share', finding.share)} of the step" if finding.share is not None else ""
         saving = (
             f'<p class="saving"><strong>−{format_value("ms", finding.saving_ns / 1e6)}</strong>{per_cent}</p>'
@@ -115,11 +117,12 @@ def _write_card(advice: Advice) -> str:
 def write_copyable(copyable: Copyable) -> str:
     """Something to copy: the button is the script's, and without it the text can be marked by hand."""
     code = markup(copyable.text, COPYABLE, lines=True)
-    if "\n" not in code:
+    is_code = "\n" in code
+    if not is_code:
         # A command is broken between its words; left alone, browsers break it after the hyphens of a flag.
         code = re.sub(r"\S+", r"<span>\g<0></span>", code)
     label = f'<span class="label">{markup(copyable.label)}</span>' if copyable.label else ""
     return (
-        f'<div class="copyable">{label}<pre tabindex="0"><code>{code}</code></pre>'
+        f'<div class="copyable{" lines" if is_code else ""}">{label}<pre tabindex="0"><code>{code}</code></pre>'
         '<button type="button" class="copy" hidden>copy</button></div>'
     )

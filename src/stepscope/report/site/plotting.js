@@ -3,7 +3,6 @@
 const plotting = (() => {
   const FAMILY = getComputedStyle(document.documentElement).getPropertyValue("--font").trim();
   const FONT = `12px ${FAMILY}`;
-  const SMALL_FONT = `11px ${FAMILY}`;
   const BOLD_FONT = `bold ${FONT}`;
   // Steps of a decade, coarse to fine: the first that gives a logarithmic axis enough ticks is taken.
   const LADDERS = [[1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 6, 8]];
@@ -72,14 +71,8 @@ const plotting = (() => {
   const parse = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
   const mix = (colour, other, share) => colour.map((own, at) => Math.round(own + (other[at] - own) * share));
   const pack = ([red, green, blue], alpha = 255) => ((alpha << 24) | (blue << 16) | (green << 8) | red) >>> 0;
-  const write = ([red, green, blue]) => `rgb(${red}, ${green}, ${blue})`;
   const brightness = ([red, green, blue]) => 0.299 * red + 0.587 * green + 0.114 * blue;
   const chooseInk = (fill) => (brightness(fill) > 125 ? "#222222" : "#ffffff");
-
-  function readColours(names) {
-    const style = getComputedStyle(document.documentElement);
-    return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-  }
 
   // ---- lines and text
 
@@ -210,7 +203,7 @@ const plotting = (() => {
   }
 
   return {
-    FONT, SMALL_FONT, BOLD_FONT, makeCanvas, makeHelp, sayNothing, findRatio, openCanvas, onceAFrame, parse, mix, pack, write,
-    brightness, chooseInk, readColours, rule, fitText, makeLogTicks, makeMovable, makeSteppable,
+    FONT, BOLD_FONT, makeCanvas, makeHelp, sayNothing, findRatio, openCanvas, onceAFrame, parse, mix, pack,
+    chooseInk, rule, fitText, makeLogTicks, makeMovable, makeSteppable,
   };
 })();

@@ -3,6 +3,8 @@
 Numbers are written by `report.numbers`, as everywhere; their raw value stands in `data-v`, which is what is sorted by.
 """
 
+from collections.abc import Sequence
+
 from stepscope.findings import Cell, Column, Table
 from stepscope.report.numbers import format_column
 from stepscope.report.site.text import NAME, markup, prose
@@ -10,6 +12,7 @@ from stepscope.report.site.text import NAME, markup, prose
 _SEARCHED_FROM, _SCROLLED_FROM = 15, 30  # rows; more than these get a search box, and scroll by themselves
 
 _MOST_LABEL = 60  # characters above a column
+_LONG = 40  # characters from which on a text needs a wide column to be read
 
 
 def write_table(table: Table, key: str, *, titled: bool = True) -> str:
@@ -18,10 +21,11 @@ def write_table(table: Table, key: str, *, titled: bool = True) -> str:
     if not table.rows:
         return f'<figure class="table" id="{key}">{title}<p class="quiet">Nothing to list.</p>{notes}</figure>'
     tall = " tall" if len(table.rows) > _SCROLLED_FROM else ""
-    head = "".join(_write_header(column) for column in table.columns)
     written = [format_column(column, [row[at] for row in table.rows]) for at, column in enumerate(table.columns)]
+    classes = [_classes(column, texts) for column, texts in zip(table.columns, written, strict=True)]
+    head = "".join(map(_write_header, table.columns, classes))
     body = "".join(
-        f"<tr>{''.join(map(_write_cell, table.columns, row, texts))}</tr>"
+        f"<tr>{''.join(map(_write_cell, table.columns, classes, row, texts))}</tr>"
         for row, texts in zip(table.rows, zip(*written, strict=True), strict=True)
     )
     return (
@@ -49,16 +53,20 @@ def _write_tools(table: Table) -> str:
     return f'<div class="tools" hidden>{"".join(tools)}</div>' if tools else ""
 
 
-def _classes(column: Column) -> str:
-    names = [*(["number"] if column.kind != "text" else []), *(["detail"] if column.detail else [])]
+def _classes(column: Column, texts: Sequence[str]) -> str:
+    is_long = column.kind == "text" and max(map(len, texts)) > _LONG
+    asked = {"number": column.kind != "text", "detail": column.detail, "long": is_long}
+    names = [name for name, is_asked in asked.items() if is_asked]
     return f' class="{" ".join(names)}"' if names else ""
 
 
-def _write_header(column: Column) -> str:
+def _write_header(column: Column, classes: str) -> str:
     label = f'<button type="button" class="sort">{markup(column.label, _MOST_LABEL) or "&nbsp;"}</button>'
-    return f'<th scope="col"{_classes(column)}>{label}</th>'
+    return f'<th scope="col"{classes}>{label}</th>'
 
 
-def _write_cell(column: Column, cell: Cell, text: str) -> str:
-    raw = f' data-v="{cell!r}"' if isinstance(cell, int | float) and column.kind != "text" else ""
-    return f"<td{_classes(column)}{raw}>{markup(text, 2 * NAME)}</td>"
+def _write_cell(column: Column, classes: str, cell: Cell, text: str) -> str:
+    if column.kind == "text":
+        return f"<td{classes}>{prose(text, 2 * NAME)}</td>"
+    raw = f' data-v="{cell!r}"' if isinstance(cell, int | float) else ""
+    return f"<td{classes}{raw}>{markup(text, 2 * NAME)}</td>"

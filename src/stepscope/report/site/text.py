@@ -53,9 +53,9 @@ def markup(text: str, most: int = NAME, *, lines: bool = False) -> str:
     return escape(clean(text, most, lines=lines))
 
 
-def prose(text: str) -> str:
+def prose(text: str, most: int = PROSE) -> str:
     """Sentences for HTML, with what stands in `backticks` set as code, and units kept on the line of their number."""
-    return _QUOTED.sub(r"<code>\1</code>", _UNIT_APART.sub("&nbsp;", markup(text, PROSE)))
+    return _QUOTED.sub(r"<code>\1</code>", _UNIT_APART.sub("&nbsp;", markup(text, most)))
 
 
 def format_value(kind: Quantity, value: Cell) -> str:

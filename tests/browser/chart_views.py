@@ -1,0 +1,59 @@
+"""What tests do with the charts of a page: open them, look at their pixels, ask them, and point at them."""
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from tests.browser.conftest import wait_for_frame
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+KINDS = ("lanes", "roofline", "figure", "timeline")
+
+
+def picture(page: "Page", selector: str) -> str:
+    """What is on a canvas, as one number."""
+    wait_for_frame(page)
+    return hashlib.sha256(page.eval_on_selector(selector, "(one) => one.toDataURL()").encode()).hexdigest()
+
+
+def count_colours(page: "Page", selector: str) -> int:
+    script = """(one) => {
+      const data = one.getContext("2d").getImageData(0, 0, one.width, one.height).data;
+      return new Set(new Uint32Array(data.buffer)).size;
+    }"""
+    return int(page.eval_on_selector(selector, script))
+
+
+def read_pixel(page: "Page", selector: str, x: float, y: float) -> list[int]:
+    """Red, green, blue and opacity at a place in CSS pixels."""
+    script = """(one, [x, y]) => {
+      const ratio = one.width / one.clientWidth;
+      // Through a copy: a canvas that is read often is moved away from the GPU, with a message.
+      const copy = new OffscreenCanvas(1, 1).getContext("2d");
+      copy.drawImage(one, -Math.round(x * ratio), -Math.round(y * ratio));
+      return [...copy.getImageData(0, 0, 1, 1).data];
+    }"""
+    pixel: list[int] = page.eval_on_selector(selector, script, [x, y])
+    return pixel
+
+
+def ask(page: "Page", kind: str, question: str) -> Any:
+    """Asks a chart, which the question calls `chart`."""
+    wait_for_frame(page)
+    return page.eval_on_selector(f"figure.{kind}", f"({{ chart }}) => ({question})")
+
+
+def view_of(page: "Page", kind: str = "lanes") -> tuple[float, float]:
+    start, end = ask(page, kind, "[chart.view.start, chart.view.end]")
+    return start, end
+
+
+def move_to(page: "Page", kind: str, x: float, y: float) -> None:
+    """Moves the mouse to a place of a chart's canvas."""
+    canvas = page.locator(f"figure.{kind} canvas.back").first
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + x, box["y"] + y)
+    wait_for_frame(page)
