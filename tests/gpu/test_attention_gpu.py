@@ -182,7 +182,7 @@ def test_hopper_forward_and_deterministic_gradients_repeat_a_hundred_times(causa
 
 def test_a_compiled_model_takes_it_whole_under_autocast() -> None:
     torch._dynamo.reset()
-    leaves = [x.to(CUDA).requires_grad_() for x in make_inputs((2, 4, 2, 300, 300, 64))]
+    leaves = [x.to(CUDA, torch.float32).requires_grad_() for x in make_inputs((2, 4, 2, 300, 300, 64))]
     compiled = torch.compile(lambda q, k, v: flash_attention(q * 2, k, v, causal=True), fullgraph=True)
     with torch.autocast("cuda", torch.bfloat16):
         ours, plain = compiled(*leaves), flash_attention(leaves[0] * 2, leaves[1], leaves[2], causal=True)

@@ -259,7 +259,8 @@ def test_the_compiler_takes_it_whole_and_gives_the_same() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 def test_the_compiler_takes_it_whole_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whether there is autocast at all is a question that the compiler of torch 2.11 cannot trace.
-    monkeypatch.setattr(torch.amp, "is_autocast_available", torch._dynamo.disable(torch.amp.is_autocast_available))
+    untraceable = torch._dynamo.disable(torch.amp.is_autocast_available)  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
     q, k, v = (x.detach() for x in qkv(1, 2, 20, 8))
     compiled = torch.compile(lambda: TILED(q, k, v, causal=True), fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
