@@ -36,7 +36,8 @@ run: setup ## the main job: `stepscope report`, one page on the default workload
 # with the documentation's commands to make the three even. The output of the latter two comes when all is done.
 beside := tests/cli --ignore tests/cli/test_docs.py --ignore tests/cli/test_slurm.py --ignore tests/cli/test_train.py
 waiting := tests/cli/test_slurm.py tests/cli/test_train.py tests/cpu/parallel tests/cli/test_docs.py
-test: setup ## all tests that need no GPU
+test: setup ## all tests that need no GPU; those of pages need chromium, which is installed where it may be
+	@sh tools/chromium.sh
 	@export OMP_NUM_THREADS=1; said=$$(mktemp -d); trap 'rm -rf "$$said"' EXIT; \
 	"$(bin)/python" -m pytest -p no:cacheprovider $(beside) $(ARGS) >"$$said/beside" 2>&1 & beside=$$!; \
 	"$(bin)/python" -m pytest -p no:cacheprovider $(waiting) $(ARGS) >"$$said/waiting" 2>&1 & waiting=$$!; \

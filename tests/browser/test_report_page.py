@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from stepscope.findings import Exhibit, Report, Section
+from stepscope.findings import Breakdown, Exhibit, Report, Section
 from stepscope.report.site import write_site
 from tests.browser.conftest import OpenFile, wait_for_frame
 from tests.unit.report.report_parts import WALL_NS, break_down, kernels_of_step
 from tests.unit.report.report_samples import HOSTILE, empty, hostile, huge, one_run, partial, two_runs
+from tests.unit.report.test_site import contrast
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -90,11 +91,11 @@ def test_choosing_narrows_everything_else(open_page: Open) -> None:
     page = open_page(one_run(), width=1440)
     show(page, "figure.breakdown")
     assert page.inner_text(".told") == "8.03 ms of 60.9 ms: all kernels"
-    assert bars_of(page, "phase") == ["backward", "optimizer", "forward", "loss"]
+    assert bars_of(page, "phase") == ["forward", "loss", "backward", "optimizer"]
     assert "idle 52.9 ms" in page.inner_text(".wall")
     choose(page, "class", "attention")
     assert page.inner_text(".told") == "0.718 ms of 60.9 ms: attention kernels"
-    assert bars_of(page, "phase") == ["backward", "forward"]
+    assert bars_of(page, "phase") == ["forward", "backward"]
     # Its own dimension still shows the others.
     assert "gemm" in bars_of(page, "class")
     assert len(kernels_of(page)) == 2
@@ -111,13 +112,97 @@ def test_choosing_narrows_everything_else(open_page: Open) -> None:
     assert page.inner_text(".told") == "8.03 ms of 60.9 ms: all kernels"
 
 
-def test_what_is_not_known_is_said_and_not_offered(open_page: Open) -> None:
-    report = one_run()
-    nowhere = [replace(kernel, layer="unknown", module="") for kernel in kernels_of_step()]
-    part = Exhibit(key="breakdown", part=break_down([nowhere], [WALL_NS]))
-    section = Section(key="time", title="Time", exhibits=(part,))
-    page = open_page(msgspec.structs.replace(report, sections=(section,)))
+def open_breakdown(open_page: Open, part: Breakdown, **options: Any) -> "Page":
+    section = Section(key="time", title="Time", exhibits=(Exhibit(key="breakdown", part=part),))
+    page = open_page(msgspec.structs.replace(one_run(), sections=(section,)), **options)
     show(page, "figure.breakdown")
+    return page
+
+
+def test_layers_are_in_their_order(open_page: Open) -> None:
+    kernels = [
+        replace(kernel, layer=kernel.layer and f"blocks.{at % 12}") for at, kernel in enumerate(kernels_of_step())
+    ]
+    page = open_breakdown(open_page, break_down([kernels], [WALL_NS]))
+    assert bars_of(page, "layer") == [*(f"blocks.{number}" for number in range(12)), "outside layers"]
+
+
+def test_kernels_side_by_side_are_no_part_of_the_step(open_page: Open) -> None:
+    page = open_breakdown(open_page, break_down([kernels_of_step()], [5_000_000]))
+    assert page.inner_text(".told") == "all kernels take 8.03 ms in a step of 5.00 ms"
+    page.locator(".wall i").first.hover()
+    assert "of the step" not in page.inner_text("#tip")
+    choose(page, "phase", "optimizer")
+    assert page.inner_text(".told") == "kernels of optimizer take 2.20 ms in a step of 5.00 ms"
+
+
+@pytest.mark.parametrize("num_steps", [3, 300])
+def test_the_mean_of_one_call_in_several_steps_is_its_length(open_page: Open, num_steps: int) -> None:
+    part = break_down([kernels_of_step()[:1]], [WALL_NS])
+    once = {"times_ns": ((1_001 / num_steps,),), "shortest_ns": ((1_001.0,),), "longest_ns": ((1_001.0,),)}
+    part = msgspec.structs.replace(part, counts=((1 / num_steps,),), **once)
+    page = open_breakdown(open_page, part)
+    cells = page.locator(".kernels tbody td.number").all_inner_texts()
+    assert cells[2:] == ["0.3" if num_steps == 3 else "0.00333", "1.00", "1.00", "1.00"]
+
+
+def test_a_cpu_runs_operators_everywhere(open_page: Open) -> None:
+    report = one_run()
+    sections = tuple(
+        msgspec.structs.replace(section, exhibits=tuple(map(_on_cpu, section.exhibits))) for section in report.sections
+    )
+    page = open_page(msgspec.structs.replace(report, sections=sections), width=1440)
+    show_all(page)
+    assert "all operators" in page.inner_text(".told")
+    assert "of all operators" in page.locator("figure.roofline .unseen li").first.text_content()  # type: ignore[operator]
+
+
+def _on_cpu(exhibit: Exhibit) -> Exhibit:
+    if not isinstance(exhibit.part, Breakdown):
+        return exhibit
+    return Exhibit(key=exhibit.key, part=msgspec.structs.replace(exhibit.part, what="operators"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_on_coloured_pieces_have_the_better_ink(open_page: Open, scheme: str) -> None:
+    page = open_page(one_run(), width=1440, color_scheme=scheme)
+    show(page, "figure.breakdown")
+    script = """(pieces) => pieces.filter((piece) => piece.style.color).map((piece) => {
+      const style = getComputedStyle(piece);
+      return [style.color, style.backgroundColor].map((text) => text.match(/\\d+/g).map(Number));
+    })"""
+    for colours in page.eval_on_selector_all(".wall i", script):
+        ink, fill = ("#" + "".join(f"{channel:02x}" for channel in colour) for colour in colours)
+        assert contrast(ink, fill) == max(contrast("#14171c", fill), contrast("#ffffff", fill))
+
+
+def test_what_is_not_chosen_can_still_be_read(open_page: Open) -> None:
+    page = open_page(one_run(), width=1440)
+    show(page, "figure.breakdown")
+    choose(page, "class", "attention")
+    apart = page.locator(".choice.apart").first
+    assert apart.evaluate("(one) => getComputedStyle(one).opacity") == "1"
+    assert apart.locator(".track i").first.evaluate("(one) => getComputedStyle(one).opacity") == "0.4"
+
+
+def test_kernels_are_one_stop_on_the_way_through_the_page(open_page: Open) -> None:
+    page = open_page(one_run(), width=1440)
+    show(page, "figure.breakdown")
+    page.focus(".kernels .search")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    rows = page.get_by_role("grid").locator("tbody tr")
+    stops = rows.evaluate_all("(rows) => rows.flatMap((row, at) => (row.tabIndex === 0 ? [at] : []))")
+    assert stops == [1]
+    page.keyboard.press("Enter")
+    selected = rows.evaluate_all("(rows) => rows.map((row) => row.getAttribute('aria-selected'))")
+    assert selected.count("true") == 1
+    assert selected.count("false") == len(selected) - 1
+
+
+def test_what_is_not_known_is_said_and_not_offered(open_page: Open) -> None:
+    nowhere = [replace(kernel, layer="unknown", module="") for kernel in kernels_of_step()]
+    page = open_breakdown(open_page, break_down([nowhere], [WALL_NS]))
     assert page.locator(".dimension h4").all_text_contents() == ["Class", "Phase"]
     assert page.inner_text(".dimensions + .help") == "Not known from this recording: layer, module."
 
@@ -189,7 +274,8 @@ def test_bars_are_walked_and_chosen_by_keys(open_page: Open) -> None:
     page.keyboard.press("ArrowDown")
     assert page.evaluate(focused) == "optimizer"
     page.keyboard.press("ArrowRight")
-    assert page.evaluate(focused) == "optimizer"  # the second phase
+    assert page.evaluate(focused) == "loss"  # the second phase
+    page.keyboard.press("End")
     page.keyboard.press("Enter")
     assert page.inner_text(".told") == "2.20 ms of 60.9 ms: kernels of optimizer"
     # What was chosen is still in focus, though the list was made anew.

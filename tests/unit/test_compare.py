@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.accounting import account
 from stepscope.explain.compare import (
     OVERLAP,
     REST,
@@ -219,3 +220,28 @@ def test_the_table_renders_in_every_format() -> None:
         assert render(table, form, width=100)
     assert any("only in B" in str(row[7]) for row in table.rows)
     assert table.rows[0][:2] == ("step", WALL)
+
+
+def test_a_long_kernel_is_in_every_step_that_it_runs_in() -> None:
+    """Also where shorter ones began after it and ended before the step."""
+    tape = Tape()
+    for step in range(4):
+        with tape.inside(f"step:{step}"):
+            if step == 0:
+                tape.kernel(EXP, 2500, stream=8)
+            tape.kernel(GEMM, 1000, stream=7)
+            tape.now = tape.free[7]
+    profile = tape.profile()
+    busy = {
+        (start, end): account(
+            profile.kernels.filter((pl.col("end_ns") > start) & (pl.col("start_ns") < end)).with_columns(
+                pl.col("start_ns", "end_ns").clip(start, end)
+            ),
+            (start, end),
+        )
+        for start, end in step_windows(profile)
+    }
+    assert sum(one.overlap_ns > 0 for one in busy.values()) == 3
+    parts = {row.name: row.a_ns for row in compare(profile, profile).parts}
+    assert parts[OVERLAP] == round(sum(one.overlap_ns for one in busy.values()) / len(busy))
+    assert parts["gemm"] == round(sum(one.classes["gemm"] for one in busy.values()) / len(busy))

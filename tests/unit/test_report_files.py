@@ -35,8 +35,11 @@ def record(folder: Path, *, rank: int | None = None, world_size: int | None = No
     return folder
 
 
-def write_rows(path: Path, *rows: Row) -> Path:
-    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in rows))
+def write_rows(path: Path, *rows: Row, device: str = "NVIDIA H200") -> Path:
+    """As measured on `device`, which is that of recordings, too."""
+    environment = msgspec.structs.replace(ENVIRONMENT, driver_name=device)
+    moved = (msgspec.structs.replace(one, environment=environment) for one in rows)
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in moved))
     return path
 
 
@@ -92,6 +95,24 @@ def test_recordings_that_are_not_ranks_of_one_run_are_compared(
     rank, world_size = second
     first = record(tmp_path / "x", rank=0, world_size=2)
     assert len(read(first, record(tmp_path / "y", rank=rank, world_size=world_size))) == 2
+
+
+def test_a_rank_beyond_the_number_of_ranks_is_no_rank_of_that_run(tmp_path: Path) -> None:
+    runs = read(record(tmp_path / "x", rank=0, world_size=2), record(tmp_path / "y", rank=2, world_size=2))
+    assert len(runs) == 2
+
+
+def test_files_of_another_device_are_refused(tmp_path: Path) -> None:
+    recording = record(tmp_path / "one")
+    bench = write_rows(tmp_path / "b.jsonl", row(size="small"), device="a CPU")
+    attention = write_rows(tmp_path / "a.jsonl", attend(), device="a CPU")
+    for file in (bench, attention):
+        error = refuse(recording, file)
+        assert error.message == f"`{file}` is of another device than the run: `a CPU`"
+        assert "NVIDIA H200" in error.detail
+    (run,) = read(bench, attention)
+    assert run.bench
+    assert run.attention
 
 
 def test_three_runs_are_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from stepscope.jobs import report, report_page, report_stages
 from stepscope.jobs.messages import Failed, Probed
 from stepscope.jobs.process import RefusedError, Workers
 from stepscope.jobs.report import Ending, Interrupted, Made, ReportJob, parse_stages, without_flags
-from stepscope.jobs.report_data import STAGES, is_data, read_state
+from stepscope.jobs.report_data import STAGES, is_data, read_state, write_state
 from stepscope.jobs.report_stages import UnavailableError, Work
 from stepscope.jobs.sweep import Planned
 from stepscope.spec import Grid, Scalar, build_case, grid_from_flags
@@ -123,8 +123,9 @@ class Bench:
     def make(self, **options: Any) -> tuple[Made, Heard]:
         heard = Heard()
         words = ["stepscope", "report", *options.pop("words", ())]
+        grid = options.pop("grid", GRID)
         job = ReportJob(page=self.page, words=words, data=self.folder / "data", **options)
-        return job.run(GRID, heard), heard
+        return job.run(grid, heard), heard
 
 
 @pytest.fixture
@@ -193,6 +194,16 @@ def test_when_all_fail_there_is_a_page_and_no_folder(bench: Bench) -> None:
     assert made.num_done == 0
     assert set(bench.pages[-1].absent) == set(STAGES)
     assert not (bench.folder / "data").exists()
+
+
+def test_when_all_fail_an_older_page_stays(bench: Bench) -> None:
+    bench.page.write_text("an older page")
+    for stage in bench.stages.values():
+        stage.error = StepscopeError("crash")
+    made, heard = bench.make()
+    assert made.report is None
+    assert bench.page.read_text() == "an older page"
+    assert heard.endings == [(name, Ending.FAILED) for name in STAGES]
 
 
 def test_bad_input_in_the_first_stage_is_an_error_and_leaves_nothing(bench: Bench) -> None:
@@ -281,6 +292,24 @@ def test_a_folder_of_somebody_else_is_left_alone(bench: Bench) -> None:
         bench.make()
     assert not is_data(bench.folder / "data")
     assert bench.stages["bench"].runs == 0
+
+
+def test_a_folder_of_another_case_is_left_alone(bench: Bench) -> None:
+    bench.make()
+    before = read_state(bench.folder / "data")
+    with pytest.raises(StepscopeError, match="is of another case"):
+        bench.make(grid=grid_from_flags({"size": "nano", "batch": "7"}))
+    assert read_state(bench.folder / "data") == before
+    assert bench.stages["bench"].runs == 1
+
+
+@pytest.mark.parametrize("keys", [(), ("../../somewhere",)])
+def test_a_state_with_keys_that_are_none_is_refused(bench: Bench, keys: tuple[str, ...]) -> None:
+    bench.make()
+    state = read_state(bench.folder / "data")
+    write_state(bench.folder / "data", msgspec.structs.replace(state, done={"memory": keys}))
+    with pytest.raises(StepscopeError, match="not a file of `stepscope report`"):
+        read_state(bench.folder / "data")
 
 
 # --- What was typed --------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def report(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run everything again.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace what --out and --export name, whatever it is.")
+        bool, typer.Option("--force", help="Replace a file at --out that is no page of ours, and an older --export.")
     ] = False,
     cache: Annotated[bool, typer.Option(help="Keep what large files were read into, for the next look.")] = True,
 ) -> None:
@@ -99,8 +99,13 @@ def _run(
         where = f"the page so far is {interrupted.page}" if interrupted.page else f"{out} is as it was"
         say(f"interrupted: {where}; to go on: {interrupted.go_on}")
         raise
-    folder = shlex.quote(str(made.data))
-    next_ = f"report {folder} --export figures" if export is None else f"explain {folder}/profile --questions"
+    if made.report is None:
+        say(f"every stage failed; {out} is as it was")
+        raise typer.Exit(Exit.GATE_FAILED)
+    folder, page = shlex.quote(str(made.data)), shlex.quote(str(out))
+    next_ = (
+        f"report {folder} --out {page} --export figures" if export is None else f"explain {folder}/profile --questions"
+    )
     if made.num_done:
         _end(made.report, out, export, force=force, next_=f"stepscope {next_}")
     else:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+import numpy as np
 import polars as pl
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.accounting import account
+from stepscope.explain.accounting import Ints, account
 from stepscope.explain.comparability import compare_circumstances
 from stepscope.explain.profile import UNKNOWN, Profile
 from stepscope.findings import Cell, Column, Table
@@ -77,7 +78,7 @@ def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] 
     wall = _row("step", WALL, walls[0], walls[1])
     parts = _parts(pieces[0], pieces[1], wall, by)
     totals = [wall]
-    alone = [_plain_steps(profile) for profile in (a, b)]
+    alone = [list_plain_steps(profile) for profile in (a, b)]
     if all(alone):
         totals.append(_row("step", ALONE, alone[0], alone[1]))
     totals.append(_row("step", GPU_TIME, *(_gpu_times(profile) for profile in (a, b))))
@@ -102,8 +103,9 @@ def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] 
 def _take_apart(profile: Profile, by: By) -> list[dict[str, Fraction]]:
     """For each step what its wall time consists of; over several devices the mean. Kernels that run on past their step
     are cut there, so that every moment belongs to one step."""
-    keyed = profile.kernels.with_columns(_key(profile, by))
-    devices = keyed.partition_by("process", "device", maintain_order=True)
+    keyed = profile.kernels.select("process", "device", "start_ns", "end_ns", _key(profile, by)).sort("start_ns")
+    parted = keyed.partition_by("process", "device", maintain_order=True, include_key=False)
+    devices = [_Device.of(kernels) for kernels in parted]
     return [_step_parts(devices, window) for window in step_windows(profile)]
 
 
@@ -125,13 +127,34 @@ def step_windows(profile: Profile) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], end], strict=True))
 
 
-def _step_parts(devices: Sequence[pl.DataFrame], window: tuple[int, int]) -> dict[str, Fraction]:
-    parts: dict[str, Fraction] = {}
-    for kernels in devices:
-        inside = kernels.filter((pl.col("end_ns") > window[0]) & (pl.col("start_ns") < window[1])).with_columns(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """The kernels of one device in the order of their starts. `latest_ns` is the latest end of any up to each, so that
+    a window's kernels are found without looking at all of them."""
+
+    kernels: pl.DataFrame
+    starts_ns: Ints
+    latest_ns: Ints
+
+    @classmethod
+    def of(cls, kernels: pl.DataFrame) -> "_Device":
+        latest = np.maximum.accumulate(kernels["end_ns"].to_numpy())
+        return cls(kernels=kernels, starts_ns=kernels["start_ns"].to_numpy(), latest_ns=latest)
+
+    def cut(self, window: tuple[int, int]) -> pl.DataFrame:
+        """What runs in a window, without what of it lies outside."""
+        first = int(np.searchsorted(self.latest_ns, window[0], side="right"))
+        behind = int(np.searchsorted(self.starts_ns, window[1], side="left"))
+        near = self.kernels.slice(first, max(0, behind - first))
+        return near.filter(pl.col("end_ns") > window[0]).with_columns(
             pl.col("start_ns", "end_ns").clip(window[0], window[1])
         )
-        done = account(inside, window)
+
+
+def _step_parts(devices: Sequence[_Device], window: tuple[int, int]) -> dict[str, Fraction]:
+    parts: dict[str, Fraction] = {}
+    for device in devices:
+        done = account(device.cut(window), window)
         for name, time in (*done.classes.items(), (OVERLAP, done.overlap_ns), (IDLE, done.idle_ns)):
             parts[name] = parts.get(name, Fraction(0)) + Fraction(time, len(devices))
     return parts
@@ -165,7 +188,8 @@ def _gpu_times(profile: Profile) -> list[Fraction]:
     return [Fraction(value, len(profile.devices)) for value in values]
 
 
-def _plain_steps(profile: Profile) -> list[Fraction]:
+def list_plain_steps(profile: Profile) -> list[Fraction]:
+    """The steps timed without the recorder, none where the recording has none."""
     steps = profile.recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
     return [Fraction(ns) for ns in steps["ns"]]
 
@@ -322,9 +346,12 @@ def _title(comparison: Comparison) -> str:
     return f"A: {a}; B: {b}; means over {counts}, in ms"
 
 
+def say_sum(by: By) -> str:
+    return f"the rows under `{by}` add up to `{WALL}`: what ran alone, several at once, and idle"
+
+
 def _notes(comparison: Comparison) -> list[str]:
-    notes = [*comparison.remarks]
-    notes.append(f"the rows under `{comparison.by}` add up to `{WALL}`: what ran alone, several at once, and idle")
+    notes = [*comparison.remarks, say_sum(comparison.by)]
     verdicts = {row.verdict for row in (*comparison.totals, *comparison.parts)}
     if "cannot tell" in verdicts:
         notes.append(

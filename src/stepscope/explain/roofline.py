@@ -115,15 +115,17 @@ def unit_dtype(kernel: str, op_dtype: str | None) -> str | None:
     return decode(kernel).dtype or op_dtype
 
 
-def measure_use(profile: Profile) -> Utilisation | None:
+def measure_use(profile: Profile, step_ns: float | None = None) -> Utilisation | None:
     """By the closed form where the recording is of the built-in model, else counted in the operators' shapes. None
-    where neither is known: a share of the work would be a wrong utilisation."""
+    where neither is known: a share of the work would be a wrong utilisation. `step_ns` is the step's time where a
+    better clock than the profile's is known."""
+    step_ns = step_plain_ns(profile) if step_ns is None else step_ns
     case = profile.recording.manifest.case
     if case is not None and isinstance(case.workload.model, ModelShape):
         workload = case.workload
         forward = cost.forward_flops(case.workload.model, batch=workload.batch, context=workload.context)
         flops = cost.step_flops(forward, workload.mode)
-        return _use(profile, flops, workload.precision, "closed form", cost.FLOP_CONVENTION)
+        return _use(profile, flops, step_ns, workload.precision, "closed form", cost.FLOP_CONVENTION)
     calls = operator_calls(profile)
     # What activation checkpointing computes again is no work of the model's.
     calls = calls.filter(pl.col("class").is_in(COSTLY) & ~pl.col("recomputed"))
@@ -135,7 +137,7 @@ def measure_use(profile: Profile) -> Utilisation | None:
     named = counted.with_columns(unit=_unit_dtypes(counted))
     longest = named.group_by("unit").agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)["unit"][0]
     convention = "2 operations a multiply-add, from the shapes of products, convolutions and fused attention"
-    return _use(profile, flops, longest, "counted", convention)
+    return _use(profile, flops, step_ns, longest, "counted", convention)
 
 
 def step_plain_ns(profile: Profile) -> float:
@@ -144,8 +146,8 @@ def step_plain_ns(profile: Profile) -> float:
     return float(overhead.plain_ns) if overhead else profile.step_ns
 
 
-def roofline_table(profile: Profile, *, top: int = 20) -> Table:
-    """The `top` kinds of call that took longest."""
+def roofline_table(profile: Profile, *, top: int = 20, step_ns: float | None = None) -> Table:
+    """The `top` kinds of call that took longest. `step_ns` is as for `measure_use`."""
     frame = roofline(profile).head(top)
     total = max(1, profile.gpu_time_ns)
     cells: list[tuple[Cell, ...]] = [
@@ -164,7 +166,9 @@ def roofline_table(profile: Profile, *, top: int = 20) -> Table:
         )
         for row in frame.iter_rows(named=True)
     ]
-    return Table(title="How near to the device's limits", columns=_COLUMNS, rows=tuple(cells), notes=_notes(profile))
+    return Table(
+        title="How near to the device's limits", columns=_COLUMNS, rows=tuple(cells), notes=_notes(profile, step_ns)
+    )
 
 
 _COLUMNS = (
@@ -182,14 +186,14 @@ _COLUMNS = (
 )
 
 
-def _notes(profile: Profile) -> tuple[str, ...]:
+def _notes(profile: Profile, step_ns: float | None) -> tuple[str, ...]:
     notes = []
     hardware = profile.hardware
     if hardware is None:
         notes.append(f"the limits of `{profile.recording.manifest.device or 'the device'}` are not known")
     if not profile.recording.manifest.shapes_recorded:
         notes.append("shapes were not recorded: record with record_shapes=True")
-    if hardware is not None and (use := measure_use(profile)) is not None:
+    if hardware is not None and (use := measure_use(profile, step_ns)) is not None:
         share = f", {use.mfu:.1%} of the {use.precision} peak (MFU)" if use.mfu is not None else ""
         notes.append(f"{use.step_flops / 1e12:.3g} TFLOP a step{share}; {use.source}: {use.convention}")
     return tuple(notes)
@@ -241,8 +245,10 @@ def _unit_dtypes(calls: pl.DataFrame) -> pl.Series:
     )
 
 
-def _use(profile: Profile, flops: int, precision: str | None, source: str, convention: str) -> Utilisation:
+def _use(
+    profile: Profile, flops: int, step_ns: float, precision: str | None, source: str, convention: str
+) -> Utilisation:
     peak = profile.hardware.peak_flops.get(precision or "") if profile.hardware else None
-    seconds = step_plain_ns(profile) / 1e9
+    seconds = step_ns / 1e9
     mfu = flops / seconds / peak if peak and seconds > 0 else None
     return Utilisation(step_flops=flops, mfu=mfu, precision=precision, source=source, convention=convention)

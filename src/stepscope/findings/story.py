@@ -16,7 +16,8 @@ from stepscope.findings.pieces import Cell, Figure, Finding, Quantity, Table, Ti
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the few numbers at the top. `before` is A's value in a comparison, where `value` is B's."""
+    """One of the few numbers at the top. `before` is A's value in a comparison, where `value` is B's. Their ratio means
+    something only where `is_comparable`: not of shares of two peaks, nor of sizes measured in two ways."""
 
     key: str  # stable: step, memory, mfu, bound, busy, tokens
     label: str
@@ -24,6 +25,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
     kind: Quantity = "text"
     note: str = ""
     before: Cell = None
+    is_comparable: bool = True
 
 
 class Copyable(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from stepscope.jobs.report_stages import Stage, UnavailableError, Work, other_pr
 from stepscope.jobs.sweep import Planned, look_at
 from stepscope.spec import Case, Grid, build_case
 
+_MOST_CHARACTERS = 100  # of a folder's name
 DATA_FOLDER = Path("runs/report")
 _INTERRUPTED = "interrupted before it was done"
 _NOT_YET = "not done yet when this page was written"
@@ -70,9 +71,10 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A finished report. `data` is where what it was made from is kept."""
+    """A finished report. `data` is where what it was made from is kept. Without a `report` all stages failed, and the
+    page that was there before is as it was."""
 
-    report: Report
+    report: Report | None
     data: Path
     num_done: int  # stages that have something to show
 
@@ -149,7 +151,7 @@ class ReportJob:
                 planned, other = _plan(cases, workers)
             except KeyboardInterrupt:
                 raise Interrupted(self._write_nothing(cases("cpu")), self.go_on) from None
-            folder = self.data or DATA_FOLDER / _slug(planned.case)
+            folder = self.data or DATA_FOLDER / _slug(planned)
             command = shlex.join(self.words)
             with open_data(folder, planned, command=command) as state:
                 work = Work(
@@ -178,14 +180,14 @@ class _Making:
         self._materials = Materials(name=describe_case(self.work.planned.case), command=shlex.join(self.job.words))
         self._absent: dict[str, Missing] = {}
         self._done: list[str] = []
-        self._has_written = False
+        self._has_written = self._has_failed = False
         try:
             self._waiting = self._find_waiting()
             self.watcher.plan({stage.name: stage.expected_s(self.work) for stage in self._waiting})
             while self._waiting:
                 self._run_one(self._waiting[0])
             self.watcher.doing("writing the page")
-            report = self._write()
+            report = self._write() if self._may_write() else None
         except KeyboardInterrupt:
             written = self._write_interrupted()
             raise Interrupted(self.job.page if written else None, self.job.go_on) from None
@@ -235,18 +237,19 @@ class _Making:
             self._materials, keys = stage.run(self.work, self._materials)
             self._keep(stage, keys)
         except StepscopeError as error:
-            if isinstance(error, RefusedError) and not self._done and not self._has_written:
+            if isinstance(error, RefusedError) and not self._done and not self._has_failed:
                 raise
             self._fail(stage, error)
         else:
             self._done.append(stage.name)
             self.watcher.finish(stage.name, Ending.DONE, stage.tell(self._materials))
         self._waiting.pop(0)
-        if self._waiting:
+        if self._waiting and self._may_write():
             self.watcher.doing("writing the page")
             self._write()
 
     def _fail(self, stage: Stage, error: StepscopeError) -> None:
+        self._has_failed = True
         why = ": ".join(part for part in (error.message, error.detail) if part)
         command = error.hint if error.hint.startswith("stepscope ") else stage.command(self.work)
         self._absent[stage.name] = Missing(what=stage.what, why=textwrap.shorten(why, _LONGEST_WHY), command=command)
@@ -270,11 +273,13 @@ class _Making:
         return report
 
     def _write_interrupted(self) -> bool:
+        if self._may_write():
+            self._write(_INTERRUPTED)
+        return self._has_written
+
+    def _may_write(self) -> bool:
         """An older page is not given up for one that has nothing to show."""
-        if not self._done and not self._has_written and self.job.page.exists():
-            return False
-        self._write(_INTERRUPTED)
-        return True
+        return bool(self._done) or self._has_written or not self.job.page.exists()
 
 
 def _choose_cases(grid: Grid) -> Callable[[str], Case]:
@@ -310,7 +315,8 @@ def _in_other_precision(case: Case) -> Case:
     return msgspec.structs.replace(case, workload=msgspec.structs.replace(case.workload, precision=precision))
 
 
-def _slug(case: Case) -> str:
-    """A case as the name of a folder."""
-    words = f"{describe_case(case)} {case.workload.device}"
-    return re.sub(r"[^\w.]+", "-", words).strip("-.")[:100]
+def _slug(planned: Planned) -> str:
+    """A case as the name of a folder; by its key where it is too long, or two cases would share one."""
+    words = f"{describe_case(planned.case)} {planned.case.workload.device}"
+    slug = re.sub(r"[^\w.]+", "-", words).strip("-.")
+    return slug if len(slug) <= _MOST_CHARACTERS else f"{slug[:_MOST_CHARACTERS]}-{planned.key}"

@@ -7,6 +7,7 @@ source that sweeps go by. It also marks the folder as one of ours, and nothing i
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.cases import describe_case
 from stepscope.findings import Missing
 from stepscope.jobs.sweep import Planned
 from stepscope.recording.bench import Environment
@@ -22,6 +24,8 @@ from stepscope.spec import Case
 
 SCHEMA = "stepscope.report/1"
 STATE_NAME = "report.json"
+
+_KEY = re.compile(r"[\w-]{1,64}")  # names of files, of which none leads out of the folder
 
 # The stages of a report, in the order in which they run.
 STAGES = ("bench", "profile", "memory", "precision", "attention")
@@ -52,8 +56,12 @@ def read_state(folder: Path) -> State:
     try:
         content = path.read_bytes()
         if msgspec.json.decode(content, type=_Versioned).schema == SCHEMA:
-            return msgspec.json.decode(content, type=State)
-        why = f"its schema is not `{SCHEMA}`"
+            state = msgspec.json.decode(content, type=State)
+            if all(keys and all(map(_KEY.fullmatch, keys)) for keys in state.done.values()):
+                return state
+            why = "a stage is done under no key, or under none of ours"
+        else:
+            why = f"its schema is not `{SCHEMA}`"
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         why = (error.strerror or "" if isinstance(error, OSError) else str(error))[:200]
     raise StepscopeError(
@@ -86,7 +94,7 @@ def check_data(folder: Path) -> None:
 @contextmanager
 def open_data(folder: Path, planned: Planned, *, command: str) -> Iterator[State]:
     """The folder for this process alone, with what it says is done of this case. A report of which no stage gets done
-    leaves things as they were: no folder, or what was there of another case."""
+    leaves things as they were: no folder, or what was there of the case on another device or with other versions."""
     check_data(folder)
     new = [one for one in (folder, *folder.parents) if not one.exists()]
     with writing(folder, hint="--data FOLDER"):
@@ -95,6 +103,12 @@ def open_data(folder: Path, planned: Planned, *, command: str) -> Iterator[State
     try:
         _lock(folder, descriptor)
         before = read_state(folder) if is_data(folder) else None
+        if before is not None and before.case != planned.case:
+            raise StepscopeError(
+                f"`{folder}` is of another case: {describe_case(before.case)}",
+                detail=f"this one is {describe_case(planned.case)}; a report never replaces what another one measured",
+                hint="another folder: --data FOLDER",
+            )
         state = State(
             key=planned.key,
             case=planned.case,

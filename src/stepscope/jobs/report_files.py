@@ -193,9 +193,12 @@ def _make_runs(given: Sequence[_Given]) -> list[_Run]:
 
 def _are_ranks(recordings: Sequence[_Given]) -> bool:
     """Several files with ranks of their own, of one number of ranks."""
-    ranks = [_manifest(one).rank for one in recordings]
+    ranks = [rank for one in recordings if (rank := _manifest(one).rank) is not None]
     worlds = {_manifest(one).world_size for one in recordings}
-    return len(ranks) > 1 and None not in ranks and len(set(ranks)) == len(ranks) and len(worlds) == 1
+    if len(recordings) < 2 or len(set(ranks)) < len(recordings) or len(worlds) > 1:
+        return False
+    (world,) = worlds
+    return world is None or max(ranks) < world
 
 
 def _say_ranks(recordings: Sequence[_Given]) -> str:
@@ -244,10 +247,33 @@ def _read_run(run: _Run) -> Materials:
     }
     for stage, read in readers.items():
         if stage in run.others:
-            materials = read(run.others[stage], materials)
+            before, materials = materials, read(run.others[stage], materials)
+            _check_device(run.others[stage], before, materials)
     present = {*run.others, *(["profile"] if run.recordings else [])}
     absent = {stage: missing for stage, missing in materials.absent.items() if stage not in present}
     return replace(materials, absent=absent)
+
+
+def _check_device(one: _Given, before: Materials, after: Materials) -> None:
+    """Files of one run name one device, as far as they name any: figures of two would make one sentence."""
+    known = set(_devices(before))
+    added = next((device for device in _devices(after) if device not in known), None)
+    if known and added is not None:
+        raise StepscopeError(
+            f"`{one.path}` is of another device than the run: `{added}`",
+            detail=f"the other files are of {', '.join(sorted(known))}",
+            hint="files of one run; two runs are compared as stepscope report A B",
+        )
+
+
+def _devices(materials: Materials) -> Iterator[str]:
+    """What the driver calls them."""
+    for profile in (materials.profile, materials.memory):
+        if profile is not None and profile.recording.manifest.device:
+            yield profile.recording.manifest.device
+    yield from (row.environment.driver_name for row in (*materials.bench, *materials.attention))
+    if materials.precision is not None:
+        yield materials.precision.environment.driver_name
 
 
 def _make_profiles(recordings: Sequence[_Given]) -> tuple[Profile, ...]:

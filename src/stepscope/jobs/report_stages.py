@@ -205,8 +205,6 @@ class PrecisionStage:
 
     def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         planned, out = self.plan(work), work.folder / f"{self.name}.json"
-        if out.exists():
-            read_report(out)  # only a document of ours is replaced
         job = PrecisionJob(command=work.command, out=out, force=True, bench_rows=_rows_with_speeds(materials, planned))
         report = job.run_planned(planned, choose_precisions((), planned.case), work.workers, work.on_stage)
         return replace(materials, precision=report), self.keys(work)

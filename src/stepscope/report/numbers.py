@@ -60,6 +60,8 @@ def _common_decimals(column: Column, values: Sequence[float]) -> int | None:
     sizes = [abs(value) for value in values if value]
     if not sizes:
         return 0
+    if column.kind == "number" and max(sizes) < _SCIENTIFIC_FROM and all(size == round(size) for size in sizes):
+        return 0
     if max(sizes) > _CLOSE * min(sizes):
         return None
     return _decimals(column, min(sizes))

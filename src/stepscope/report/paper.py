@@ -99,7 +99,7 @@ def tidy(value: Any, most: int = COPYABLE) -> Any:
         return clean(value, most, lines=True)
     if isinstance(value, tuple):
         # A column of numbers is left alone, as there are millions of them.
-        return tuple(tidy(item, most) for item in value) if any(map(_holds_text, value[:8])) else value
+        return tuple(tidy(item, most) for item in value) if _holds_text(value) else value
     if isinstance(value, msgspec.Struct):
         limit = NAME if isinstance(value, Figure | Bars | Roofline | Timeline) else most
         fields = {name: getattr(value, name) for name in value.__struct_fields__ if name not in _KEPT}
@@ -107,8 +107,8 @@ def tidy(value: Any, most: int = COPYABLE) -> Any:
     return value
 
 
-def _holds_text(value: Any) -> bool:
-    return isinstance(value, str | tuple | msgspec.Struct)
+def _holds_text(items: tuple[Any, ...]) -> bool:
+    return any(issubclass(kind, str | tuple | msgspec.Struct) for kind in set(map(type, items)))
 
 
 def _take(key: str, section: int | None, part: Part | None) -> Iterable[Drawing | Listing]:

@@ -132,7 +132,8 @@ def format_height(axis: Axis, value: float) -> str:
 
 
 def format_time(axis: Axis, value: float) -> str:
-    return f"{format_column(Column(key='x', label='', kind='number'), [value])[0]} {axis.unit}".rstrip()
+    # As a measured time, which keeps its digits where it happens to be whole, as on the page.
+    return f"{format_column(Column(key='x', label='', kind='ms'), [value])[0]} {axis.unit}".rstrip()
 
 
 def find_unit(axis: Axis, highest: float) -> tuple[str, float]:

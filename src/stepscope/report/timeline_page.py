@@ -9,19 +9,16 @@ Numbers are arrays, heights are differences in steps of what divides all of them
 text that occurs often, such as a stack frame, is there once.
 """
 
-import base64
-import hashlib
-import json
 from html import escape
-from importlib import resources
 from typing import Any
 
 from stepscope.findings import Timeline
 from stepscope.report.site.chart_packing import pack_timeline
+from stepscope.report.site.inlining import embed, join_scripts, join_styles, write_policy
 from stepscope.report.site.text import PROSE, clean, markup
 from stepscope.report.timeline_layout import colour_of, find_peak, format_height, format_time
 
-_STYLES = ("timeline.css", "site/charts.css")
+_STYLES = ("timeline_page.css", "charts.css")
 # In this order in one function: the core that the report's page has too, the chart, and what is of this page.
 _SCRIPTS = ("core.js", "plotting.js", "timeline_model.js", "timeline_painter.js", "timeline.js", "timeline_page.js")
 _MOST_PARTS = 12
@@ -60,22 +57,16 @@ _PAGE = """<!DOCTYPE html>
 
 def write_page(timeline: Timeline, detail: float) -> str:
     """The page of a timeline, with this share of its pieces told apart until the reader moves the slider."""
-    style = "".join(map(_read, _STYLES))
-    script = "".join(('(() => {\n"use strict";\n', *(_read(f"site/{name}") for name in _SCRIPTS), "})();\n"))
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    style, script = join_styles(_STYLES), join_scripts(_SCRIPTS)
     peak, parts = _describe_peak(timeline)
     return _PAGE.format(
-        policy=escape(policy),
+        policy=write_policy(script, style),
         title=markup(timeline.title),
         subtitle=markup(timeline.subtitle, PROSE),
         peak=escape(peak),
         parts=escape(parts),
         notes="".join(f"<li>{markup(note, PROSE)}</li>" for note in timeline.notes),
-        # Inside a script only `<` can end it or open a comment; JSON may spell it out.
-        data=json.dumps(_pack(timeline, detail), separators=(",", ":")).replace("<", "\\u003c"),
+        data=embed(_pack(timeline, detail)),
         script=script,
         style=style,
     )
@@ -85,14 +76,6 @@ def _pack(timeline: Timeline, detail: float) -> dict[str, Any]:
     """The chart's data with the colours of its areas, which here go by their place: the same in light and dark."""
     colours = {clean(area.name): [colour_of(place)] * 2 for place, area in enumerate(timeline.areas)}
     return pack_timeline(timeline, detail) | {"colours": colours}
-
-
-def _read(name: str) -> str:
-    return resources.files("stepscope.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _describe_peak(timeline: Timeline) -> tuple[str, str]:

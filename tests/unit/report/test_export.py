@@ -356,3 +356,9 @@ def test_what_latex_has_no_letters_for_is_spelt_out(tmp_path: Path) -> None:
     assert "U+5C42 $\\times$ éU+2603" in source
     assert "Größe" in source
     assert "层" in (tmp_path / "paper/tables/part-0.md").read_text()
+
+
+def test_a_text_behind_many_numbers_is_made_fit_for_others() -> None:
+    assert tidy((*range(20), "/home/eve/x")) == (*range(20), "~/x")
+    numbers = tuple(range(20))
+    assert tidy(numbers) is numbers

@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.findings import Advice, Copyable, Exhibit, Fact, Finding, Report, Section
+from stepscope.findings import Advice, Beside, Copyable, Exhibit, Fact, Finding, Report, Section
 from stepscope.report.palette import LINES
 from stepscope.report.private import hide_homes
 from stepscope.report.site import is_site, write_site
 from stepscope.report.site.colours import assign_colours, colour_of
+from stepscope.report.site.packing import pack_breakdown
 from stepscope.report.site.text import clean
-from tests.unit.report.report_parts import categories_table, draw_attention
+from tests.unit.report.report_parts import ask, break_down, categories_table, draw_attention, kernels_of_step
 from tests.unit.report.report_samples import HOSTILE, empty, hostile, huge, one_run, partial, two_runs
 
 _VOID = {"meta", "input", "br"}
@@ -263,6 +264,11 @@ def test_a_page_is_known_by_its_generator(tmp_path: Path) -> None:
         (r"C:\Users\Eve Miller\model.py, line 3", r"~\model.py, line 3"),
         ("c:/Users/eve", "~"),
         ("at /root/train.py and /root", "at ~/train.py and ~"),
+        ("--data '/home/eve/my data/x.bin'", "--data ~/'my data/x.bin'"),
+        ("'/root/my data' and '/home/eve/x.py'", "~/'my data' and '~/x.py'"),
+        ("/home/eve/{a,b}.py {/export/home/eve}", "~/{a,b}.py {~}"),
+        ("/a/b/c/d/e/f/g/home/eve/x", "~/x"),
+        ("{0,8}/home/eve {'path': '/home/eve/x'}", "{0,8}~ {'path': '~/x'}"),
         ("/rooted /usr/root src/home/page ~/home/x", "/rooted /usr/root src/home/page ~/home/x"),
     ],
 )
@@ -309,7 +315,47 @@ def test_words_can_be_read_on_either_paper() -> None:
         for name in ("ink", "soft", "faint", "accent", "good", "doubt"):
             assert contrast(colours[name], colours["paper"]) >= 4.5, name
             assert contrast(colours[name], colours["sunk"]) >= 4.5, name
+            if name != "doubt":
+                assert contrast(colours[name], colours["accent-soft"]) >= 4.5, name
     assert blocks[1].split() == blocks[2].split()
+
+
+def test_words_can_be_read_on_every_coloured_piece() -> None:
+    for pair in {*assign_colours(one_run()).values(), *assign_colours(two_runs()).values()}:
+        for colour in pair:
+            assert max(contrast(ink, colour) for ink in ("#14171c", "#ffffff")) >= 4.5, colour
+
+
+def test_a_note_is_whole() -> None:
+    note = "of `peak`, " + "which is what the data sheet says of dense matrices " * 3 + "at 4.5 ms"
+    fact = msgspec.structs.replace(one_run().facts[0], note=note)
+    page = write_site(msgspec.structs.replace(one_run(), facts=(fact,)))
+    written = note.replace("`peak`", "<code>peak</code>").replace("4.5 ms", "4.5&nbsp;ms")
+    assert f'<dd class="note">{written}</dd>' in page
+
+
+def test_counts_of_a_step_keep_enough_digits_to_divide_by() -> None:
+    rare = msgspec.structs.replace(
+        break_down([kernels_of_step()[:1]], [1e6]), counts=((1 / 300,),), times_ns=((2_000 / 300,),)
+    )
+    assert pack_breakdown(rare)["counts"] == [[0.003333]]
+
+
+def test_only_what_scrolls_by_itself_is_a_place() -> None:
+    beside = Beside(title="Sizes", runs=("A", "B"), parts=(categories_table(60), categories_table(60)))
+    exhibits = (Exhibit(key="short", part=categories_table(5)), Exhibit(key="both", part=beside))
+    section = Section(key="sizes", title="Sizes", exhibits=exhibits)
+    page = write_site(msgspec.structs.replace(one_run(), sections=(section,)))
+    names = re.findall(r'role="region" aria-label="([^"]*)"', page)
+    title = categories_table(60).title
+    assert names == [f"{title}, run A", f"{title}, run B"]
+
+
+def test_questions_have_their_title() -> None:
+    asked = msgspec.structs.replace(ask(), title="Asked of this run")
+    section = Section(key="questions", title="Questions", exhibits=(Exhibit(key="asked", part=asked),))
+    page = write_site(msgspec.structs.replace(one_run(), sections=(section,)))
+    assert '<div class="questions" id="asked"><h3>Asked of this run</h3>' in page
 
 
 def test_a_large_report_stays_small() -> None:

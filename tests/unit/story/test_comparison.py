@@ -1,18 +1,23 @@
 """Two runs side by side: what changed is said with its figures, and what cannot be told is said to be so."""
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
+import polars as pl
 import pytest
 
 from stepscope.explain.compare import compare
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
-from stepscope.explain.profile import make_profile
-from stepscope.explain.story.comparison import judge_steps, say_change, tell_both
+from stepscope.explain.profile import Profile, make_profile
+from stepscope.explain.story.comparison import say_change, tell_both
+from stepscope.explain.story.comparison_clocks import judge_steps
 from stepscope.explain.story.materials import Materials
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.telling import SECTIONS
 from stepscope.findings import Bars, Beside, Breakdown, Missing, Part, Report, Roofline, Table
+from stepscope.recording import tables
+from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
 from tests.unit.recordings import GEMM_BF16, Timeline
 from tests.unit.rows import ENVIRONMENT
@@ -49,6 +54,13 @@ def half_of(profile: MemoryProfile) -> MemoryProfile:
     """The same with every piece half as large."""
     halved = profile.recording.allocations.with_columns(bytes=profile.recording.allocations["bytes"] // 2)
     return make_memory_profile(replace(profile.recording, allocations=halved))
+
+
+def with_clock(plain_ns: int, *work: Any, steps: int = 3, **settings: Any) -> Profile:
+    """A recording whose steps were timed without the recorder too."""
+    profile = record(*work, steps=steps, overhead=Overhead(plain_ns=plain_ns), **settings)
+    rows = [{"phase": "step", "step": step, "duration_ns": plain_ns, "clock": "host"} for step in range(steps)]
+    return make_profile(replace(profile.recording, steps=tables.conform("steps", pl.DataFrame(rows))))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +146,36 @@ def test_a_timed_step_and_a_recorded_one_cannot_be_told_apart() -> None:
     slower = Materials(name="b", profile=record(product, product, steps=5))
     assert judge_steps(Opening(recorded), Opening(slower)) == "slower"
     assert "noise" not in say_change(Opening(recorded), Opening(slower))
-    assert "(one step was timed, the other recorded)" in say_change(Opening(both_ways), Opening(recorded))
+    said = say_change(Opening(both_ways), Opening(recorded))
+    assert "(B's was timed while recorded, which takes time, A's without the recorder)" in said
+
+
+def test_a_plain_clock_and_a_recorders_cannot_be_told_apart() -> None:
+    recorded = Opening(Materials(name="a", profile=record(product, steps=5)))
+    plain = Opening(Materials(name="b", profile=with_clock(2_000_000, product, steps=5)))
+    assert judge_steps(recorded, plain) == judge_steps(plain, recorded) == "cannot tell"
+    said = say_change(recorded, plain)
+    assert "as A's does" not in said
+    assert "(A's was timed while recorded, which takes time, B's without the recorder)" in said
+    timed_alone = Opening(timed(*(10**7,) * 5))
+    assert "(one by bench, the other by profile's own clock)" in say_change(timed_alone, plain)
+
+
+def test_plain_steps_are_judged_by_the_plain_clock() -> None:
+    """The recorded steps of the two are alike to the nanosecond."""
+    a, b = (Opening(Materials(name="a", profile=with_clock(ns, product, steps=5))) for ns in (2_000_000, 3_000_000))
+    assert judge_steps(a, b) == "slower"
+    assert judge_steps(b, a) == "faster"
+    unkept = Opening(Materials(name="b", profile=record(product, steps=5, overhead=Overhead(plain_ns=3_000_000))))
+    assert judge_steps(a, unkept) == "cannot tell"
+
+
+def test_steps_are_alike_where_their_figures_are() -> None:
+    """Means that are the same do not make medians the same, and the figures are medians."""
+    said = tell_both(timed(10**7, 10**7, 40 * 10**6), timed(20 * 10**6, 20 * 10**6, 20 * 10**6)).sentence
+    assert said.startswith("B's step takes 20 ms and A's 10 ms, a difference within noise")
+    hardly = tell_both(timed(*(20_000_000,) * 5), timed(*(20_000_100,) * 5)).sentence
+    assert hardly.startswith("B's step takes 20 ms, as A's does")
 
 
 # --- What changed -----------------------------------------------------------------------------------------------------
@@ -176,7 +217,54 @@ def test_bars_and_tables_of_time_add_up_to_the_steps() -> None:
     assert not set(first.notes) & set(kernels.notes)
     lead = section(report, "changes").lead
     assert "communication 900 µs more" in lead
-    assert "gemm 250 µs less" in lead
+    assert "matrix products 250 µs less" in lead
+    assert "idle" not in lead
+
+
+def test_idle_time_is_not_the_recorders() -> None:
+    """Recorded idle time differs by 8 ms, by the plain clocks by 1 ms."""
+    a = with_clock(1_500_000, product, host_us=5)
+    b = with_clock(2_250_000, product, product, host_us=4000)
+    report = tell_both(Materials(name="a", profile=a), Materials(name="b", profile=b))
+    assert compare(a, b).wall.difference_ns > 4_000_000
+    bars = part_of(report, "changes-time")
+    assert isinstance(bars, Bars)
+    assert [sum(value or 0 for value in column) for column in bars.values] == pytest.approx([1.5, 2.25], rel=1e-12)
+    assert "recorded" not in bars.title
+    lead = section(report, "changes").lead
+    assert lead == "B's step takes 2.25 ms where A's takes 1.5 ms: idle 500 µs more and matrix products 250 µs more."
+    taken_apart = part_of(report, "breakdown")
+    assert isinstance(taken_apart, Breakdown)
+    assert taken_apart.walls_ns == (1_500_000, 2_250_000)
+
+
+def test_recorded_idle_time_is_said_to_be_stretched_and_leads_nothing() -> None:
+    a, b = record(product, steps=3), record(product, steps=3, host_us=4000)
+    report = tell_both(Materials(name="a", profile=a), Materials(name="b", profile=b))
+    assert section(report, "changes").lead == "No class of kernels changed by more than noise and 2 % of the step."
+    bars = part_of(report, "changes-time")
+    assert isinstance(bars, Bars)
+    assert "while recorded" in bars.title
+    assert any("a recorder lengthens" in note for note in bars.notes)
+
+
+def test_kernels_longer_than_the_step_leave_no_idle_time() -> None:
+    """The two were not measured at once; the bars then are more than the step, and say so."""
+    long, ours = Materials(name="a", profile=record_ours(product, steps=3)), small_row(step_ns=(245_000,) * 5)
+    report = tell_both(replace(long, bench=(ours,)), replace(long, bench=(ours,)))
+    bars = part_of(report, "changes-time")
+    assert isinstance(bars, Bars)
+    values = dict(zip(bars.labels, bars.values[0], strict=True))
+    assert values["idle"] == 0
+    assert not any("add up" in note for note in bars.notes)
+    assert "A: its kernels took longer while recorded than the step was timed at" in bars.notes
+
+
+def test_notes_on_what_changed_stand_once(both: Report) -> None:
+    notes = {one.key: one.part.notes for one in section(both, "changes").exhibits if isinstance(one.part, Table)}
+    assert sum("add up to `wall`" in note for each in notes.values() for note in each) == 1
+    every = [note for each in notes.values() for note in each]
+    assert len(set(every)) == len(every)
 
 
 def test_memory_changes_add_up_to_the_peaks() -> None:
@@ -195,7 +283,7 @@ def test_what_is_noise_is_not_said_to_have_changed() -> None:
     said = section(tell_both(steps_of(100, 900, 500), steps_of(200, 1000, 500)), "changes").lead
     assert said.startswith("No class of kernels changed")
     clear = section(tell_both(steps_of(500, 500, 500), steps_of(600, 600, 600)), "changes").lead
-    assert "gemm 100 µs more" in clear
+    assert "matrix products 100 µs more" in clear
 
 
 def test_a_run_against_itself_did_not_change() -> None:
@@ -239,6 +327,36 @@ def test_facts_have_what_was_before() -> None:
     assert "A: arithmetic, of the fp32 peak" in facts["mfu"].note
     assert "B: arithmetic, of the bf16 peak" in facts["mfu"].note
     assert [fact.key for fact in report.facts][:2] == ["step", "memory"]
+    assert [key for key, fact in facts.items() if not fact.is_comparable] == ["mfu"]
+    same = tell_both(timed(*(2 * 10**7,) * 5), timed(*(10**7,) * 5))
+    assert all(fact.is_comparable for fact in same.facts)
+
+
+def test_memory_of_a_process_is_not_an_allocators() -> None:
+    a, b = timed(*(10**7,) * 5), timed(*(2 * 10**7,) * 5)
+    measured = b.bench[0].measurement
+    assert measured is not None
+    of_process = msgspec.structs.replace(measured, peak_kind="rss above start", peak_bytes=2**31)
+    b = replace(b, bench=(msgspec.structs.replace(b.bench[0], measurement=of_process),))
+    report = tell_both(a, b)
+    (fact,) = [one for one in report.facts if one.key == "memory"]
+    assert not fact.is_comparable
+    assert (fact.before, fact.value) == (2**30, 2**31)
+    assert "GiB" not in report.sentence
+    assert "2 GiB as before" in tell_both(b, b).sentence
+
+
+def test_notes_of_facts_say_once_what_is_the_same() -> None:
+    report = tell_both(timed(*(2 * 10**7,) * 5), timed(*(10**7,) * 5))
+    notes = {fact.key: fact.note for fact in report.facts}
+    assert notes["memory"] == "allocated at the peak"
+    assert notes["step"].count("median of 5 steps") == 1
+    spread = [(10**7 + 111_000 * n) * 10 for n in range(5)]
+    report = tell_both(timed(*spread), timed(*(2 * ns for ns in spread), *spread[1:]))
+    (step,) = [fact for fact in report.facts if fact.key == "step"]
+    assert len(step.note) > 80
+    assert ". B: median of 9 steps" in step.note
+    assert step.note.endswith(".")
 
 
 def test_a_fact_of_one_run_has_no_other_value() -> None:
@@ -304,8 +422,8 @@ def test_everything_else_stands_side_by_side(both: Report) -> None:
 
 def test_steps_of_two_numbers_are_both_named() -> None:
     a, b = steps_of(500), steps_of(900, 500, 100)
-    assert part_of(tell_both(a, b), "step-timeline").title == "A: Step 0 as it ran; B: Step 1 as it ran"
-    assert part_of(tell_both(a, a), "step-timeline").title == "Step 0 as it ran"
+    assert part_of(tell_both(a, b), "step-timeline").title == "A: Step 1 as it ran; B: Step 2 as it ran"
+    assert part_of(tell_both(a, a), "step-timeline").title == "Step 1 as it ran"
 
 
 def test_the_environment_is_one_table(both: Report) -> None:
@@ -313,6 +431,17 @@ def test_the_environment_is_one_table(both: Report) -> None:
     assert isinstance(table, Table)
     assert [column.key for column in table.columns] == ["what", "a", "b"]
     assert ("PyTorch", "2.13.0", "2.13.0") in table.rows
+
+
+def test_rows_of_one_name_keep_all_their_values() -> None:
+    a = timed(10**7)
+    measured = a.bench[0].measurement
+    assert measured is not None
+    two = msgspec.structs.replace(measured, attention_kernels=("one", "other"))
+    b = replace(a, bench=(msgspec.structs.replace(a.bench[0], measurement=two),))
+    table = part_of(tell_both(a, b), "environment-table")
+    assert isinstance(table, Table)
+    assert ("attention kernels", None, "one, other") in table.rows
 
 
 def test_leads_are_said_once_where_they_are_the_same(both: Report) -> None:
@@ -334,8 +463,13 @@ def test_ranks_are_there_where_either_has_them() -> None:
 
 def test_advice_is_on_b_and_commands_are_of_both(both: Report) -> None:
     assert both.advice is not None
-    assert both.commands[0].label == "A: this report"
-    assert {one.label[:3] for one in both.commands} == {"A: ", "B: "}
+    assert both.commands[0].label == "this report"
+    texts = [one.text for one in both.commands]
+    assert len(set(texts)) == len(texts)
+    a, b = timed(10**7), timed(10**7)
+    b = replace(b, bench=(msgspec.structs.replace(b.bench[0], command="stepscope bench --batch 8"),))
+    labels = [one.label for one in tell_both(a, b).commands]
+    assert labels == ["A: the timing", "B: the timing"]
     slow = Materials(name="a", profile=record(product, host_us=2000))
     fine = Materials(name="b", profile=record(product))
     codes = [one.finding.code for one in tell_both(slow, fine).advice or ()]

@@ -88,8 +88,8 @@ def test_layers_of_two_stacks_are_not_one() -> None:
 
 def test_the_step_nearest_to_the_median_is_drawn_and_named() -> None:
     drawn = draw_step(steps_of(900, 100, 500, 520, 510))
-    assert drawn.title == "Step 4 as it ran"
-    assert "step 4" in drawn.notes[0]
+    assert drawn.title == "Step 5 as it ran"
+    assert "step 5" in drawn.notes[0]
     assert "of 5 recorded steps" in drawn.notes[0]
     (kernel,) = spans_of(drawn, "stream 7")
     assert kernel[1] - kernel[0] == 510
@@ -121,7 +121,7 @@ def test_steps_in_which_nothing_ran_are_passed_over() -> None:
                 tape.kernel(GEMM, 500)
             tape.synchronise()
     drawn = draw_step(tape.profile())
-    assert drawn.title == "Step 3 as it ran"
+    assert drawn.title == "Step 4 as it ran"
 
 
 def test_without_steps_all_of_the_recording_is_drawn_and_said_so() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from stepscope.explain.rules import RULES
 from stepscope.explain.story import Materials
-from stepscope.explain.story.commands import write_command
+from stepscope.explain.story.commands import add_settings, write_command
 from stepscope.explain.story.remedies import advise
 from stepscope.explain.story.telling import list_advice
 from stepscope.findings import Advice, Finding
@@ -114,6 +114,14 @@ def test_a_model_of_one_s_own_gets_the_command_and_the_code() -> None:
     assert python.text == "model = torch.compile(model)"
 
 
+def test_what_no_flag_mends_gets_code_alone() -> None:
+    case = build_case({"model": "my_model:build", "device": "cuda:0"})
+    (python,) = advise(finding("SS004"), record_ours(product, case=case)).fixes
+    assert "scaled_dot_product_attention" in python.text
+    (fused,) = advice_for("SS007", optimizer="adamw-fused").fixes
+    assert "fused=True" in fused.text
+
+
 def test_a_kernel_s_name_is_quoted_and_a_monstrous_one_is_not_typed() -> None:
     def longest(name: str) -> str:
         def launch(timeline: Timeline) -> None:
@@ -154,3 +162,19 @@ def test_the_first_gpu_needs_no_flag() -> None:
     assert write_command("report", workload) == "stepscope report --size small --context 128"
     second = msgspec.structs.replace(workload, device="cuda:1")
     assert write_command("report", second).endswith("--device cuda:1")
+
+
+def test_a_command_of_a_question_gets_the_settings_that_it_does_not_name() -> None:
+    workload = build_case({"size": "small", "context": 1024, "attention": "flash", "compile": True}).workload
+    ours = "--size small --context 1024 --attention flash"
+    command = "stepscope profile --mode inference --out runs/i && stepscope explain RECORDING runs/i --questions"
+    completed = f"stepscope profile {ours} --compile {command.removeprefix('stepscope profile ')}"
+    assert add_settings(command, workload) == completed
+    assert add_settings("stepscope memory --compile no", workload) == f"stepscope memory {ours} --compile no"
+    for other in (
+        "torch.profiler.profile(record_shapes=True)",
+        "stepscope profile --size large",
+        "stepscope doctor",
+        "",
+    ):
+        assert add_settings(other, workload) == other

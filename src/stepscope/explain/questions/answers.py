@@ -12,6 +12,8 @@ from stepscope.explain.profile import Profile
 from stepscope.findings import Column, Table
 
 Status = Literal["answered", "not in this recording"]
+LEAST_PERCENT = 0.01  # a smaller share is said to be under it
+ROUNDS_UP = 0.9995  # of a unit: three digits make one of it
 _INDENT = "   "
 
 
@@ -88,14 +90,21 @@ def _paragraph(number: int, one: Answer, room: int) -> str:
 # --- Words for numbers ----------------------------------------------------------------------------------------------
 
 
+def say_digits(value: float) -> str:
+    """Three digits, and from a thousand on all of them: never `1e+03`."""
+    return f"{value:.3g}" if abs(value) < 1000 * ROUNDS_UP else f"{value:,.0f}"
+
+
 def say_time(ns: float) -> str:
     for limit, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
-        if abs(ns) >= limit:
-            return f"{ns / limit:.3g} {unit}" if abs(ns) < 1000 * limit else f"{ns / limit:,.0f} {unit}"
+        if abs(ns) >= ROUNDS_UP * limit:
+            return f"{say_digits(ns / limit)} {unit}"
     return f"{ns:.3g} ns"
 
 
 def say_share(share: float) -> str:
+    if 0 < 100 * share < LEAST_PERCENT:
+        return f"under {LEAST_PERCENT} %"
     return f"{share * 100:.3g} %" if share < 0.0995 else f"{share * 100:.1f} %"
 
 
@@ -105,8 +114,8 @@ def say_count(count: float) -> str:
 
 def say_flops(flops: float) -> str:
     for limit, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
-        if flops >= limit:
-            return f"{flops / limit:.3g} {unit}"
+        if flops >= ROUNDS_UP * limit:
+            return f"{say_digits(flops / limit)} {unit}"
     return f"{flops:,.0f} FLOP"
 
 

@@ -21,11 +21,14 @@ from stepscope.explain.questions.answers import (
 )
 from stepscope.findings import Cell, Column, Table
 
-_ASK_BOTH = "stepscope explain A B --questions, with both recordings"
 _TWO_SIZES = (
-    "stepscope profile --size small --out runs/small; stepscope profile --size large --out runs/large; "
+    "stepscope profile --size small --out runs/small && stepscope profile --size large --out runs/large && "
     "stepscope explain runs/small runs/large --questions"
 )
+
+
+def _ask_with(mode: str) -> str:
+    return f"stepscope profile --mode {mode} --out runs/{mode} && stepscope explain RECORDING runs/{mode} --questions"
 
 
 def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
@@ -34,7 +37,7 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
     inference = next((one for one in profiles if _is_inference(one) and in_phases(one, "forward").height), None)
     if _is_inference(main):
         reason = f"nothing in `{name_profile(main)}` is known to run backward, so there is no training step in it"
-        return missing(key, question, reason, f"stepscope profile --mode train --out runs/train; {_ASK_BOTH}")
+        return missing(key, question, reason, _ask_with("train"))
     forward, whole = in_phases(main, "forward"), stepped(main)
     scopes = [("forward", "forward of this step", forward), ("step", "whole step", whole)]
     if inference is not None:
@@ -80,9 +83,7 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
             columns=(Column(key="class", label="class"), *columns, Column(key="change", label="change", kind="share")),
             rows=rows,
         ),
-        command=""
-        if inference is not None
-        else f"stepscope profile --mode inference --out runs/inference; {_ASK_BOTH}",
+        command="" if inference is not None else _ask_with("inference"),
     )
 
 

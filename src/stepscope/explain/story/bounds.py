@@ -58,6 +58,7 @@ class Shares:
     """Where a step's wall time goes, as far as it matters for what bounds it."""
 
     profile: Profile
+    step_ns: float  # the wall time that shares are of
 
     @property
     def has_gaps(self) -> bool:
@@ -67,7 +68,7 @@ class Shares:
 
     @cached_property
     def idle(self) -> float:
-        return max(0.0, self.profile.idle_share) if self.has_gaps else 0.0
+        return max(0.0, 1 - self.profile.busy_step_ns / max(1.0, self.step_ns)) if self.has_gaps else 0.0
 
     @cached_property
     def waits_for_host(self) -> bool:
@@ -79,12 +80,13 @@ class Shares:
     @cached_property
     def communication(self) -> float:
         """Communication that runs alone, mean over devices."""
-        return sum(one.whole.communication_exposed_ns for one in self.profile.devices) / self._wall_ns
+        exposed = sum(one.whole.communication_exposed_ns for one in self.profile.devices)
+        return min(1.0, exposed / self._wall_ns)
 
     @property
     def _wall_ns(self) -> float:
-        """Of all devices, by the clock that `Profile.step_ns` goes by."""
-        return max(1.0, self.profile.step_ns * self.profile.steps_in_window * len(self.profile.devices))
+        """Of all devices together."""
+        return max(1.0, self.step_ns * self.profile.steps_in_window * len(self.profile.devices))
 
     @cached_property
     def limits(self) -> dict[str, float]:
@@ -117,7 +119,7 @@ class Shares:
         for device in self.profile.devices:
             alone.update(device.whole.classes)
         name, time = alone.most_common(1)[0]
-        return Bound(limit="class", share=time / self._wall_ns, kernel_class=name)
+        return Bound(limit="class", share=min(1.0, time / self._wall_ns), kernel_class=name)
 
     def say_bound(self) -> str:
         """A clause after `takes 60.9 ms;`: what `it` is spent on."""

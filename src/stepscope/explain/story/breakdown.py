@@ -16,6 +16,7 @@ from stepscope.explain.profile import UNKNOWN, Profile
 from stepscope.explain.story.kernel_details import MOST_DESCRIBED, cut_name, describe_kernel, name_layers
 from stepscope.findings import Breakdown, Dimension
 
+TITLE = "Where the time goes"
 MOST_ROWS = 15_000
 # What the smallest rows lose, one after the other until they are few enough. With its layer a module loses its number.
 _GIVEN_UP = ("layer", "module", "kernel", "phase")
@@ -23,9 +24,11 @@ _LABELS = {"class": "class", "phase": "phase", "layer": "layer", "module": "modu
 _KEYS = list(_LABELS)
 
 
-def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
-    """`names` are the runs', one a profile."""
+def break_down(profiles: Sequence[Profile], names: Sequence[str], steps_ns: Sequence[float] | None = None) -> Breakdown:
+    """`names` are the runs', one a profile; `steps_ns` their steps' wall time, the profiles' own unless told."""
     assert len(profiles) == len(names), "a name a profile"
+    walls = [profile.step_ns for profile in profiles] if steps_ns is None else steps_ns
+    assert len(walls) == len(profiles), "a step a profile"
     steps = [profile.steps_in_window for profile in profiles]
     rows, notes = _fit(_join([_rows(profile) for profile in profiles], steps), steps, MOST_ROWS)
     on_cpu = all(profile.on_cpu for profile in profiles)
@@ -36,7 +39,7 @@ def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
     ]
     runs = range(len(profiles))
     return Breakdown(
-        title="Where a step's time goes",
+        title=TITLE,
         runs=tuple(names),
         dimensions=tuple(dimension for _, dimension in dimensions),
         places=tuple(zip(*places, strict=True)),
@@ -44,8 +47,8 @@ def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
         counts=tuple(tuple((rows[f"count_{run}"] / steps[run]).to_list()) for run in runs),
         shortest_ns=tuple(tuple(rows[f"shortest_{run}"].cast(pl.Float64).to_list()) for run in runs),
         longest_ns=tuple(tuple(rows[f"longest_{run}"].cast(pl.Float64).to_list()) for run in runs),
-        walls_ns=tuple(float(profile.step_ns) for profile in profiles),
-        idles_ns=tuple(profile.step_ns * profile.idle_share for profile in profiles),
+        walls_ns=tuple(float(wall) for wall in walls),
+        idles_ns=tuple(max(0.0, wall - profile.busy_step_ns) for wall, profile in zip(walls, profiles, strict=True)),
         what="operators" if on_cpu else "kernels",
         notes=(*_say_scopes(profiles, names), *notes),
     )

@@ -4,11 +4,14 @@ import shlex
 
 import msgspec
 
+from stepscope.explain.story.clock import is_same_run
 from stepscope.explain.story.materials import Materials
 from stepscope.findings import Copyable
 from stepscope.spec import SIZES, Case, Factory, HuggingFace, ModelShape, Workload
 from stepscope.spec.choices import flag_of
 
+# Settings that a command may name itself, at values for which `write_command` leaves their flags out.
+_CHANGED_BY: dict[str, object] = {"mode": "train", "attention": None, "compile": False, "precision": "fp32"}
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 
 
@@ -30,12 +33,7 @@ def find_strangers(materials: Materials) -> dict[str, Case]:
         for name, one in (("profile", materials.profile), ("memory", materials.memory))
         if one is not None
     }
-    return {name: case for name, case in cases.items() if case and run and _plain(case) != _plain(run)}
-
-
-def _plain(case: Case) -> Workload:
-    """Without what makes no other run of it."""
-    return msgspec.structs.replace(case.workload, device="auto", seed=0)
+    return {name: case for name, case in cases.items() if case and run and not is_same_run(case, run)}
 
 
 def write_command(verb: str, workload: Workload, **changes: object) -> str:
@@ -44,6 +42,19 @@ def write_command(verb: str, workload: Workload, **changes: object) -> str:
     changed = msgspec.structs.replace(workload, **changes)
     flags = [*_model_flags(changed), *_run_flags(changed)]
     return shlex.join(["stepscope", verb, *flags])
+
+
+def add_settings(command: str, workload: Workload) -> str:
+    """A command, or several after one another, with the settings of a workload that it does not name itself."""
+    return " && ".join(_add_settings(one, workload) for one in command.split(" && "))
+
+
+def _add_settings(command: str, workload: Workload) -> str:
+    words = command.split(" ")
+    if words[:1] != ["stepscope"] or words[1:2] not in (["profile"], ["memory"]) or "--size" in words:
+        return command
+    changes = {name: value for name, value in _CHANGED_BY.items() if flag_of(name) in words}
+    return " ".join([write_command(words[1], workload, **changes), *words[2:]])
 
 
 def _model_flags(workload: Workload) -> list[str]:

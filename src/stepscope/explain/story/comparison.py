@@ -4,16 +4,16 @@ A is what was before and B what is now: a ratio above one is B's gain. Whether t
 samples (`compare.judge`), and where that cannot be told the sentence says so instead of the ratio alone.
 """
 
-from fractions import Fraction
 from typing import Literal
 
 from stepscope import __version__
 from stepscope.explain.comparability import compare_circumstances
-from stepscope.explain.compare import Verdict, compare
-from stepscope.explain.compare import judge as judge_samples
+from stepscope.explain.compare import Verdict
 from stepscope.explain.questions.answers import say_time
+from stepscope.explain.story.clock import find_timed
 from stepscope.explain.story.commands import list_commands
 from stepscope.explain.story.comparison_changes import DECIDES_WORK, show_changes, tell_settings
+from stepscope.explain.story.comparison_clocks import judge_steps, say_doubt
 from stepscope.explain.story.comparison_sections import put_beside
 from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.materials import Materials
@@ -25,6 +25,7 @@ from stepscope.findings import Copyable, Fact, Report, Soundness
 
 RUNS = ("A", "B")
 _FACTS = ("step", "memory", "bound", "mfu", "busy", "tokens")
+_SHORT = 80  # characters of a note in one line
 _FEW_TIMES = 1.1  # below it a factor is said in per cent
 
 
@@ -57,11 +58,16 @@ def _say_where(a: Materials, b: Materials) -> str:
 
 
 def _pair_commands(a: Materials, b: Materials) -> tuple[Copyable, ...]:
-    return tuple(
+    """What made both stands once, first."""
+    pair = list_commands(a), list_commands(b)
+    both = [one for one in pair[0] if one in pair[1]]
+    apart = [
         Copyable(label=f"{run}: {one.label}", text=one.text)
-        for run, materials in zip(RUNS, (a, b), strict=True)
-        for one in list_commands(materials)
-    )
+        for run, commands in zip(RUNS, pair, strict=True)
+        for one in commands
+        if one not in both
+    ]
+    return (*both, *apart)
 
 
 # --- The sentence -----------------------------------------------------------------------------------------------------
@@ -71,13 +77,9 @@ def say_change(a: Opening, b: Opening) -> str:
     """What B's step takes instead of A's, as far as both are known; else each run in its own sentence."""
     steps, peaks = (a.step_ns, b.step_ns), (a.peak_bytes, b.peak_bytes)
     if steps[0] and steps[1]:
-        memory = f", {_say_memory(peaks[0], peaks[1])}" if peaks[0] and peaks[1] else ""
-        doubt = (
-            "too few steps to tell it from noise"
-            if bool(a.row) == bool(b.row)
-            else "one step was timed, the other recorded"
-        )
-        said = f"{_say_steps(steps[0], steps[1], judge_steps(a, b), doubt)}{memory}"
+        is_alike = _is_of_process(a) == _is_of_process(b)
+        memory = f", {_say_memory(peaks[0], peaks[1])}" if peaks[0] and peaks[1] and is_alike else ""
+        said = f"{_say_steps(steps[0], steps[1], judge_steps(a, b), say_doubt(a, b))}{memory}"
     elif peaks[0] and peaks[1] and not steps[0] and not steps[1] and not _failed(a) and not _failed(b):
         said = f"B holds {_say_peaks(peaks[0], peaks[1])} at its peak; how long their steps take is not recorded"
     else:
@@ -89,30 +91,15 @@ def _failed(opening: Opening) -> bool:
     return bool(opening.materials.bench) and opening.materials.bench[0].measurement is None
 
 
-def judge_steps(a: Opening, b: Opening) -> Verdict:
-    """From the steps that the two figures are made of: both timed, or both recorded. A timed one and a recorded one
-    cannot be told apart, since a recorder takes its time."""
-    if a.row and b.row and a.row.measurement and b.row.measurement:
-        samples = [[Fraction(ns) for ns in row.measurement.step_ns] for row in (a.row, b.row) if row.measurement]
-        return judge_samples(samples[0], samples[1])
-    profiles = a.materials.profile, b.materials.profile
-    if a.row or b.row or profiles[0] is None or profiles[1] is None:
-        return "cannot tell"
-    return compare(profiles[0], profiles[1]).gate.verdict
-
-
 def _say_steps(a_ns: float, b_ns: float, verdict: Verdict, doubt: str) -> str:
     """`doubt` is why it cannot be told whether they differ, where that is so."""
     a, b = say_time(a_ns), say_time(b_ns)
-    match verdict:
-        case "same":
-            return f"B's step takes {b}, as A's does"
-        case "noise":
-            return f"B's step takes {b} and A's {a}, a difference within noise"
-        case "cannot tell":
-            return f"B's step takes {b} instead of {a}, {_say_factor(a_ns, b_ns)} ({doubt})"
-        case "faster" | "slower":
-            return f"B's step takes {b} instead of {a}, {_say_factor(a_ns, b_ns)}"
+    reason = f" ({doubt})" if verdict == "cannot tell" else ""
+    if a == b:
+        return f"B's step takes {b}, as A's does{reason}"
+    if verdict in ("same", "noise"):
+        return f"B's step takes {b} and A's {a}, a difference within noise"
+    return f"B's step takes {b} instead of {a}, {_say_factor(a_ns, b_ns)}{reason}"
 
 
 def _say_factor(a_ns: float, b_ns: float) -> str:
@@ -153,25 +140,54 @@ def _pair_facts(a: Opening, b: Opening) -> tuple[Fact, ...]:
     """B's, each with A's value before it, in the order in which a run alone has them."""
     before, after = ({fact.key: fact for fact in list_facts(one)} for one in (a, b))
     keys = sorted({*before, *after}, key=lambda key: (_FACTS.index(key) if key in _FACTS else len(_FACTS), key))
-    return tuple(_pair(before.get(key), after.get(key)) for key in keys)
+    incomparable = _find_incomparable(a, b)
+    return tuple(_pair(before.get(key), after.get(key), is_comparable=key not in incomparable) for key in keys)
 
 
-def _pair(before: Fact | None, after: Fact | None) -> Fact:
+def _find_incomparable(a: Opening, b: Opening) -> set[str]:
+    """Facts that are shares of different wholes, or were measured in different ways."""
+    found = {"memory"} if _is_of_process(a) != _is_of_process(b) else set()
+    precisions = {one.mfu[1] for one in (a, b) if one.mfu}
+    if len(precisions) > 1 or _differing_devices(a.materials, b.materials):
+        found.add("mfu")
+    return found
+
+
+def _is_of_process(opening: Opening) -> bool:
+    """Whether the peak is all memory of the process, and not what an allocator handed out."""
+    row, memory = find_timed(opening.materials.bench), opening.materials.memory
+    if row is None or row.measurement is None or (memory is not None and memory.peak_bytes == opening.peak_bytes):
+        return False
+    return row.measurement.peak_kind == "rss above start"
+
+
+def _pair(before: Fact | None, after: Fact | None, *, is_comparable: bool) -> Fact:
     known = after or before
     assert known is not None, "a key comes from one of the two"
-    comparable = before is not None and before.kind == known.kind and before.label == known.label
+    is_same = before is not None and before.kind == known.kind and before.label == known.label
     return Fact(
         key=known.key,
         label=known.label,
         value=after.value if after else None,
         kind=known.kind,
         note=_join_notes(before.note if before else "not known", after.note if after else "not known"),
-        before=before.value if before is not None and (comparable or known.kind == "text") else None,
+        before=before.value if before is not None and (is_same or known.kind == "text") else None,
+        is_comparable=is_comparable,
     )
 
 
 def _join_notes(before: str, after: str) -> str:
-    return after if before == after else f"A: {before}; B: {after}"
+    """What both say once, then what each says; in sentences of their own where they are long."""
+    clauses = [note.split("; ") for note in (before, after)]
+    both = [clause for clause in clauses[0] if clause in clauses[1]]
+    own = [
+        f"{run}: {said}"
+        for run, of_run in zip(RUNS, clauses, strict=True)
+        if (said := "; ".join(clause for clause in of_run if clause not in both))
+    ]
+    parts = [*both, *own]
+    joined = "; ".join(parts)
+    return joined if len(joined) <= _SHORT else f"{'. '.join(parts)}."
 
 
 def _judge_both(a: Opening, b: Opening) -> Soundness:

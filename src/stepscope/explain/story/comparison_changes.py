@@ -1,18 +1,33 @@
 """What is different between two runs: the settings, the time by class, phase, module and kernel, and the memory."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from stepscope.explain.comparability import describe_software, list_settings, list_versions
-from stepscope.explain.compare import By, Comparison, compare, comparison_table
+from stepscope.explain.compare import (
+    IDLE,
+    OVERLAP,
+    REST,
+    By,
+    Comparison,
+    Row,
+    compare,
+    comparison_table,
+    judge,
+    say_sum,
+)
 from stepscope.explain.questions.answers import say_list, say_time
 from stepscope.explain.story.absence import explain_absence
+from stepscope.explain.story.clock import NOISE
 from stepscope.explain.story.commands import find_case
+from stepscope.explain.story.comparison_clocks import find_clock, list_steps
 from stepscope.explain.story.comparison_sections import join_missing
 from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.materials import Materials
-from stepscope.explain.story.wording import say_size
+from stepscope.explain.story.opening import Opening
+from stepscope.explain.story.wording import name_class, say_size
 from stepscope.findings import Bars, Cell, Column, Exhibit, Missing, Section, Table
 
 # Settings that decide how much there is to do, and on what. The others decide how it is done.
@@ -20,6 +35,7 @@ DECIDES_WORK = ("model", "batch", "context", "mode", "device")
 _BY: tuple[By, ...] = ("class", "phase", "module", "kernel")
 _NAMED = 3  # changes in the lead
 _WORTH_NAMING = 0.02  # of A's step
+_STRETCHED = "idle is as recorded: a recorder lengthens what the host does, and idle time with it"
 
 Setting = tuple[str, str, str]  # what, and its value in A and in B; empty where it is not known
 
@@ -34,8 +50,9 @@ def show_changes(a: Materials, b: Materials) -> Section:
     if a.profile and b.profile:
         names = (a.name, b.name)
         comparisons = {by: compare(a.profile, b.profile, by=by, names=names) for by in _BY}
-        exhibits += _show_time(comparisons)
-        said.append(_say_time_changes(comparisons["class"]))
+        taken = _take_apart(comparisons["class"], Opening(a), Opening(b))
+        exhibits += [Exhibit(key="changes-time", part=_draw_time(taken)), *_show_tables(comparisons)]
+        said.append(_say_time_changes(taken))
     else:
         missing += _absent(a, b, "profile", "what of the step's time changed")
     if a.memory and b.memory:
@@ -89,47 +106,102 @@ def _settings_table(settings: list[Setting]) -> Table:
 # --- Time -------------------------------------------------------------------------------------------------------------
 
 
-def _show_time(comparisons: dict[By, Comparison]) -> list[Exhibit]:
-    by_class = comparisons["class"]
-    bars = Bars(
-        title="A step's wall time while recorded, by what ran alone",
-        kind="ms",
-        labels=tuple(row.name.strip("()") for row in by_class.parts),
-        series=("A", "B"),
-        values=(tuple(row.a_ns / 1e6 for row in by_class.parts), tuple(row.b_ns / 1e6 for row in by_class.parts)),
-        notes=("the largest change first; the bars of a run add up to its step",),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """Steps taken apart, the largest change first: as recorded, or with idle time by the clock of the page."""
+
+    parts: tuple[Row, ...]
+    steps_ns: tuple[float, float]
+    is_recorded: bool
+
+
+def _take_apart(comparison: Comparison, a: Opening, b: Opening) -> _Taken:
+    """A recorder lengthens idle time and leaves kernels as they are. So idle is what the kernels leave of the step at
+    the top of the page, where both runs have one without the recorder and their kernels fit into it."""
+    wall = comparison.wall
+    recorded = _Taken(parts=comparison.parts, steps_ns=(wall.a_ns, wall.b_ns), is_recorded=True)
+    if a.step_ns is None or b.step_ns is None or not (_has_plain_gaps(a) and _has_plain_gaps(b)):
+        return recorded
+    kernels = [row for row in comparison.parts if row.name != IDLE]
+    busy = sum(row.a_ns for row in kernels), sum(row.b_ns for row in kernels)
+    steps = a.step_ns, b.step_ns
+    if any(one > (1 + NOISE) * step for one, step in zip(busy, steps, strict=True)):
+        return recorded
+    # How long kernels take hardly varies, so that idle time varies as the steps do.
+    samples = [[step - one for step in list_steps(run)] for one, run in zip(busy, (a, b), strict=True)]
+    idle = Row(
+        group=comparison.by,
+        name=IDLE,
+        a_ns=max(0, round(steps[0]) - busy[0]),
+        b_ns=max(0, round(steps[1]) - busy[1]),
+        verdict=judge(samples[0], samples[1]) if samples[0] and samples[1] else "cannot tell",
     )
-    exhibits = [Exhibit(key="changes-time", part=bars)]
-    first = comparison_table(by_class)
-    exhibits.append(Exhibit(key="changes-class", part=msgspec.structs.replace(first, title="What changed, by class")))
+    parts = sorted((*kernels, idle), key=lambda row: (-abs(row.difference_ns), -row.b_ns, row.name))
+    return _Taken(parts=tuple(parts), steps_ns=steps, is_recorded=False)
+
+
+def _has_plain_gaps(opening: Opening) -> bool:
+    return opening.shares is not None and opening.shares.has_gaps and find_clock(opening) != "recorded"
+
+
+def _draw_time(taken: _Taken) -> Bars:
+    parts = taken.parts
+    sums = sum(row.a_ns for row in parts), sum(row.b_ns for row in parts)
+    longer = [run for run, one, step in zip("AB", sums, taken.steps_ns, strict=True) if one > round(step)]
+    notes = ["the largest change first" + ("" if longer else "; the bars of a run add up to its step")]
+    notes += [f"{run}: its kernels took longer while recorded than the step was timed at" for run in longer]
+    notes.append(_STRETCHED if taken.is_recorded else "idle: what the kernels leave of a step without the recorder")
+    return Bars(
+        title=f"A step's wall time{' while recorded' * taken.is_recorded}, by what ran alone",
+        kind="ms",
+        labels=tuple(row.name.strip("()") for row in parts),
+        series=("A", "B"),
+        values=(tuple(row.a_ns / 1e6 for row in parts), tuple(row.b_ns / 1e6 for row in parts)),
+        notes=tuple(notes),
+    )
+
+
+def _show_tables(comparisons: dict[By, Comparison]) -> list[Exhibit]:
+    """The totals, and each note, stand once."""
+    first = comparison_table(comparisons["class"])
+    sums = "in each of these tables the parts add up to `wall`: what ran alone, several at once, and idle"
+    notes = (*(sums if note == say_sum("class") else note for note in first.notes), _STRETCHED)
+    first = msgspec.structs.replace(first, title="What changed, by class", notes=notes)
+    exhibits = [Exhibit(key="changes-class", part=first)]
+    said = set(first.notes)
     for by in _BY[1:]:
-        table = _parts_alone(comparisons[by], first)
+        table = _parts_alone(comparisons[by], said | {say_sum(by)})
         if len(table.rows) > 1:
             exhibits.append(Exhibit(key=f"changes-{by}", part=table))
+            said |= set(table.notes)
     return exhibits
 
 
-def _parts_alone(comparison: Comparison, first: Table) -> Table:
-    """Without the totals, and without the notes, of the table that stands before it."""
+def _parts_alone(comparison: Comparison, said: set[str]) -> Table:
     table = comparison_table(comparison)
     rows = tuple(row[1:] for row in table.rows if row[0] == comparison.by)
-    notes = tuple(note for note in table.notes if note not in first.notes)
+    notes = tuple(note for note in table.notes if note not in said)
     return Table(title=f"What changed, by {comparison.by}", columns=table.columns[1:], rows=rows, notes=notes)
 
 
-def _say_time_changes(comparison: Comparison) -> str:
-    wall = comparison.wall
-    least = _WORTH_NAMING * wall.a_ns
-    changed = [
-        row for row in comparison.parts if abs(row.difference_ns) >= least and row.verdict not in ("same", "noise")
-    ][:_NAMED]
+def _say_time_changes(taken: _Taken) -> str:
+    """Of idle time only what is not the recorder's doing."""
+    least = _WORTH_NAMING * taken.steps_ns[0]
+    known = [row for row in taken.parts if row.name != IDLE or not taken.is_recorded]
+    changed = [row for row in known if abs(row.difference_ns) >= least and row.verdict not in ("same", "noise")]
     if not changed:
         return "No class of kernels changed by more than noise and 2 % of the step."
-    parts = say_list(
-        f"{row.name.strip('()')} {say_time(abs(row.difference_ns))} {'less' if row.difference_ns < 0 else 'more'}"
-        for row in changed
+    named = say_list(
+        f"{_name(row)} {say_time(abs(row.difference_ns))} {'less' if row.difference_ns < 0 else 'more'}"
+        for row in changed[:_NAMED]
     )
-    return f"A recorded step of B's takes {say_time(wall.b_ns)} where A's takes {say_time(wall.a_ns)}: {parts}."
+    a, b = (say_time(step) for step in taken.steps_ns)
+    whose = "A recorded step of B's" if taken.is_recorded else "B's step"
+    return f"{whose} takes {b} where A's takes {a}: {named}."
+
+
+def _name(row: Row) -> str:
+    return row.name.strip("()") if row.name in (IDLE, OVERLAP, REST) else name_class(row.name)
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------

@@ -35,8 +35,9 @@ def _parts(pair: Sequence[Section | None], key: str) -> tuple[Part | None, ...]:
 
 def _join(key: str, parts: tuple[Part | None, ...], a: Materials, b: Materials) -> Part:
     profiles = [one.profile for one in (a, b) if one.profile is not None]
+    steps = [one.profile_step_ns for one in (a, b) if one.profile_step_ns is not None]
     if key == "breakdown" and len(profiles) == 2:
-        return break_down(profiles, _RUNS)
+        return break_down(profiles, _RUNS, steps)
     if key == "roofline" and len(profiles) == 2:
         drawn = draw_roofline(profiles, _RUNS)
         if not isinstance(drawn, Missing):  # two devices have two roofs
@@ -53,12 +54,20 @@ def _join(key: str, parts: tuple[Part | None, ...], a: Materials, b: Materials) 
 def _join_tables(parts: tuple[Part | None, ...]) -> Table:
     """Two tables of what and value as one, with a column a run."""
     tables = [part if isinstance(part, Table) else None for part in parts]
-    values = [{str(row[0]): row[1] for row in table.rows} if table else {} for table in tables]
+    values = [_gather(table) if table else {} for table in tables]
     names = dict.fromkeys(name for one in values for name in one)
     rows: tuple[tuple[Cell, ...], ...] = tuple((name, values[0].get(name), values[1].get(name)) for name in names)
     title = next(table.title for table in tables if table)
     columns = (Column(key="what", label="what"), Column(key="a", label="A"), Column(key="b", label="B"))
     return Table(title=title, columns=columns, rows=rows)
+
+
+def _gather(table: Table) -> dict[str, Cell]:
+    """Rows of one name are one, with all their values."""
+    found: dict[str, list[Cell]] = {}
+    for name, value in table.rows:
+        found.setdefault(str(name), []).append(value)
+    return {name: each[0] if len(each) == 1 else ", ".join(map(str, each)) for name, each in found.items()}
 
 
 def _join_leads(pair: Sequence[Section | None]) -> str:

@@ -86,7 +86,8 @@ def _rows(materials: Materials) -> Iterator[_Row]:
         yield "timed", say_started(row.started)
         if row.measurement is not None:
             yield "parameters", f"{row.measurement.parameters:,}"
-            yield from (("attention kernels", name) for name in row.measurement.attention_kernels)
+            if row.measurement.attention_kernels:
+                yield "attention kernels", ", ".join(row.measurement.attention_kernels)
 
 
 def _of_environment(environment: Environment) -> Iterator[_Row]:

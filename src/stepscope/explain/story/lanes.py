@@ -7,6 +7,7 @@ step before it had asked for. What belongs to no phase, layer or module leaves a
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -39,12 +40,14 @@ class _Lane:
     stretches: Stretches
     names: Sequence[str]
     groups: Sequence[str]
-    describe: Callable[[str], tuple[str, str]]  # a name as shown, and its detail
+    shorten: Callable[[str], str]  # a name as shown
+    describe: Callable[[str], str] | None = None  # its detail
     several: str  # how a block of several names is called; `{}` is its group
 
 
-def draw_step(profile: Profile) -> Lanes:
-    window, title, notes = _choose_step(profile)
+def draw_step(profile: Profile, step_ns: float | None = None) -> Lanes:
+    """`step_ns` is what a step takes without the recorder, as the profile has it unless told."""
+    window, title, notes = _choose_step(profile, profile.step_ns if step_ns is None else step_ns)
     inside = _cut_out(profile.kernels, window)
     ran = _order_streams(inside)
     lanes = [*_run_lanes(ran[0]), *_host_lane(profile, window)]
@@ -68,15 +71,15 @@ def _what(profile: Profile) -> str:
 # --- Which step -------------------------------------------------------------------------------------------------------
 
 
-def _choose_step(profile: Profile) -> tuple[tuple[int, int], str, list[str]]:
-    """The window, the title and what is to be said about the choice."""
+def _choose_step(profile: Profile, step_ns: float) -> tuple[tuple[int, int], str, list[str]]:
+    """The window, the title and what is to be said about the choice. For people the first recorded
+    step is the first, whatever number it has."""
     if not profile.steps.height:
         return profile.window, "The recording as it ran", ["no steps are marked: all of the recording is drawn"]
-    numbers = profile.steps["step"].unique(maintain_order=True).to_list()
     begun = np.sort(profile.kernels["start_ns"].to_numpy())
     windows = [
         (number, window)
-        for number, window in zip(numbers, step_windows(profile), strict=True)
+        for number, window in enumerate(step_windows(profile), start=1)
         if begun[np.searchsorted(begun, window[0]) : np.searchsorted(begun, window[1])].size
     ]
     if not windows:
@@ -93,9 +96,9 @@ def _choose_step(profile: Profile) -> tuple[tuple[int, int], str, list[str]]:
             f"step {number}, {wall / 1e6:,.2f} ms while recorded: of {len(windows)} recorded steps ({spread}) the one "
             "nearest to the median"
         )
-    if profile.step_ns < 0.95 * wall:
+    if step_ns < 0.95 * wall:
         notes.append(
-            f"without the recorder a step takes {profile.step_ns / 1e6:,.2f} ms: recording slows the host, so gaps "
+            f"without the recorder a step takes {step_ns / 1e6:,.2f} ms: recording slows the host, so gaps "
             "are longer here than without it"
         )
     return window, f"Step {number} as it ran", notes
@@ -148,7 +151,7 @@ def _run_lanes(main: pl.DataFrame) -> list[_Lane]:
                     stretches=runs,
                     names=names,
                     groups=names if kind == "phase" else ("",),
-                    describe=_plain,
+                    shorten=cut_name,
                     several=f"several {label}",
                 )
             )
@@ -160,10 +163,6 @@ def _number(column: pl.Series) -> tuple[Ints, list[str]]:
     names = column.drop_nulls().unique(maintain_order=True).to_list()
     numbers = column.replace_strict(names, list(range(len(names))), default=NONE, return_dtype=pl.Int64)
     return numbers.to_numpy(), names
-
-
-def _plain(name: str) -> tuple[str, str]:
-    return cut_name(name), ""
 
 
 def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
@@ -190,7 +189,7 @@ def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
         stretches=runs,
         names=names,
         groups=names,
-        describe=_plain,
+        shorten=cut_name,
         several="several phases",
     )
     return [lane] if len(runs) else []
@@ -216,15 +215,12 @@ def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[li
                 stretches=laid,
                 names=texts,
                 groups=classes,
-                describe=_describer(shorts, on_host=on_host),
+                shorten=lambda name: cut_name(shorts[name]),
+                describe=partial(describe_kernel, on_host=on_host),
                 several=f"{'operators' if on_host else 'kernels'}, mostly {{}}",
             )
         )
     return lanes, hidden_in_all
-
-
-def _describer(shorts: dict[str, str], *, on_host: bool) -> Callable[[str], tuple[str, str]]:
-    return lambda name: (cut_name(shorts[name]), describe_kernel(name, on_host=on_host))
 
 
 def _call_stream(profile: Profile, stream: pl.DataFrame) -> str:
@@ -292,18 +288,30 @@ def _fit(lanes: Sequence[_Lane], most: int) -> tuple[list[_Lane], int]:
 
 @dataclass(kw_only=True)
 class _Places:
-    """Texts with their places, each once; only so many with their details."""
+    """Texts with their places, each once for what it is asked for by; only so many with their details."""
 
-    texts: dict[tuple[str, str], int] = field(default_factory=dict)
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    known: dict[tuple[str, str], int] = field(default_factory=dict)  # by text and what tells two of one text apart
     described: int = 0
 
-    def of(self, text: str, detail: str = "") -> int:
-        if self.described >= MOST_DESCRIBED:
-            detail = ""
-        if (text, detail) not in self.texts:
-            self.described += bool(detail)
-            self.texts[text, detail] = len(self.texts)
-        return self.texts[text, detail]
+    def of(self, text: str, apart: str = "", describe: Callable[[], str] | None = None) -> int:
+        """`describe` is asked only for what is kept: describing takes longer than all else."""
+        if (text, apart) in self.known:
+            return self.known[text, apart]
+        if describe is None or self.described >= MOST_DESCRIBED:
+            # Undescribed there is nothing that tells two of one text apart.
+            place = self.known.get((text, ""))
+            if place is None:
+                place = self.known[text, ""] = self._add(text, "")
+        else:
+            self.described += 1
+            place = self._add(text, describe())
+        self.known[text, apart] = place
+        return place
+
+    def _add(self, text: str, detail: str) -> int:
+        self.texts.append((text, detail))
+        return len(self.texts) - 1
 
 
 def _write_down(title: str, span_ns: int, lanes: Sequence[_Lane], notes: Sequence[str]) -> Lanes:
@@ -326,8 +334,12 @@ def _track(lane: _Lane, names: _Places, groups: _Places) -> Track:
     pairs = np.unique(np.stack((drawn.names, drawn.groups)), axis=1).T.tolist() if len(drawn) else []
     name_places = {}
     for name, group in pairs:
-        shown = (lane.several.format(lane.groups[group]), "") if name == NONE else lane.describe(lane.names[name])
-        name_places[name, group] = names.of(*shown)
+        if name == NONE:
+            name_places[name, group] = names.of(lane.several.format(lane.groups[group]))
+        else:
+            recorded = lane.names[name]
+            describe = partial(lane.describe, recorded) if lane.describe else None
+            name_places[name, group] = names.of(lane.shorten(recorded), recorded if describe else "", describe)
     listed = drawn.names.tolist(), drawn.groups.tolist()
     return Track(
         label=lane.label,

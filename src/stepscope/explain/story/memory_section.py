@@ -164,9 +164,15 @@ def _beside_closed_form(profile: MemoryProfile) -> Table | None:
 
 def _say_saved(total: int, blocks: Table, peak: int) -> str:
     of_peak = f", {say_percent(total / peak)} of the peak" if peak and total <= peak else ""
-    largest = max(blocks.rows, key=lambda row: row[1] if isinstance(row[1], int) else 0)
-    share = largest[2] if isinstance(largest[2], float) else 0.0
-    return (
-        f"From forward to backward {say_size(total)} of activations are kept{of_peak}; the largest part, "
-        f"{say_percent(share)}, in {largest[0]}."
-    )
+    return f"From forward to backward {say_size(total)} of activations are kept{of_peak}; {_say_blocks(blocks)}."
+
+
+def _say_blocks(blocks: Table) -> str:
+    """The largest part; where it is a block and all blocks are alike, none of them stands out."""
+    shares = {str(row[0]): row[2] for row in blocks.rows if isinstance(row[2], float)}
+    inside = {say_percent(share) for name, share in shares.items() if name != OUTSIDE}
+    largest = max(shares, key=lambda name: shares[name])
+    count = len(shares) - (OUTSIDE in shares)
+    if largest != OUTSIDE and count > 1 and len(inside) == 1:
+        return f"each of {count} blocks keeps {inside.pop()}"
+    return f"the largest part, {say_percent(shares[largest])}, in {largest}"

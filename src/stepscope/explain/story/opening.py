@@ -6,12 +6,13 @@ from functools import cached_property
 from stepscope.explain.bench import mfu_of, step_ms, tokens_per_s
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.memory.summary import summarise_memory
-from stepscope.explain.profile import Profile
 from stepscope.explain.questions.answers import say_list, say_time
 from stepscope.explain.roofline import measure_use
 from stepscope.explain.statistics import Summary
 from stepscope.explain.story.bounds import Shares
+from stepscope.explain.story.clock import find_timed
 from stepscope.explain.story.commands import find_case, find_strangers
+from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.materials import Materials
 from stepscope.explain.story.wording import (
     find_torch,
@@ -24,7 +25,7 @@ from stepscope.explain.story.wording import (
     with_article,
 )
 from stepscope.findings import Fact
-from stepscope.recording.bench import BenchRow, Environment
+from stepscope.recording.bench import BenchRow
 from stepscope.spec import Case, ModelShape
 
 _MS = 1e6
@@ -42,29 +43,27 @@ class Opening:
 
     @cached_property
     def row(self) -> BenchRow | None:
-        """The timed row of the run itself, where it came to an end."""
-        rows = self.materials.bench
-        return rows[0] if rows and rows[0].measurement is not None else None
+        """The timed row that the page's step is taken from."""
+        return self.materials.row
 
     @property
     def shares(self) -> Shares | None:
-        return self.materials.shares
+        """Of the page's step; of the whole recording where there is no step. A profile of another run has none here."""
+        materials = self.materials
+        return materials.shares if materials.is_profile_of_step or materials.step_ns is None else None
 
     @cached_property
     def timed(self) -> Summary | None:
         return step_ms(self.row) if self.row else None
 
-    @cached_property
+    @property
     def step_ns(self) -> float | None:
-        """By the bench's clock where there is one, else by the profile's; None where no step is marked."""
-        profile = self.materials.profile
-        if self.timed is not None:
-            return self.timed.median * _MS
-        return profile.step_ns if profile is not None and has_steps(profile) else None
+        return self.materials.step_ns
 
     @cached_property
     def peak_bytes(self) -> int | None:
-        timed = self.row.measurement.peak_bytes if self.row and self.row.measurement else None
+        row = find_timed(self.materials.bench)
+        timed = row.measurement.peak_bytes if row and row.measurement else None
         memory = self.materials.memory
         if memory is None or (timed is not None and "memory" in find_strangers(self.materials)):
             return timed
@@ -76,14 +75,9 @@ class Opening:
         if self.row is not None:
             share = mfu_of(self.row)
             return (share, self.row.case.workload.precision) if share is not None else None
-        profile = self.materials.profile
-        use = measure_use(profile) if profile is not None and has_steps(profile) else None
+        profile, step_ns = self.materials.profile, self.step_ns
+        use = measure_use(profile, step_ns) if profile is not None and step_ns is not None else None
         return (use.mfu, use.precision) if use and use.mfu is not None and use.precision else None
-
-
-def has_steps(profile: Profile) -> bool:
-    """Whether a step's time means anything: not under Nsight Compute, which runs one kernel at a time."""
-    return bool(profile.steps.height) and profile.recording.manifest.source != "nsight compute"
 
 
 # --- Title and subtitle -----------------------------------------------------------------------------------------------
@@ -107,7 +101,7 @@ def subtitle_of(materials: Materials) -> str:
             device = device or manifest.device or (facts.device if facts else "")
             torch = torch or find_torch(manifest)
             started = started or manifest.started
-    environment = _environment_of(materials)
+    environment = find_environment(materials)
     if environment is not None:
         device, torch = environment.driver_name, environment.torch
     for row in (*materials.bench[:1], *materials.attention[:1]):
@@ -115,12 +109,6 @@ def subtitle_of(materials: Materials) -> str:
     started = started or (materials.precision.started if materials.precision else "")
     words = [device, f"PyTorch {torch}" if torch else "", say_started(started)]
     return " · ".join(word for word in words if word)
-
-
-def _environment_of(materials: Materials) -> Environment | None:
-    for row in (*materials.bench[:1], *materials.attention[:1]):
-        return row.environment
-    return materials.precision.environment if materials.precision else None
 
 
 # --- The sentence -----------------------------------------------------------------------------------------------------
@@ -239,7 +227,7 @@ def _step(opening: Opening) -> Fact | None:
 def _memory(opening: Opening) -> Fact | None:
     if opening.peak_bytes is None:
         return None
-    memory, row = opening.materials.memory, opening.row
+    memory, row = opening.materials.memory, find_timed(opening.materials.bench)
     if memory is not None and memory.peak_bytes == opening.peak_bytes:
         _, phase = memory.place_of(memory.peak_event)
         note = f"allocated at the peak, in {phase}" if phase else "allocated at the peak"

@@ -4,7 +4,7 @@ import msgspec
 
 from stepscope.explain.precision import answer, make_table, pair_speeds
 from stepscope.explain.questions.answers import say_list
-from stepscope.explain.story.absence import explain_absence
+from stepscope.explain.story.absence import command_for, explain_absence
 from stepscope.explain.story.materials import Materials
 from stepscope.explain.story.wording import shorten
 from stepscope.findings import Exhibit, Section
@@ -19,17 +19,15 @@ def show_precision(materials: Materials) -> Section:
     if materials.precision is None:
         return Section(key=key, title=title, missing=(explain_absence(materials, "precision"),))
     report = _add_speeds(materials.precision, materials)
-    names = (*_SHOWN, *(("speed",) if report.speeds else ()))
-    command = f"{report.command} --detail" if report.command else ""
-    return Section(
-        key=key,
-        title=title,
-        lead=_say_errors(report),
-        exhibits=tuple(
-            Exhibit(key=f"precision-{name}", part=shorten(make_table(report, name), f"{command} --table {name}"))
-            for name in names
-        ),
-    )
+    # The report may have been typed as another verb's command, and other files beside it may be of another case.
+    command = f"{command_for(Materials(name='', precision=report), 'precision')} --detail"
+    exhibits = [
+        Exhibit(key=f"precision-{name}", part=shorten(make_table(report, name), f"{command} --table {name}"))
+        for name in _SHOWN
+    ]
+    if report.speeds:  # which come from timed rows: no command makes them alone
+        exhibits.append(Exhibit(key="precision-speed", part=shorten(make_table(report, "speed"), "")))
+    return Section(key=key, title=title, lead=_say_errors(report), exhibits=tuple(exhibits))
 
 
 def _add_speeds(report: PrecisionReport, materials: Materials) -> PrecisionReport:

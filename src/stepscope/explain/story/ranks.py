@@ -40,6 +40,12 @@ def _take_apart(profile: Profile) -> tuple[float, ...]:
     return tuple(time / scale for time in (alone, hidden, exposed, idle))
 
 
+def share_exposed(profile: Profile) -> float:
+    """Of a step's wall time while recorded, as the bars have it."""
+    parts = _take_apart(profile)
+    return parts[_SERIES.index("communication exposed")] / max(sum(parts), 1e-6)
+
+
 def _label(profiles: Sequence[Profile]) -> tuple[str, ...]:
     """By rank where every one is known and there once, else by place."""
     ranks = [profile.recording.manifest.rank for profile in profiles]

@@ -91,7 +91,8 @@ def _leave_fp16(workload: Workload) -> dict[str, object]:
 
 
 def _fuse_attention(workload: Workload) -> dict[str, object]:
-    return {} if workload.attention == "flash" else {"attention": "flash"}
+    """A model of one's own chooses its attention itself: there is no setting to change."""
+    return {} if workload.attention in (None, "flash") else {"attention": "flash"}
 
 
 def _lower_precision(workload: Workload) -> dict[str, object]:
@@ -99,7 +100,7 @@ def _lower_precision(workload: Workload) -> dict[str, object]:
 
 
 def _fuse_optimizer(workload: Workload) -> dict[str, object]:
-    return {"optimizer": "adamw-fused"} if workload.optimizer.startswith("adamw") else {}
+    return {"optimizer": "adamw-fused"} if workload.optimizer in ("adamw", "adamw-torch") else {}
 
 
 def _pad_vocabulary(workload: Workload) -> dict[str, object]:

@@ -8,11 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from stepscope.explain.attention import DOUBTS
+from stepscope.explain.bench import step_ms
 from stepscope.explain.cases import describe_case
+from stepscope.explain.compare import step_windows
 from stepscope.explain.questions.answers import say_time
+from stepscope.explain.story.clock import find_timed, has_steps, is_too_short, median_ns
 from stepscope.explain.story.commands import find_strangers
 from stepscope.explain.story.materials import Materials
-from stepscope.explain.story.opening import Opening, has_steps
+from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.wording import name_source, say_percent, say_size
 from stepscope.findings import Soundness
 from stepscope.recording.bench import Doubt
@@ -73,6 +76,7 @@ def _doubts(opening: Opening) -> Iterator[str]:
     for one, when in ((materials.profile, "while recording"), (materials.memory, "while recording memory")):
         if one is not None:
             yield from _say_doubts(one.recording.manifest.doubts, f"{when}: ")
+    yield from _kernels_beyond_step(materials)
     yield from _disagreeing_clocks(opening, least=DISAGREE_MUCH)
     yield from _allocator(materials)
     if opening.case is None and materials.profile is None and materials.memory is None:
@@ -81,6 +85,15 @@ def _doubts(opening: Opening) -> Iterator[str]:
 
 def _say_doubts(doubts: Sequence[Doubt], when: str) -> Iterator[str]:
     yield from (f"{when}{doubt.text}" for doubt in doubts if doubt.code not in NO_DOUBT)
+
+
+def _kernels_beyond_step(materials: Materials) -> Iterator[str]:
+    row, profile = find_timed(materials.bench), materials.profile
+    if row is not None and profile is not None and is_too_short(row, profile):
+        yield (
+            f"the step was timed at {say_time(median_ns(row))}, and its kernels alone ran for "
+            f"{say_time(profile.busy_step_ns)} when it was recorded: all figures go by the recording"
+        )
 
 
 def _disagreeing_clocks(opening: Opening, *, least: float, below: float = float("inf")) -> Iterator[str]:
@@ -140,7 +153,8 @@ def _attention(materials: Materials, besides: Sequence[str] = ()) -> Iterator[st
 
 
 def _timing(opening: Opening) -> Iterator[str]:
-    row, timed = opening.row, opening.timed
+    row = find_timed(opening.materials.bench)
+    timed = step_ms(row) if row else None
     if row is None or timed is None or row.measurement is None:
         return
     steps, warmup = len(row.measurement.step_ns), row.case.timing.warmup
@@ -156,7 +170,7 @@ def _recording(opening: Opening) -> Iterator[str]:
         return
     manifest = profile.recording.manifest
     if has_steps(profile):
-        lengths = (profile.steps["end_ns"] - profile.steps["start_ns"]).to_list()
+        lengths = [end - start for start, end in step_windows(profile)]
         said = f", {say_time(min(lengths))} to {say_time(max(lengths))} long" if len(lengths) > 1 else ""
         yield f"{profile.num_steps} step{'s' * (profile.num_steps != 1)} recorded by {name_source(manifest)}{said}"
     else:
@@ -165,12 +179,12 @@ def _recording(opening: Opening) -> Iterator[str]:
         overhead = manifest.overhead
         last = overhead.annotated_ns or overhead.recorded_ns
         assert last is not None, "one of the two was timed"
-        is_recorded = profile.step_ns == profile.recorded_step_ns
+        is_recorded = opening.materials.profile_step_ns == profile.recorded_step_ns
         clock = "times are as recorded" if is_recorded else "idle time is taken from the clock without it"
         yield f"recording made the step {last / overhead.plain_ns:.3g} times as long; {clock}"
     covered = profile.coverage()
     said = ", ".join(f"{name} {say_percent(share)}" for name, share in covered.items())
-    yield f"known of the kernels' time: {said}"
+    yield f"known of the {'operators' if profile.on_cpu else 'kernels'}' time: {said}"
     weak = [name for name, share in covered.items() if 0 < share < WELL_KNOWN]
     if weak:
         yield f"the {' and '.join(weak)} of the rest is unknown, and is shown as such"
@@ -182,7 +196,7 @@ def _recording(opening: Opening) -> Iterator[str]:
 
 
 def _memory(opening: Opening) -> Iterator[str]:
-    memory, row = opening.materials.memory, opening.row
+    memory, row = opening.materials.memory, find_timed(opening.materials.bench)
     if memory is None:
         return
     facts = memory.recording.manifest.memory

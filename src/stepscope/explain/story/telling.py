@@ -5,6 +5,8 @@ A section is made of `Materials` alone, whatever else is there: a comparison put
 
 from collections.abc import Callable
 
+import msgspec
+
 from stepscope import __version__
 from stepscope.explain.kept_findings import find_once
 from stepscope.explain.story.attention_section import show_attention
@@ -18,7 +20,7 @@ from stepscope.explain.story.questions_section import answer_questions
 from stepscope.explain.story.remedies import advise
 from stepscope.explain.story.soundness import judge
 from stepscope.explain.story.time_sections import show_ranks, show_roofline, show_time, show_timeline
-from stepscope.findings import Advice, Report, Section
+from stepscope.findings import Advice, Finding, Report, Section
 
 # In the order of the page. `ranks` is there for several of them only.
 SECTIONS: dict[str, Callable[[Materials], Section]] = {
@@ -55,13 +57,20 @@ def tell(materials: Materials) -> Report:
 def list_advice(materials: Materials) -> tuple[Advice, ...] | None:
     """The largest saving first, and after these what a fix from above mends as well: the first three are three
     different things to do. None where there is no profile to look at."""
-    profile = materials.profile
-    if profile is None:
+    profile, step_ns = materials.profile, materials.profile_step_ns
+    if profile is None or step_ns is None:
         return None
     first: list[Advice] = []
     repeated: list[Advice] = []
     for finding in find_once(profile):
-        advice = advise(finding, profile)
+        advice = advise(_share_of(finding, step_ns), profile)
         given = {fix.text for above in first for fix in above.fixes}
         (repeated if given.intersection(fix.text for fix in advice.fixes) else first).append(advice)
     return (*first, *repeated)
+
+
+def _share_of(finding: Finding, step_ns: float) -> Finding:
+    """With its saving as a share of the page's step: rules go by the profile's clock."""
+    if finding.saving_ns is None:
+        return finding
+    return msgspec.structs.replace(finding, share=min(1.0, finding.saving_ns / max(1.0, step_ns)))

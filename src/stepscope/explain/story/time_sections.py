@@ -3,19 +3,17 @@
 from collections.abc import Sequence
 
 from stepscope.explain.bench import bench_table
-from stepscope.explain.breakdown import classes_table
 from stepscope.explain.counters import has_counters
 from stepscope.explain.counters import kernels_table as counters_table
 from stepscope.explain.profile import Profile
 from stepscope.explain.questions.answers import say_list, say_share, say_time
 from stepscope.explain.roofline import roofline_table
 from stepscope.explain.story.absence import explain_absence
-from stepscope.explain.story.bounds import Shares
-from stepscope.explain.story.breakdown import break_down
+from stepscope.explain.story.breakdown import TITLE, break_down
+from stepscope.explain.story.clock import has_steps
 from stepscope.explain.story.lanes import draw_step
 from stepscope.explain.story.materials import Materials
-from stepscope.explain.story.opening import has_steps
-from stepscope.explain.story.ranks import tell_ranks
+from stepscope.explain.story.ranks import share_exposed, tell_ranks
 from stepscope.explain.story.roofline_points import draw_roofline
 from stepscope.explain.story.wording import name_class, retitle, say_percent, shorten
 from stepscope.findings import Exhibit, Missing, Section
@@ -39,21 +37,22 @@ def show_timeline(materials: Materials) -> Section:
         why = "Nsight Compute runs one kernel at a time, so there is no order of a step to show"
         missing = Missing(what="the step's timeline", why=why, command="stepscope profile")
         return Section(key=key, title=title, missing=(missing,))
-    exhibit = Exhibit(key="step-timeline", part=draw_step(profile))
-    return Section(key=key, title=title, lead=_say_step(profile), exhibits=(exhibit,))
+    step_ns = materials.profile_step_ns
+    assert step_ns is not None, "there is a profile"
+    exhibit = Exhibit(key="step-timeline", part=draw_step(profile, step_ns))
+    return Section(key=key, title=title, lead=_say_step(profile, step_ns), exhibits=(exhibit,))
 
 
-def _say_step(profile: Profile) -> str:
+def _say_step(profile: Profile, step_ns: float) -> str:
     word = "operators" if profile.on_cpu else "kernels"
     if not has_steps(profile):
         return (
             f"The recording marks no steps; it holds {profile.kernels.height:,} {word} in {say_time(profile.wall_ns)}."
         )
     count = profile.kernels.height / profile.steps_in_window
-    said = f"A step runs {count:,.0f} {word} in {say_time(profile.step_ns)}"
-    if profile.step_ns != profile.recorded_step_ns:
-        recorded = say_time(profile.recorded_step_ns)
-        said += f" by the clock; drawn is one as recorded, which stretches the host's part to {recorded}"
+    said = f"A step runs {count:,.0f} {word} in {say_time(step_ns)}"
+    if step_ns != profile.recorded_step_ns:
+        said += f"; drawn is one as recorded, when a step took {say_time(profile.recorded_step_ns)}"
     elif profile.recording.manifest.overhead is not None:
         said += f" while recorded, {say_time(profile.recording.manifest.overhead.plain_ns)} without the recorder"
     phases = [row for row in profile.time_by("phase").iter_rows(named=True) if row["phase"] != "unknown"]
@@ -62,7 +61,7 @@ def _say_step(profile: Profile) -> str:
 
 
 def show_time(materials: Materials) -> Section:
-    key, title = "time", "Where the time goes"
+    key, title = "time", TITLE
     profile, rows = materials.profile, materials.bench
     timed = (
         [Exhibit(key="time-bench", part=shorten(retitle(bench_table(rows), "Steps timed by themselves"), ""))]
@@ -72,11 +71,9 @@ def show_time(materials: Materials) -> Section:
     if profile is None:
         missing = (explain_absence(materials, "profile", "time by class, phase and kernel"),)
         return Section(key=key, title=title, exhibits=tuple(timed), missing=missing)
-    exhibits = [
-        Exhibit(key="breakdown", part=break_down([profile], [""])),
-        Exhibit(key="time-classes", part=classes_table(profile)),
-        *timed,
-    ]
+    assert materials.profile_step_ns is not None, "there is a profile"
+    taken_apart = break_down([profile], [""], [materials.profile_step_ns])
+    exhibits = [Exhibit(key="breakdown", part=taken_apart), *timed]
     if profile.recording.counters.height and has_counters(profile.recording):
         counted = counters_table(profile.recording, top=_COUNTED_ROWS)
         exhibits.append(Exhibit(key="time-counters", part=counted))
@@ -113,7 +110,7 @@ def show_roofline(materials: Materials) -> Section:
     drawn = draw_roofline([profile], [""])
     if isinstance(drawn, Missing):
         return Section(key=key, title=title, missing=(drawn,))
-    table = roofline_table(profile, top=_ROOFLINE_ROWS)
+    table = roofline_table(profile, top=_ROOFLINE_ROWS, step_ns=shares.step_ns if has_steps(profile) else None)
     exhibits = (Exhibit(key="roofline", part=drawn), Exhibit(key="roofline-table", part=table))
     return Section(key=key, title=title, lead=_say_limits(shares.limits), exhibits=exhibits)
 
@@ -136,7 +133,7 @@ def show_ranks(materials: Materials) -> Section:
 
 
 def _say_ranks(profiles: Sequence[Profile]) -> str:
-    exposed = [Shares(profile).communication for profile in profiles]
+    exposed = [share_exposed(profile) for profile in profiles]
     low, high = say_percent(min(exposed)), say_percent(max(exposed))
     between = low if low == high else f"between {low} and {high}"
-    return f"On {len(profiles)} ranks communication that nothing hides takes {between} of the step."
+    return f"On {len(profiles)} ranks communication that nothing hides takes {between} of the step as recorded."

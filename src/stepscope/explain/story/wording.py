@@ -1,5 +1,6 @@
 """Numbers and names as they stand inside of a sentence: three digits at most, where tables keep them all."""
 
+from stepscope.explain.questions.answers import LEAST_PERCENT, ROUNDS_UP, say_digits
 from stepscope.findings import Table
 from stepscope.recording.store import Manifest
 from stepscope.spec import Case, Workload
@@ -47,13 +48,16 @@ def say_class_takes(kernel_class: str) -> str:
 def say_percent(share: float) -> str:
     """Whole per cents, and two digits below ten: 1.2 %."""
     percent = 100 * share
+    if 0 < percent < LEAST_PERCENT:
+        return f"under {LEAST_PERCENT} %"
     return f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.2g} %"
 
 
 def say_size(size: float) -> str:
+    """Three digits in the largest unit of which there is one when rounded, and from a thousand on whole numbers."""
     for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= limit:
-            return f"{size / limit:.3g} {unit}" if size < 1000 * limit else f"{size / limit:,.0f} {unit}"
+        if size >= ROUNDS_UP * limit:
+            return f"{say_digits(size / limit)} {unit}"
     return f"{size:.0f} bytes"
 
 

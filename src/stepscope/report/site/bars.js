@@ -57,7 +57,7 @@ charts.bars = (root, part, page) => {
     body.append(legend);
   }
   body.append(list);
-  const redraw = () => pieces.forEach(([piece, series]) => { piece.style.background = page.colourOf(series); });
+  const redraw = () => pieces.forEach(([piece, series]) => paintSwatch(piece, page.colourOf(series)));
   redraw();
   return { redraw };
 };

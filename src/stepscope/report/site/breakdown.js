@@ -5,6 +5,9 @@
 // page say what a layer is made of.
 
 const MOST_BARS = 12;
+// Layers are in their order and not by time, so that a cut could hide the longest.
+const MOST_LAYERS = 26;
+const PHASES = ["forward", "loss", "backward", "optimizer"];
 
 // What is known, with the choices; `sums` are remade with each.
 function makeBreakdown(part) {
@@ -13,6 +16,8 @@ function makeBreakdown(part) {
   const classes = part.dimensions.findIndex((dimension) => dimension.key === "class");
   const totals = part.times.map((column) => column.reduce((sum, time) => sum + time, 0));
   const chosen = part.dimensions.map(() => -1);
+  // Kernels side by side, on streams or devices, take more time together than passes, and then are no part of it.
+  const areParallel = part.walls.some((wall, run) => totals[run] + part.idles[run] > 1.005 * wall);
 
   // Rows that agree with all choices but the one in dimension `except`.
   function rowsLeft(except) {
@@ -24,7 +29,21 @@ function makeBreakdown(part) {
     return rows;
   }
 
-  // Per value of a dimension, the largest first: its time a run, and how it is made up of classes.
+  // The largest first; layers in the order of their numbers, and phases as they follow one another.
+  function orderOf(at) {
+    const { key, values } = part.dimensions[at];
+    const byTime = (a, b) => Math.max(...b.times) - Math.max(...a.times) || a.value - b.value;
+    const place = (sum) => {
+      if (key === "phase") return (PHASES.indexOf(values[sum.value]) + PHASES.length + 1) % (PHASES.length + 1);
+      return key === "layer" && !isNumbered(sum) ? 1 : 0;
+    };
+    // What is outside of all layers has no number, and comes after them.
+    const isNumbered = (sum) => /\d/.test(values[sum.value]);
+    const byName = (a, b) => (key === "layer" && isNumbered(a) ? wordOrder.compare(values[a.value], values[b.value]) : 0);
+    return (a, b) => place(a) - place(b) || byName(a, b) || byTime(a, b);
+  }
+
+  // Per value of a dimension, in its order: its time a run, and how it is made up of classes.
   function sumBy(at) {
     const byValue = new Map();
     for (const row of rowsLeft(at)) {
@@ -39,7 +58,7 @@ function makeBreakdown(part) {
         pieces[run] += part.times[run][row];
       }
     }
-    return [...byValue.values()].sort((a, b) => Math.max(...b.times) - Math.max(...a.times) || a.value - b.value);
+    return [...byValue.values()].sort(orderOf(at));
   }
 
   function timeLeft() {
@@ -50,7 +69,7 @@ function makeBreakdown(part) {
 
   const isNarrowed = () => chosen.some((value) => value >= 0);
   const classOf = (value) => (classes < 0 || value < 0 ? "" : part.dimensions[classes].values[value]);
-  return { part, numRuns, numRows, classes, totals, chosen, rowsLeft, sumBy, timeLeft, isNarrowed, classOf };
+  return { part, numRuns, numRows, classes, totals, chosen, areParallel, rowsLeft, sumBy, timeLeft, isNarrowed, classOf };
 }
 
 // "gemm kernels of backward in layers.3"
@@ -133,7 +152,8 @@ charts.breakdown = (root, part, page) => {
     const sums = model.sumBy(at);
     const most = largest(sums, (sum) => Math.max(...sum.times)) || 1;
     const focused = list.contains(document.activeElement) ? document.activeElement.dataset.value : null;
-    const visible = isExpanded[at] || sums.length <= MOST_BARS + 1 ? sums : sums.slice(0, MOST_BARS);
+    const few = part.dimensions[at].key === "layer" ? MOST_LAYERS : MOST_BARS;
+    const visible = isExpanded[at] || sums.length <= few + 1 ? sums : sums.slice(0, few);
     const isHidden = model.chosen[at] >= 0 && !visible.some((sum) => sum.value === model.chosen[at]);
     const rows = isHidden ? [...visible, ...sums.filter((sum) => sum.value === model.chosen[at])] : visible;
     list.replaceChildren(...rows.map((sum) => makeBar(model, at, sum, most, choose)));
@@ -179,8 +199,9 @@ charts.breakdown = (root, part, page) => {
       : times.map((time, run) => `${part.runs[run]} ${formatTime(time)}`).join(", ");
     const whole = model.numRuns === 1 ? formatTime(part.walls[last])
       : part.walls.map((time, run) => `${part.runs[run]} ${formatTime(time)}`).join(", ");
-    told.replaceChildren(element("strong", figures), ` of ${whole}: `,
-      model.isNarrowed() ? describeChoice(model) : `all ${part.what}`);
+    const choice = model.isNarrowed() ? describeChoice(model) : `all ${part.what}`;
+    if (model.areParallel) told.replaceChildren(`${choice} take `, element("strong", figures), ` in a step of ${whole}`);
+    else told.replaceChildren(element("strong", figures), ` of ${whole}: ${choice}`);
     fillChips();
     fillStrips();
     shown.forEach((at, index) => fillPanel(at, lists[index]));
@@ -221,7 +242,7 @@ function makeBar(model, at, sum, most, choose) {
   label.title = name;
   if (part.dimensions[at].key === "class") {
     const dot = element("i", "", "dot");
-    dot.style.background = colourOf(name);
+    paintSwatch(dot, colourOf(name));
     label.prepend(dot);
   }
   const figures = element("span", "", "value");
@@ -236,7 +257,7 @@ function makeBar(model, at, sum, most, choose) {
       if (!times[run]) continue;
       const piece = element("i");
       piece.style.width = `${(100 * times[run]) / most}%`;
-      piece.style.background = colourOf(model.classOf(kind));
+      paintSwatch(piece, colourOf(model.classOf(kind)));
       track.append(piece);
     }
     if (model.numRuns > 1) track.dataset.run = part.runs[run];
@@ -258,12 +279,12 @@ function makeStrip(model, run, width, choose) {
     if (time <= 0) return;
     const piece = element("i", "", className);
     piece.style.width = `${(100 * time) / scale}%`;
-    if (!className) piece.style.background = colourOf(name);
+    if (!className) paintSwatch(piece, colourOf(name));
     const label = [`${name || "the rest"} ${formatTime(time)}`, name].find((text) => text && fits(text, time));
     if (label) piece.append(element("span", label));
-    if (!className) piece.style.color = inkOn(colourOf(name));
-    const lines = [{ text: name || "not chosen", className: "name" },
-      `${formatTime(time)}, ${formatShare(time / (part.walls[run] || 1))} of the step`];
+    if (!className) piece.style.color = inkOn(parseColour(colourOf(name)));
+    const share = model.areParallel ? "" : `, ${formatShare(time / (part.walls[run] || 1))} of the step`;
+    const lines = [{ text: name || "not chosen", className: "name" }, `${formatTime(time)}${share}`];
     piece.addEventListener("pointermove", (event) => tip.show(event.clientX, event.clientY, lines));
     piece.addEventListener("pointerleave", () => tip.hide());
     if (onClick) piece.addEventListener("click", onClick);

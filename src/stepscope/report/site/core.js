@@ -113,8 +113,8 @@ function theme() {
   const read = (name) => style.getPropertyValue(`--${name}`).trim();
   const chosen = document.documentElement.dataset.theme;
   const name = chosen === "auto" ? (darkness.matches ? "dark" : "light") : chosen;
-  themeNow = { name, font: read("font") };
-  for (const key of ["paper", "raised", "ink", "faint", "line", "grid", "accent", "hatch"]) themeNow[key] = read(key);
+  themeNow = { name };
+  for (const key of ["paper", "ink", "faint", "grid", "accent", "hatch"]) themeNow[key] = read(key);
   return themeNow;
 }
 
@@ -136,9 +136,37 @@ function colourOf(group) {
   return (colours.get(group) || colours.get(""))[theme().name === "dark" ? 1 : 0];
 }
 
-function inkOn(colour) {
-  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
-  return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#14171c" : "#ffffff";
+const parseColour = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+const mixColours = (colour, other, share) => colour.map((own, at) => Math.round(own + (other[at] - own) * share));
+
+// Contrast as WCAG has it, from 1 to 21.
+function luminanceOf(colour) {
+  const linear = colour.map((part) => (part <= 10 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+}
+
+function contrastOf(colour, other) {
+  const [low, high] = [luminanceOf(colour), luminanceOf(other)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+
+// The ink that is read best on a coloured piece.
+const INKS = ["#14171c", "#ffffff"];
+function inkOn(fill) {
+  const [dark, light] = INKS.map((ink) => contrastOf(parseColour(ink), fill));
+  return INKS[dark >= light ? 0 : 1];
+}
+
+// What is hard to see on the paper gets a rim that is not.
+const LEAST_CONTRAST = 3;
+function rimOf(colour) {
+  const [own, paper, ink] = [colour, theme().paper, theme().ink].map(parseColour);
+  return contrastOf(own, paper) >= LEAST_CONTRAST ? "" : `rgb(${mixColours(own, ink, 0.45).join(" ")})`;
+}
+
+function paintSwatch(swatch, colour) {
+  const rim = rimOf(colour);
+  Object.assign(swatch.style, { background: colour, boxShadow: rim && `inset 0 0 0 1px ${rim}` });
 }
 
 // ---- size
@@ -151,17 +179,6 @@ function onResize(root, callback) {
     width = root.clientWidth;
     requestAnimationFrame(callback);
   }).observe(root);
-}
-
-function fitCanvas(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
-  const context = canvas.getContext("2d");
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  return context;
 }
 
 // ---- the one tooltip
@@ -187,13 +204,16 @@ function makeLine(line) {
   const made = element("p", line.text, line.className);
   if (line.colour) {
     const dot = element("i", "", "dot");
-    dot.style.background = line.colour;
+    paintSwatch(dot, line.colour);
     made.prepend(dot);
   }
   return made;
 }
 
+// What runs on this device: kernels, or on a CPU operators, as the breakdown knows.
+const what = Object.values(data.exhibits ?? {}).find((part) => part.what)?.what ?? "kernels";
+
 const page = {
-  theme, colourOf, inkOn, tip, onTheme, onResize, fitCanvas, bodyOf, element, button, say, makeTicks,
+  theme, colourOf, tip, bodyOf, button, say, makeTicks, what,
   formatNumber, formatBytes, formatTime, formatShare, formatQuantity,
 };

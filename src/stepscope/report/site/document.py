@@ -9,15 +9,11 @@ What comes from a recording is text and stays text: it is escaped where it is HT
 where it is data, and the policy lets nothing run but the script whose hash it names, nor anything be fetched.
 """
 
-import base64
-import hashlib
-import json
-from html import escape
-from importlib import resources
 from pathlib import Path
 
 from stepscope.findings import Report
 from stepscope.report.site.colours import assign_colours
+from stepscope.report.site.inlining import embed, join_scripts, join_styles, write_policy
 from stepscope.report.site.opening import write_opening
 from stepscope.report.site.packing import pack_exhibits
 from stepscope.report.site.sections import write_footer, write_navigation, write_sections
@@ -77,24 +73,18 @@ _PAGE = """<!DOCTYPE html>
 
 def write_site(report: Report) -> str:
     """The page of a report, whole."""
-    style = "".join(map(_read, STYLES))
-    script = "".join(('(() => {\n"use strict";\n', *map(_read, SCRIPTS), "})();\n"))
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    style, script = join_styles(STYLES), join_scripts(SCRIPTS)
     return _PAGE.format(
         generator=_GENERATOR,
         version=markup(report.version, 60),
-        policy=escape(policy),
+        policy=write_policy(script, style),
         title=markup(report.title or "Training step"),
         style=style,
         navigation=write_navigation(report),
         opening=write_opening(report),
         sections=write_sections(report),
         footer=write_footer(report),
-        # Inside a script only `<` can end it or open a comment; JSON may spell it out.
-        data=json.dumps(_pack(report), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"),
+        data=embed(_pack(report)),
         script=script,
     )
 
@@ -110,11 +100,3 @@ def is_site(path: Path) -> bool:
 def _pack(report: Report) -> dict[str, object]:
     colours = {clean(group): pair for group, pair in assign_colours(report).items()}
     return {"colours": colours, "exhibits": pack_exhibits(report)}
-
-
-def _read(name: str) -> str:
-    return resources.files("stepscope.report.site").joinpath(name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

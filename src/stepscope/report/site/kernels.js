@@ -33,14 +33,17 @@ function sumKernels(model, at) {
 // Down a column decimals are the same: to the microsecond, and to a tenth or hundredth of one.
 const inMs = (ns) => (ns === null ? "–" : formatNumber(ns / 1e6, Math.abs(ns) < 1e9 ? 3 : 1));
 const inUs = (ns) => (ns === null ? "–" : formatNumber(ns / 1e3, 2));
-const formatCount = (count) => formatNumber(count, Number.isInteger(count) ? 0 : 1);
+// What is called once in many steps is still not called never.
+const formatCount = (count) => formatNumber(count, Number.isInteger(count) ? 0 : count >= 0.05 ? 1 : undefined);
 
 // What a column shows and is sorted by. Of two runs, the difference is sorted by its size.
 function kernelColumns(model, name) {
   const { part, totals } = model;
   const columns = [{ label: part.what.replace(/s$/, ""), read: name, text: name, className: "name" }];
   if (model.numRuns === 1) {
-    const mean = (kernel) => (kernel.counts[0] ? kernel.times[0] / kernel.counts[0] : null);
+    // Time and count are rounded, and their ratio must not lie outside of what it is the mean of.
+    const mean = ({ times: [time], counts: [count], shortest: [least], longest: [most] }) =>
+      (least === null ? null : Math.min(Math.max(time / (count || 1), least), most ?? Infinity));
     columns.push(
       { label: "ms", read: (kernel) => kernel.times[0], text: (kernel) => inMs(kernel.times[0]) },
       { label: "share", read: (kernel) => kernel.times[0], text: (kernel) => formatShare(kernel.times[0] / (totals[0] || 1)),
@@ -55,11 +58,11 @@ function kernelColumns(model, name) {
   const difference = (kernel) => kernel.times[1] - kernel.times[0];
   const signed = (text) => (/^[1-9]|^0.*[1-9]/.test(text) ? `+${text}` : text);
   part.runs.forEach((run, at) => columns.push(
-    { label: `${run} ms`, read: (kernel) => kernel.times[at], text: (kernel) => (kernel.counts[at] ? inMs(kernel.times[at]) : "–") }));
+    { label: `${run} ms`, read: (kernel) => kernel.times[at], text: (kernel) => (kernel.shortest[at] !== null ? inMs(kernel.times[at]) : "–") }));
   columns.push({ label: `${part.runs[1]} − ${part.runs[0]} ms`, read: (kernel) => Math.abs(difference(kernel)),
     text: (kernel) => signed(inMs(difference(kernel))), className: "difference" });
   part.runs.forEach((run, at) => columns.push({ label: `${run} count`, read: (kernel) => kernel.counts[at],
-    text: (kernel) => (kernel.counts[at] ? formatCount(kernel.counts[at]) : "–"), className: "spread" }));
+    text: (kernel) => (kernel.shortest[at] !== null ? formatCount(kernel.counts[at]) : "–"), className: "spread" }));
   return columns;
 }
 
@@ -81,6 +84,8 @@ function makeKernelTable(model, body, choose) {
   const found = element("output", "", "found");
   const scroll = element("div", "", "scroll tall");
   const table = element("table");
+  table.setAttribute("role", "grid");
+  table.setAttribute("aria-label", part.what);
   const rows = element("tbody");
   const more = button("", "quiet", () => {
     state.most += MOST_ROWS;
@@ -117,19 +122,19 @@ function makeKernelTable(model, body, choose) {
     const row = element("tr");
     row.dataset.value = kernel.value;
     row.tabIndex = -1;
-    if (model.chosen[at] === kernel.value) row.setAttribute("aria-selected", "true");
+    row.setAttribute("aria-selected", String(model.chosen[at] === kernel.value));
     columns.forEach((column, index) => {
       const cell = element("td", index ? column.text(kernel) : "", `${index ? "number " : ""}${column.className || ""}`);
       if (!index) {
         cell.append(element("span", column.text(kernel)));
         const dot = element("i", "", "dot");
-        dot.style.background = colourOf(model.classOf(kernel.kind));
+        paintSwatch(dot, colourOf(model.classOf(kernel.kind)));
         dot.title = model.classOf(kernel.kind);
         cell.prepend(dot);
       } else if (column.className === "share") {
         const bar = element("i", "", "share-bar");
         bar.style.width = `${(60 * kernel.times[0]) / most}px`;
-        bar.style.background = colourOf(model.classOf(kernel.kind));
+        paintSwatch(bar, colourOf(model.classOf(kernel.kind)));
         cell.prepend(bar);
       }
       row.append(cell);
@@ -178,6 +183,9 @@ function makeKernelTable(model, body, choose) {
   rows.addEventListener("pointerleave", () => tip.hide());
   rows.addEventListener("focusin", (event) => {
     const row = rowOf(event);
+    // Tab comes back to the row that was left.
+    for (const other of rows.querySelectorAll('[tabindex="0"]')) other.tabIndex = -1;
+    row.tabIndex = 0;
     if (!row.matches(":focus-visible")) return;
     const place = row.getBoundingClientRect();
     tip.show(place.left + 24, place.bottom - 10, linesOf(Number(row.dataset.value)));

@@ -61,7 +61,7 @@ charts.lanes = (root, part, page) => {
     if (group && group !== part.names[track.names[at]]) lines.push({ text: group, colour: page.colourOf(group) });
     lines.push(`${formatExactly(page, length)}, ${share} of the step`, `from ${formatExactly(page, start)}`);
     const count = page.formatNumber(track.counts[at], 0);
-    if (track.counts[at] > 1) lines.push(track.kind === "stream" ? `${count} drawn as one` : `${count} kernels`);
+    if (track.counts[at] > 1) lines.push(track.kind === "stream" ? `${count} drawn as one` : `${count} ${page.what}`);
     for (const text of detail ? detail.split("\n") : []) lines.push({ text, className: "of" });
     return [...lines, { text: track.label, className: "of" }];
   }
@@ -207,7 +207,7 @@ charts.lanes = (root, part, page) => {
 
   function redrawAll() {
     painter.readTheme();
-    for (const { index, swatch } of model.legend) swatch.style.background = page.colourOf(model.groups[index]);
+    for (const { index, swatch } of model.legend) paintSwatch(swatch, page.colourOf(model.groups[index]));
     painter.draw();
   }
 

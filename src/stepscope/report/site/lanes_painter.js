@@ -16,10 +16,10 @@ function makeLanesPainter(model, { map, back, front }, page) {
 
   function readTheme() {
     theme = { ...page.theme() };
-    const paper = plotting.parse(theme.paper);
+    const paper = parseColour(theme.paper);
     // What has no group is there for its name, and stays behind what has one.
-    theme.fills = model.groups.map((group) => plotting.mix(plotting.parse(page.colourOf(group)), paper, group ? 0 : 0.55));
-    theme.quiet = theme.fills.map((fill) => plotting.mix(fill, paper, 0.82));
+    theme.fills = model.groups.map((group) => mixColours(parseColour(page.colourOf(group)), paper, group ? 0 : 0.55));
+    theme.quiet = theme.fills.map((fill) => mixColours(fill, paper, 0.82));
     mapIsStale = true;
   }
 
@@ -171,7 +171,7 @@ function makeLanesPainter(model, { map, back, front }, page) {
       if (room < least) continue;
       const text = shorten(context, track, name, room);
       if (!text) continue;
-      context.fillStyle = plotting.chooseInk(fill);
+      context.fillStyle = inkOn(fill);
       const shift = isCentred ? (room - measure(context, text)) / 2 + 2 : 5;
       const x = plot.left + from / plot.ratio + shift;
       context.fillText(text, x, track.y + track.height / 2 + 0.5);

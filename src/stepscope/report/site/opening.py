@@ -35,10 +35,10 @@ def _write_facts(facts: tuple[Fact, ...]) -> str:
 def _write_fact(fact: Fact) -> str:
     before = ""
     if fact.before is not None:
-        ratio = _ratio(fact.value, fact.before)
+        ratio = _ratio(fact.value, fact.before) if fact.is_comparable else ""
         change = f' <span class="ratio">{ratio}</span>' if ratio else ""
         before = f'<dd class="before"><span>from {_figure(fact, fact.before)}</span>{change}</dd>'
-    note = f'<dd class="note">{markup(fact.note, _MOST_WORDS)}</dd>' if fact.note else ""
+    note = f'<dd class="note">{prose(fact.note)}</dd>' if fact.note else ""
     wordy = " wordy" if isinstance(fact.value, str) else ""
     return (
         f'<div class="fact" data-fact="{markup(fact.key)}"><dt>{markup(fact.label, _MOST_WORDS)}</dt>'

@@ -9,7 +9,7 @@ from stepscope.report.site.chart_packing import find_highest, pack_figure, pack_
 from stepscope.report.site.sections import name_inner
 from stepscope.report.site.text import NAME, PROSE, clean, format_value
 
-_COUNT_DIGITS = 2  # counts are means of steps
+_COUNT_DIGITS = 6  # counts are means of steps, and times are divided by them
 
 
 def pack_exhibits(report: Report) -> dict[str, Any]:

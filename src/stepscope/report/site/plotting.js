@@ -1,4 +1,4 @@
-// What the charts of a page share: a canvas as sharp as the screen, ticks, text that fits, colours that mix, and a view
+// What the charts of a page share: a canvas as sharp as the screen, ticks, text that fits, and a view
 // that moves under a pointer, fingers and keys. It knows nothing of what is drawn.
 const plotting = (() => {
   const FAMILY = getComputedStyle(document.documentElement).getPropertyValue("--font").trim();
@@ -18,7 +18,8 @@ const plotting = (() => {
       canvas.setAttribute("aria-hidden", "true");
     } else {
       canvas.tabIndex = 0;
-      canvas.setAttribute("role", "img");
+      // It takes keys, which a screen reader would keep from a picture.
+      canvas.setAttribute("role", "application");
       canvas.setAttribute("aria-label", label);
     }
     return canvas;
@@ -68,11 +69,7 @@ const plotting = (() => {
 
   // ---- colours
 
-  const parse = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
-  const mix = (colour, other, share) => colour.map((own, at) => Math.round(own + (other[at] - own) * share));
   const pack = ([red, green, blue], alpha = 255) => ((alpha << 24) | (blue << 16) | (green << 8) | red) >>> 0;
-  const brightness = ([red, green, blue]) => 0.299 * red + 0.587 * green + 0.114 * blue;
-  const chooseInk = (fill) => (brightness(fill) > 125 ? "#222222" : "#ffffff");
 
   // ---- lines and text
 
@@ -203,7 +200,6 @@ const plotting = (() => {
   }
 
   return {
-    FONT, BOLD_FONT, makeCanvas, makeHelp, sayNothing, findRatio, openCanvas, onceAFrame, parse, mix, pack,
-    chooseInk, rule, fitText, makeLogTicks, makeMovable, makeSteppable,
+    FONT, BOLD_FONT, makeCanvas, makeHelp, sayNothing, findRatio, openCanvas, onceAFrame, pack, rule, fitText, makeLogTicks, makeMovable, makeSteppable,
   };
 })();

@@ -33,7 +33,7 @@ charts.roofline = (root, part, page) => {
   function describePoint(point) {
     const lines = [{ text: point.label, className: "name" }];
     lines.push({ text: isPair ? `${point.group}, run ${part.runs[point.run]}` : point.group, colour: page.colourOf(point.group) });
-    lines.push(`${page.formatQuantity("ms", point.ms)} a step, ${page.formatShare(point.share)} of all kernels`);
+    lines.push(`${page.formatQuantity("ms", point.ms)} a step, ${page.formatShare(point.share)} of all ${page.what}`);
     lines.push(`${formatRate(point.y, "FLOP/s")} at ${page.formatNumber(point.x)} FLOP a byte`);
     if (point.reached !== null) lines.push(`${page.formatShare(point.reached)} of what the device allows`);
     lines.push(`bound by ${point.bound}`);
@@ -179,7 +179,7 @@ charts.roofline = (root, part, page) => {
       Object.assign(context, { strokeStyle: colour, lineWidth: 2 });
       context.stroke();
     } else {
-      Object.assign(context, { fillStyle: colour, strokeStyle: theme.paper, lineWidth: 1 });
+      Object.assign(context, { fillStyle: colour, strokeStyle: rimOf(colour) || theme.paper, lineWidth: 1 });
       context.globalAlpha *= 0.86;
       context.fill();
       context.stroke();
@@ -305,7 +305,7 @@ charts.roofline = (root, part, page) => {
   }
 
   function redraw() {
-    legend.querySelectorAll("button i").forEach((swatch, at) => (swatch.style.background = page.colourOf(groups[at])));
+    legend.querySelectorAll("button i").forEach((swatch, at) => paintSwatch(swatch, page.colourOf(groups[at])));
     draw();
   }
 

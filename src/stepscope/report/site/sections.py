@@ -80,13 +80,13 @@ def _write_missing(missing: Missing) -> str:
     )
 
 
-def write_part(part: Part, key: str, above: str) -> str:
-    """A part's HTML. A title that repeats the one above it is left out."""
+def write_part(part: Part, key: str, above: str, run: str = "") -> str:
+    """A part's HTML. A title that repeats the one above it is left out. `run` is whose it is, beside another's."""
     match part:
         case Table():
-            return write_table(part, escape(key), titled=part.title != above)
+            return write_table(part, escape(key), titled=part.title != above, run=run)
         case Questions():
-            return _write_questions(part, escape(key))
+            return _write_questions(part, escape(key), above)
         case Beside():
             return _write_beside(part, key, above)
         case _:
@@ -94,7 +94,7 @@ def write_part(part: Part, key: str, above: str) -> str:
 
 
 def _write_chart(part: Lanes | Breakdown | Roofline | Figure | Timeline | Bars, key: str, above: str) -> str:
-    title = f"<h3>{markup(part.title)}</h3>" if part.title and part.title != above else ""
+    title = _write_title(part.title, above)
     subtitle = part.subtitle if isinstance(part, Figure | Timeline) else ""
     below = f"<p>{prose(subtitle)}</p>" if subtitle else ""
     caption = f"<figcaption>{title}{below}</figcaption>" if title or below else ""
@@ -106,9 +106,14 @@ def _write_chart(part: Lanes | Breakdown | Roofline | Figure | Timeline | Bars, 
     )
 
 
-def _write_questions(questions: Questions, key: str) -> str:
+def _write_questions(questions: Questions, key: str, above: str) -> str:
+    title = _write_title(questions.title, above)
     items = "".join(map(_write_question, questions.questions))
-    return f'<div class="questions" id="{key}">{items}</div>'
+    return f'<div class="questions" id="{key}">{title}{items}</div>'
+
+
+def _write_title(title: str, above: str) -> str:
+    return f"<h3>{markup(title)}</h3>" if title and title != above else ""
 
 
 def _write_question(question: Question) -> str:
@@ -130,7 +135,7 @@ def _write_answer(question: Question) -> str:
 
 
 def _write_beside(beside: Beside, key: str, above: str) -> str:
-    title = f"<h3>{markup(beside.title)}</h3>" if beside.title and beside.title != above else ""
+    title = _write_title(beside.title, above)
     asked = [part if isinstance(part, Questions) else None for part in beside.parts]
     if any(asked):
         return f'<div class="beside" id="{escape(key)}">{title}{_write_both_answers(beside.runs, asked)}</div>'
@@ -139,7 +144,7 @@ def _write_beside(beside: Beside, key: str, above: str) -> str:
     for number, (run, part) in enumerate(zip(beside.runs, beside.parts, strict=True)):
         inner = f'<p class="quiet">{_NOT_KNOWN}</p>'
         if part is not None:
-            inner = write_part(part, name_inner(key, number), beside.title)
+            inner = write_part(part, name_inner(key, number), beside.title, run)
         columns.append(f'<div class="side"><p class="run">{markup(run)}</p>{inner}</div>')
     return f'<div class="beside" id="{escape(key)}">{title}<div class="sides{alone}">{"".join(columns)}</div></div>'
 

@@ -15,12 +15,12 @@ _MOST_LABEL = 60  # characters above a column
 _LONG = 40  # characters from which on a text needs a wide column to be read
 
 
-def write_table(table: Table, key: str, *, titled: bool = True) -> str:
+def write_table(table: Table, key: str, *, titled: bool = True, run: str = "") -> str:
+    """A table; `run` is whose it is where two stand side by side."""
     title = f"<figcaption><h3>{markup(table.title)}</h3></figcaption>" if titled and table.title else ""
     notes = write_notes(table.notes)
     if not table.rows:
         return f'<figure class="table" id="{key}">{title}<p class="quiet">Nothing to list.</p>{notes}</figure>'
-    tall = " tall" if len(table.rows) > _SCROLLED_FROM else ""
     written = [format_column(column, [row[at] for row in table.rows]) for at, column in enumerate(table.columns)]
     classes = [_classes(column, texts) for column, texts in zip(table.columns, written, strict=True)]
     head = "".join(map(_write_header, table.columns, classes))
@@ -30,9 +30,17 @@ def write_table(table: Table, key: str, *, titled: bool = True) -> str:
     )
     return (
         f'<figure class="table" id="{key}">{title}{_write_tools(table)}'
-        f'<div class="scroll{tall}" tabindex="0" role="region" aria-label="{markup(table.title) or "table"}">'
+        f"<div {_describe_box(table, run)}>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{notes}</figure>"
     )
+
+
+def _describe_box(table: Table, run: str) -> str:
+    """A box that scrolls by itself is a place of its own, with a name, that keys can reach."""
+    if len(table.rows) <= _SCROLLED_FROM:
+        return 'class="scroll"'
+    name = f"{table.title or 'table'}{f', run {run}' if run else ''}"
+    return f'class="scroll tall" tabindex="0" role="region" aria-label="{markup(name)}"'
 
 
 def write_notes(notes: tuple[str, ...]) -> str:

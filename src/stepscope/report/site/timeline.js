@@ -89,7 +89,7 @@ charts.timeline = (root, part, page) => {
 
   function readTheme() {
     painter.readTheme();
-    for (const area of areas) area.swatch.style.background = page.colourOf(area.name);
+    for (const area of areas) paintSwatch(area.swatch, page.colourOf(area.name));
   }
 
   function build() {

@@ -2,7 +2,7 @@
 function makeTimelinePainter(model, back, front, page) {
   const { part, areas, line, lanes, view, state, plot, runs, numSlices, times, totals } = model;
   const { formatHeight, formatTime, toX, toY, timeOf } = model;
-  const { parse, mix, pack, rule, fitText } = plotting;
+  const { pack, rule, fitText } = plotting;
   const LANE = 18;
   let pixels = null;
   let layer = null;
@@ -11,12 +11,12 @@ function makeTimelinePainter(model, back, front, page) {
 
   function readTheme() {
     theme = { ...page.theme() };
-    const paper = parse(theme.paper);
+    const paper = parseColour(theme.paper);
     const dark = paper[0] < 128;
     theme.fills = areas.map((area) => {
-      const colour = parse(page.colourOf(area.name));
-      const tint = (share) => pack(mix(colour, paper, share));
-      const edge = pack(mix(colour, [0, 0, 0], dark ? 0.55 : 0.3));
+      const colour = parseColour(page.colourOf(area.name));
+      const tint = (share) => pack(mixColours(colour, paper, share));
+      const edge = pack(mixColours(colour, [0, 0, 0], dark ? 0.55 : 0.3));
       return { rest: tint(dark ? 0.4 : 0.45), tints: [tint(0.12), tint(0.28)], edge };
     });
     theme.chosen = pack(dark ? [255, 236, 170] : [40, 40, 40]);
@@ -110,7 +110,7 @@ function makeTimelinePainter(model, back, front, page) {
       const [width, height] = [(right - left) / plot.ratio - 10, (low - high) / plot.ratio];
       const y = plot.top + (low + high) / 2 / plot.ratio;
       if (height < 15 || width < 50 || y < plot.top + 8 || y > plot.top + plot.height - 8) continue;
-      context.fillStyle = plotting.chooseInk([fill & 255, (fill >> 8) & 255, (fill >> 16) & 255]);
+      context.fillStyle = inkOn([fill & 255, (fill >> 8) & 255, (fill >> 16) & 255]);
       const size = `, ${formatHeight(piece.size)}`;
       const label = fitText(context, piece.label, width - context.measureText(size).width);
       if (label) context.fillText(label + size, plot.left + (left + right) / 2 / plot.ratio, y);

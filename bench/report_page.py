@@ -1,0 +1,117 @@
+"""How large the page of a report is, and how long it takes to make, to open and to move: of a trace of a million
+kernels, and of any other files.
+
+    python bench/report_page.py --out FILE                                          # a million kernels, made up
+    python bench/report_page.py bench/results/reports_h200/small-fp32 --out FILE    # of files
+
+It needs chromium. One JSON line a page is appended to FILE.
+"""
+
+import argparse
+import gzip
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+KERNELS = (
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x128_32x5_tn_align8>(Params)",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>>(int, float)",
+    "void flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(at::native::ReduceOp<float>)",
+)
+LAYERS, REPEATS = 96, 9
+
+
+def write_trace(path: Path, num_kernels: int) -> None:
+    """Steps of layers, each with operators that launch a kernel each."""
+    events: list[str] = []
+    steps = 3
+    each = num_kernels // steps
+    clock = 0.0
+
+    def add(**event: object) -> None:
+        events.append(json.dumps({"ph": "X", "pid": 1, **event}, separators=(",", ":")))
+
+    correlation = 0
+    for step in range(steps):
+        begun = clock
+        for number in range(each):
+            correlation += 1
+            name = KERNELS[number % len(KERNELS)]
+            layer = number // REPEATS % LAYERS
+            op = {"cat": "cpu_op", "tid": 1, "name": f"aten::op{layer % 7}", "ts": clock, "dur": 3.0}
+            add(**op, args={"External id": correlation})
+            launch = {"cat": "cuda_runtime", "tid": 1, "name": "cudaLaunchKernel", "ts": clock + 0.5, "dur": 1.0}
+            add(**launch, args={"correlation": correlation, "External id": correlation})
+            kernel = {"cat": "kernel", "tid": 7, "name": name, "ts": clock + 2.0, "dur": 1.5 + number % 5}
+            add(**kernel, args={"correlation": correlation, "External id": correlation, "device": 0, "stream": 7})
+            clock += 7.0
+        named = {"cat": "user_annotation", "tid": 1, "name": f"ProfilerStep#{step}"}
+        add(**named, ts=begun, dur=clock - begun)
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        file.write('{"deviceProperties":[{"id":0,"name":"NVIDIA H200"}],"traceEvents":[')
+        file.write(",".join(events))
+        file.write("]}")
+
+
+def look(page: Page, path: Path) -> dict[str, float]:
+    """Until it has drawn for the first time, and the script's work for a frame while the step is zoomed."""
+    page.goto(path.absolute().as_uri())
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    opened = page.evaluate("() => performance.now()")
+    root = page.locator("figure[data-kind=lanes]").first
+    root.scroll_into_view_if_needed()
+    root.locator("canvas").first.click()
+    frames = []
+    for _ in range(12):
+        page.mouse.wheel(0, -240)
+        frames.append(
+            page.evaluate(
+                "() => new Promise((done) => { const begun = performance.now(); "
+                "requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - begun))); })"
+            )
+        )
+    return {"opened_ms": round(opened, 1), "two_frames_ms": round(statistics.median(frames), 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--kernels", type=int, default=1_000_000)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as driver:
+        files, html = arguments.files, Path(scratch) / "page.html"
+        if not files:
+            files = [Path(scratch) / "million.json.gz"]
+            write_trace(files[0], arguments.kernels)
+        command = [sys.executable, "-m", "stepscope", "report", *map(str, files), "--no-cache", "--out", str(html)]
+        begun = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        made_s = time.perf_counter() - begun
+        browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        looks = [look(browser.new_page(viewport={"width": 1440, "height": 900}), html) for _ in range(3)]
+        row = {
+            "files": [str(file) for file in arguments.files] or f"{arguments.kernels:,} kernels, made up",
+            "made_s": round(made_s, 2),
+            "page_bytes": html.stat().st_size,
+            "opened_ms": sorted(one["opened_ms"] for one in looks),
+            "two_frames_ms": sorted(one["two_frames_ms"] for one in looks),
+            "browser": browser.version,
+        }
+        browser.close()
+    with arguments.out.open("a") as out:
+        out.write(json.dumps(row) + "\n")
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The page of a run that was recorded on an H200, in a real browser: every chart is drawn from real data."""
+
+from pathlib import Path
+
+import pytest
+
+from stepscope.explain.story import tell
+from stepscope.jobs.report_files import read_runs
+from stepscope.report.site import write_site
+from tests.browser.chart_views import KINDS
+from tests.browser.conftest import OpenFile, wait_for_frame
+
+RECORDED = Path(__file__).parents[2] / "bench/results/reports_h200/small-fp32"
+FEWEST_COLOURS = 8  # paper, grid, two inks and their edges are some; what is drawn has more
+
+_COUNT_COLOURS = """(canvas) => {
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d");
+  copy.drawImage(canvas, 0, 0);
+  const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+  return new Set(new Uint32Array(data.buffer)).size;
+}"""
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (420, "dark")])
+def test_every_chart_of_a_recorded_run_is_drawn(open_file: OpenFile, tmp_path: Path, width: int, scheme: str) -> None:
+    (run,) = read_runs([RECORDED], command="stepscope report", cached=False)
+    target = tmp_path / "report.html"
+    target.write_text(write_site(tell(run)), encoding="utf-8")
+    page = open_file(target, width=width, color_scheme=scheme)
+    figures = page.locator("figure.chart")
+    assert {*KINDS, "breakdown", "bars"} <= set(figures.evaluate_all("(all) => all.map((one) => one.dataset.kind)"))
+    for figure in figures.all():
+        figure.scroll_into_view_if_needed()
+        wait_for_frame(page)
+        key = figure.get_attribute("id")
+        assert figure.locator(".body > *").count() > 0, key
+        # What lies in front is empty until something is pointed at.
+        for canvas in figure.locator("canvas:not(.front)").all():
+            assert canvas.evaluate(_COUNT_COLOURS) >= FEWEST_COLOURS, key
+        if figure.get_attribute("data-kind") in KINDS:
+            assert figure.locator("canvas.back").get_attribute("role") == "application"
+            assert figure.locator("canvas.back").get_attribute("aria-label")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
