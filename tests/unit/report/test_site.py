@@ -14,7 +14,7 @@ import pytest
 
 from stepscope.findings import Advice, Beside, Copyable, Exhibit, Fact, Finding, Report, Section
 from stepscope.report.palette import LINES
-from stepscope.report.private import hide_homes
+from stepscope.report.private import hide_private
 from stepscope.report.site import is_site, write_site
 from stepscope.report.site.colours import assign_colours, colour_of
 from stepscope.report.site.packing import pack_breakdown
@@ -216,7 +216,7 @@ def test_what_is_missing_says_so() -> None:
     text = visible(write_site(partial()))
     assert "This report is not complete." in text
     assert "What could be faster was not looked for." in text
-    assert "Nothing was found that would make the step faster." in visible(write_site(empty()))
+    assert "No rule found anything that would make the step faster" in visible(write_site(empty()))
 
 
 def test_a_fix_is_copied_exactly() -> None:
@@ -269,11 +269,13 @@ def test_a_page_is_known_by_its_generator(tmp_path: Path) -> None:
         ("/home/eve/{a,b}.py {/export/home/eve}", "~/{a,b}.py {~}"),
         ("/a/b/c/d/e/f/g/home/eve/x", "~/x"),
         ("{0,8}/home/eve {'path': '/home/eve/x'}", "{0,8}~ {'path': '~/x'}"),
+        ("-I/home/eve/include -L/homes/eve/lib /home2/eve ~eve/x Eve::~Eve()", "-I~/include -L~/lib ~ ~/x Eve::~Eve()"),
+        ("USER=eve HOME=/home/eve MY_API_KEY=abc, HF_TOKEN=d x=4", "USER=… HOME=~ MY_API_KEY=…, HF_TOKEN=… x=4"),
         ("/rooted /usr/root src/home/page ~/home/x", "/rooted /usr/root src/home/page ~/home/x"),
     ],
 )
-def test_home_folders_are_hidden(text: str, expected: str) -> None:
-    assert hide_homes(text) == expected
+def test_home_folders_and_what_an_environment_held_are_hidden(text: str, expected: str) -> None:
+    assert hide_private(text) == expected
 
 
 def test_clean_text_is_short_and_seen() -> None:

@@ -262,3 +262,12 @@ def test_few_of_very_many_kernels_are_described(monkeypatch: pytest.MonkeyPatch)
     drawn = draw_step(timeline.profile())
     assert drawn.names[-3:] == ("kernel_0", "kernel_1", "kernel_2")
     assert [bool(detail) for detail in drawn.details[-3:]] == [True, True, False]
+
+
+def test_a_step_in_which_nothing_took_time_is_empty_and_says_so() -> None:
+    profile = steps_of(5)
+    still = profile.kernels.with_columns(start_ns=pl.lit(7), end_ns=pl.lit(7), time_ns=pl.lit(0))
+    ranges = profile.recording.ranges.with_columns(start_ns=pl.lit(7), end_ns=pl.lit(7))
+    drawn = draw_step(replace(profile, kernels=still, recording=replace(profile.recording, ranges=ranges)))
+    assert drawn.tracks == ()
+    assert drawn.notes[-1] == "no kernels took any time there"

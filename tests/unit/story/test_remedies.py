@@ -100,7 +100,7 @@ def test_each_flag_mends_its_rule() -> None:
 
     assert workload("SS002", precision="fp16") == build_case({"size": "small", "precision": "bf16"}).workload
     assert workload("SS004") == build_case({"size": "small", "attention": "flash"}).workload
-    assert workload("SS005") == build_case({"size": "small", "precision": "bf16"}).workload
+    assert workload("SS005") == build_case({"size": "small", "precision": "tf32"}).workload
     assert workload("SS007") == build_case({"size": "small", "optimizer": "adamw-fused"}).workload
     assert workload("SS009", vocab=10_007) == build_case({"size": "small", "vocab": 10_048}).workload
     assert workload("SS013", checkpoint="2") == build_case({"size": "small"}).workload

@@ -49,6 +49,8 @@ def draw_step(profile: Profile, step_ns: float | None = None) -> Lanes:
     """`step_ns` is what a step takes without the recorder, as the profile has it unless told."""
     window, title, notes = _choose_step(profile, profile.step_ns if step_ns is None else step_ns)
     inside = _cut_out(profile.kernels, window)
+    if inside.is_empty():
+        return _write_down(title, window[1] - window[0], [], [*notes, f"no {_what(profile)} took any time there"])
     ran = _order_streams(inside)
     lanes = [*_run_lanes(ran[0]), *_host_lane(profile, window)]
     streams, hidden = _stream_lanes(profile, ran[:MOST_STREAMS])

@@ -77,7 +77,7 @@ def _write_advice(advice: tuple[Advice, ...] | None) -> str:
     if advice is None:
         return '<p class="quiet">What could be faster was not looked for.</p>'
     if not advice:
-        return '<p class="quiet">Nothing was found that would make the step faster.</p>'
+        return '<p class="quiet">No rule found anything that would make the step faster; most of them look at GPUs.</p>'
     first, rest = advice[:_CARDS], advice[_CARDS:]
     cards = "".join(map(_write_card, first))
     others = f'<div class="cards">{"".join(map(_write_card, rest))}</div>'

@@ -22,7 +22,7 @@ from stepscope.findings import (
     Timeline,
 )
 from stepscope.report.site.opening import write_copyable
-from stepscope.report.site.tables import write_notes, write_table
+from stepscope.report.site.tables import FOLDED_FROM, write_notes, write_summary, write_table
 from stepscope.report.site.text import markup, prose
 
 KINDS: dict[type, str] = {
@@ -68,9 +68,19 @@ def _write_section(section: Section) -> str:
 
 def _write_exhibits(section: Section) -> Iterable[str]:
     """Tables that follow one another share a box, in which narrow ones stand side by side."""
+    first = section.exhibits[:1]
     for is_table, exhibits in groupby(section.exhibits, key=lambda exhibit: isinstance(exhibit.part, Table)):
-        written = "\n".join(write_part(exhibit.part, exhibit.key, section.title) for exhibit in exhibits)
+        written = "\n".join(
+            write_part(exhibit.part, exhibit.key, section.title, folded=exhibit not in first and _is_long(exhibit.part))
+            for exhibit in exhibits
+        )
         yield f'<div class="tables">{written}</div>' if is_table else written
+
+
+def _is_long(part: Part | None) -> bool:
+    if isinstance(part, Beside):
+        return any(map(_is_long, part.parts))
+    return isinstance(part, Table) and len(part.rows) > FOLDED_FROM
 
 
 def _write_missing(missing: Missing) -> str:
@@ -80,15 +90,16 @@ def _write_missing(missing: Missing) -> str:
     )
 
 
-def write_part(part: Part, key: str, above: str, run: str = "") -> str:
-    """A part's HTML. A title that repeats the one above it is left out. `run` is whose it is, beside another's."""
+def write_part(part: Part, key: str, above: str, run: str = "", *, folded: bool = False) -> str:
+    """A part's HTML. A title that repeats the one above it is left out. `run` is whose it is, beside another's; a
+    `folded` table shows its title until it is opened."""
     match part:
         case Table():
-            return write_table(part, escape(key), titled=part.title != above, run=run)
+            return write_table(part, escape(key), titled=part.title != above, run=run, folded=folded)
         case Questions():
             return _write_questions(part, escape(key), above)
         case Beside():
-            return _write_beside(part, key, above)
+            return _write_beside(part, key, above, folded=folded)
         case _:
             return _write_chart(part, escape(key), above)
 
@@ -134,7 +145,7 @@ def _write_answer(question: Question) -> str:
     return f'{figure}<p class="answer">{prose(question.answer)}</p>{command}{evidence}'
 
 
-def _write_beside(beside: Beside, key: str, above: str) -> str:
+def _write_beside(beside: Beside, key: str, above: str, *, folded: bool) -> str:
     title = _write_title(beside.title, above)
     asked = [part if isinstance(part, Questions) else None for part in beside.parts]
     if any(asked):
@@ -146,7 +157,11 @@ def _write_beside(beside: Beside, key: str, above: str) -> str:
         if part is not None:
             inner = write_part(part, name_inner(key, number), beside.title, run)
         columns.append(f'<div class="side"><p class="run">{markup(run)}</p>{inner}</div>')
-    return f'<div class="beside" id="{escape(key)}">{title}<div class="sides{alone}">{"".join(columns)}</div></div>'
+    sides = f'<div class="sides{alone}">{"".join(columns)}</div>'
+    if folded and beside.title:
+        most = max(len(part.rows) for part in beside.parts if isinstance(part, Table))
+        return f'<details class="fold beside" id="{escape(key)}">{write_summary(beside.title, most)}{sides}</details>'
+    return f'<div class="beside" id="{escape(key)}">{title}{sides}</div>'
 
 
 def _write_both_answers(runs: tuple[str, ...], asked: list[Questions | None]) -> str:

@@ -10,13 +10,18 @@ from stepscope.report.numbers import format_column
 from stepscope.report.site.text import NAME, markup, prose
 
 _SEARCHED_FROM, _SCROLLED_FROM = 15, 30  # rows; more than these get a search box, and scroll by themselves
+FOLDED_FROM = 12  # rows; a longer table that is not the first thing of its section waits to be opened
 
 _MOST_LABEL = 60  # characters above a column
 _LONG = 40  # characters from which on a text needs a wide column to be read
 
 
-def write_table(table: Table, key: str, *, titled: bool = True, run: str = "") -> str:
+def write_table(table: Table, key: str, *, titled: bool = True, run: str = "", folded: bool = False) -> str:
     """A table; `run` is whose it is where two stand side by side."""
+    if folded and table.title:
+        summary = write_summary(table.title, len(table.rows))
+        inner = write_table(table, "", titled=False, run=run).replace(' id=""', "", 1)
+        return f'<details class="fold" id="{key}">{summary}{inner}</details>'
     title = f"<figcaption><h3>{markup(table.title)}</h3></figcaption>" if titled and table.title else ""
     notes = write_notes(table.notes)
     if not table.rows:
@@ -33,6 +38,11 @@ def write_table(table: Table, key: str, *, titled: bool = True, run: str = "") -
         f"<div {_describe_box(table, run)}>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{notes}</figure>"
     )
+
+
+def write_summary(title: str, num_rows: int) -> str:
+    """The line of what can be opened."""
+    return f'<summary><h3>{markup(title)}</h3> <span class="quiet">{num_rows:,} rows</span></summary>'
 
 
 def _describe_box(table: Table, run: str) -> str:

@@ -10,7 +10,7 @@ from html import escape
 
 from stepscope.findings import Cell, Column, Quantity
 from stepscope.report.numbers import format_column
-from stepscope.report.private import hide_homes
+from stepscope.report.private import hide_private
 
 NAME, PROSE, COPYABLE = 240, 1_200, 20_000
 # Looked at of a text at either end beyond what is kept, so that no half of a home folder is left at the cut.
@@ -25,7 +25,7 @@ def clean(text: str, most: int = NAME, *, lines: bool = False) -> str:
     looked_at = most + _MARGIN
     if len(text) > 2 * looked_at:
         text = f"{text[:looked_at]}…{text[-looked_at:]}"
-    shown = cut(hide_homes(text), most)
+    shown = cut(hide_private(text), most)
     if shown.isascii() and shown.isprintable():
         return shown
     return cut("".join(_spell(character, lines=lines) for character in shown), most)
