@@ -32,16 +32,17 @@ run: setup ## the main job: `stepscope report`, one page on the default workload
 	"$(bin)/stepscope" report $(ARGS)
 
 # Three at a time, one thread each, because two that wait for each other at every small operation take longer than one:
-# unit tests, those of torch and of pages; most of the command line; and what often waits, for other ranks or for a cluster,
+# unit tests, those of torch and of reports; most of the command line; and what often waits, for other ranks or for a cluster,
 # with the documentation's commands to make the three even. The output of the latter two comes when all is done.
-beside := tests/cli --ignore tests/cli/test_docs.py --ignore tests/cli/test_slurm.py --ignore tests/cli/test_train.py
-waiting := tests/cli/test_slurm.py tests/cli/test_train.py tests/cpu/parallel tests/cli/test_docs.py
+apart := docs slurm train report precision attention
+beside := tests/cli $(apart:%=--ignore tests/cli/test_%.py)
+waiting := $(patsubst %,tests/cli/test_%.py,slurm train precision attention) tests/cpu/parallel tests/cli/test_docs.py
 test: setup ## all tests that need no GPU; those of pages need chromium, which is installed where it may be
 	@sh tools/chromium.sh
 	@export OMP_NUM_THREADS=1; said=$$(mktemp -d); trap 'rm -rf "$$said"' EXIT; \
 	"$(bin)/python" -m pytest -p no:cacheprovider $(beside) $(ARGS) >"$$said/beside" 2>&1 & beside=$$!; \
 	"$(bin)/python" -m pytest -p no:cacheprovider $(waiting) $(ARGS) >"$$said/waiting" 2>&1 & waiting=$$!; \
-	"$(bin)/python" -m pytest tests/unit tests/cpu --ignore tests/cpu/parallel tests/browser $(ARGS); \
+	"$(bin)/python" -m pytest tests/unit tests/cpu --ignore tests/cpu/parallel tests/browser tests/cli/test_report.py $(ARGS); \
 	codes=$$?; wait $$beside; codes="$$codes $$?"; wait $$waiting; codes="$$codes $$?"; cat "$$said/beside" "$$said/waiting"; \
 	chosen=; for code in $$codes; do case $$code in 0) chosen=1;; 5) ;; *) exit 1;; esac; done; test -n "$$chosen" || exit 5 # 5: none chosen
 
