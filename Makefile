@@ -31,19 +31,22 @@ setup: ## make .venv with the pinned packages; at once if it is up to date
 run: setup ## the main job: `stepscope report`, one page on the default workload, on the GPU if there is one
 	"$(bin)/stepscope" report $(ARGS)
 
-# Three at a time, one thread each, because two that wait for each other at every small operation take longer than one:
-# unit tests, those of torch and of reports; most of the command line; and what often waits, for other ranks or for a cluster,
-# with the documentation's commands to make the three even. The output of the latter two comes when all is done.
+# Four at a time, one thread each, because two that wait for each other at every small operation take longer than one, and
+# four because ranks, a cluster and browsers make them wait: unit tests and pages; those of torch; most of the command line;
+# and what waits most, with the documentation's commands. The output of the latter three comes when all is done.
 apart := docs slurm train report precision attention
 beside := tests/cli $(apart:%=--ignore tests/cli/test_%.py)
 waiting := $(patsubst %,tests/cli/test_%.py,slurm train precision attention) tests/cpu/parallel tests/cli/test_docs.py
+models := tests/cpu --ignore tests/cpu/parallel tests/cli/test_report.py
 test: setup ## all tests that need no GPU; those of pages need chromium, which is installed where it may be
 	@sh tools/chromium.sh
 	@export OMP_NUM_THREADS=1; said=$$(mktemp -d); trap 'rm -rf "$$said"' EXIT; \
 	"$(bin)/python" -m pytest -p no:cacheprovider $(beside) $(ARGS) >"$$said/beside" 2>&1 & beside=$$!; \
 	"$(bin)/python" -m pytest -p no:cacheprovider $(waiting) $(ARGS) >"$$said/waiting" 2>&1 & waiting=$$!; \
-	"$(bin)/python" -m pytest tests/unit tests/cpu --ignore tests/cpu/parallel tests/browser tests/cli/test_report.py $(ARGS); \
-	codes=$$?; wait $$beside; codes="$$codes $$?"; wait $$waiting; codes="$$codes $$?"; cat "$$said/beside" "$$said/waiting"; \
+	"$(bin)/python" -m pytest -p no:cacheprovider $(models) $(ARGS) >"$$said/models" 2>&1 & models=$$!; \
+	"$(bin)/python" -m pytest tests/unit tests/browser $(ARGS); codes=$$?; \
+	for part in $$beside $$waiting $$models; do wait $$part; codes="$$codes $$?"; done; \
+	cat "$$said/beside" "$$said/waiting" "$$said/models"; \
 	chosen=; for code in $$codes; do case $$code in 0) chosen=1;; 5) ;; *) exit 1;; esac; done; test -n "$$chosen" || exit 5 # 5: none chosen
 
 gpu: setup ## the tests that need a CUDA GPU

@@ -69,7 +69,7 @@ def test_one_command_makes_a_page(made: "tuple[Path, subprocess.CompletedProcess
     assert "peak" in said["memory"]
     assert "bf16" in said["precision"]
     assert "fastest" in said["attention"]
-    assert done.stderr.splitlines()[-1] == "next: stepscope report data --export figures"
+    assert done.stderr.splitlines()[-1] == "next: stepscope report data --out report.html --export figures"
     assert is_site(folder / "report.html")
     assert {path.name for path in folder.iterdir()} == {"report.html", "data"}
     names = {path.name for path in (folder / "data").iterdir()}
