@@ -34,7 +34,7 @@ run: setup ## the main job: `stepscope report`, one page on the default workload
 # Four at a time, one thread each, because two that wait for each other at every small operation take longer than one, and
 # four because ranks, a cluster and browsers make them wait: unit tests and pages; those of torch; most of the command line;
 # and what waits most, with the documentation's commands. The output of the latter three comes when all is done.
-apart := docs slurm train report precision attention
+apart := docs slurm train report precision attention memory
 beside := tests/cli $(apart:%=--ignore tests/cli/test_%.py)
 waiting := $(patsubst %,tests/cli/test_%.py,slurm train precision attention) tests/cpu/parallel tests/cli/test_docs.py
 models := tests/cpu --ignore tests/cpu/parallel tests/cli/test_report.py
@@ -44,7 +44,7 @@ test: setup ## all tests that need no GPU; those of pages need chromium, which i
 	"$(bin)/python" -m pytest -p no:cacheprovider $(beside) $(ARGS) >"$$said/beside" 2>&1 & beside=$$!; \
 	"$(bin)/python" -m pytest -p no:cacheprovider $(waiting) $(ARGS) >"$$said/waiting" 2>&1 & waiting=$$!; \
 	"$(bin)/python" -m pytest -p no:cacheprovider $(models) $(ARGS) >"$$said/models" 2>&1 & models=$$!; \
-	"$(bin)/python" -m pytest tests/unit tests/browser $(ARGS); codes=$$?; \
+	"$(bin)/python" -m pytest tests/unit tests/browser tests/cli/test_memory.py $(ARGS); codes=$$?; \
 	for part in $$beside $$waiting $$models; do wait $$part; codes="$$codes $$?"; done; \
 	cat "$$said/beside" "$$said/waiting" "$$said/models"; \
 	chosen=; for code in $$codes; do case $$code in 0) chosen=1;; 5) ;; *) exit 1;; esac; done; test -n "$$chosen" || exit 5 # 5: none chosen
