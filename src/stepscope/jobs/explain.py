@@ -73,10 +73,6 @@ def make_profiles(opened: Sequence[Opened]) -> list[Profile]:
     return [make_profile(recording, folder) for recording, folder in opened]
 
 
-def read_profiles(paths: Sequence[Path], *, cached: bool) -> list[Profile]:
-    return make_profiles(open_files(paths, cached=cached))
-
-
 def explain_fresh(recording: Recording, name: str) -> Page:
     """A recording that was just made: its page, with what recording cost at the end."""
     profile = make_profile(recording.with_manifest(file=name))

@@ -20,8 +20,7 @@ TITLE = "Where the time goes"
 MOST_ROWS = 15_000
 # What the smallest rows lose, one after the other until they are few enough. With its layer a module loses its number.
 _GIVEN_UP = ("layer", "module", "kernel", "phase")
-_LABELS = {"class": "class", "phase": "phase", "layer": "layer", "module": "module", "kernel": "kernel"}
-_KEYS = list(_LABELS)
+_KEYS = ["class", "phase", "layer", "module", "kernel"]
 
 
 def break_down(profiles: Sequence[Profile], names: Sequence[str], steps_ns: Sequence[float] | None = None) -> Breakdown:
@@ -141,13 +140,13 @@ def _dimension(rows: pl.DataFrame, key: str) -> tuple[list[str], Dimension]:
     about the largest first."""
     order = rows[key].unique(maintain_order=True).to_list()
     if key != "kernel":
-        return order, Dimension(key=key, label=_LABELS[key], values=tuple(cut_name(value) for value in order))
+        return order, Dimension(key=key, label=key, values=tuple(cut_name(value) for value in order))
     known = {row[0]: row for row in rows.select("kernel", "short", "on_host").unique("kernel").iter_rows()}
     values = tuple(cut_name(known[name][1]) for name in order)
     described = [name for name in order if name != REST][:MOST_DESCRIBED]
     texts = {name: describe_kernel(name, on_host=known[name][2]) for name in described}
     details = tuple(texts.get(name, "") for name in order)
-    return order, Dimension(key=key, label=_LABELS[key], values=values, details=details)
+    return order, Dimension(key=key, label=key, values=values, details=details)
 
 
 def _say_scopes(profiles: Sequence[Profile], names: Sequence[str]) -> list[str]:
