@@ -69,11 +69,9 @@ class _Plan:
         return (value - self.low) / (self.high - self.low) * self.width
 
 
-def define_bars(
-    bars: Bars, *, texts: Sequence[Sequence[str]] = (), colours: Sequence[str] = (), axis: str = ""
-) -> "alt.LayerChart":
+def define_bars(bars: Bars, *, texts: Sequence[Sequence[str]] = (), colours: Sequence[str] = ()) -> "alt.LayerChart":
     """The chart of some bars. `texts` are written beside them instead of their values, a sequence a series; `colours`
-    tell the labels apart where there is one series; `axis` says what is measured."""
+    tell the labels apart where there is one series."""
     import altair as alt
 
     hidden = len(bars.labels) - MOST_BARS
@@ -86,7 +84,7 @@ def define_bars(
         notes = ["Nothing to draw.", *notes]
     left = -plan.names_width
     layers = [
-        draw_frame(plan.width, plan.height, _axis(plan, axis), None),
+        draw_frame(plan.width, plan.height, _axis(plan), None),
         draw_boxes(boxes + signs),
         draw_rules([{"x": plan.x(0), "x2": plan.x(0), "y": 0, "y2": plan.height}], FRAME, 1.0),
         *write_texts([*_place_names(plan), *values, *legend, *place_notes(notes, left=left, top=end, width=_WIDTH)]),
@@ -179,7 +177,7 @@ def format_length(kind: Quantity, value: float | None) -> str:
     return format_value(kind, value)
 
 
-def _axis(plan: _Plan, label: str) -> "alt.Axis | None":
+def _axis(plan: _Plan) -> "alt.Axis | None":
     """Round numbers on the axis, on both sides of zero."""
     kind = plan.bars.kind
     if not plan.bars.labels:
@@ -189,7 +187,7 @@ def _axis(plan: _Plan, label: str) -> "alt.Axis | None":
     step = find_ticks(max(plan.high, -plan.low) / size, 5)[1]
     first, last = math.ceil(plan.low / size / step - 1e-9), math.floor(plan.high / size / step + 1e-9)
     ticks = [(plan.x(at * step * size), f"{float(f'{at * step:.9g}'):,.9g}") for at in range(first, last + 1)]
-    return make_axis(label or _AXES.get(kind, ""), unit, ticks, grid=False)
+    return make_axis(_AXES.get(kind, ""), unit, ticks, grid=False)
 
 
 def _place_bars(plan: _Plan) -> tuple[list[Row], list[Text]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stepscope.explain.story.dimensions import tabulate_dimensions
 from stepscope.findings import (
     Advice,
     Bars,
@@ -31,7 +32,7 @@ from stepscope.findings import (
     Timeline,
 )
 from stepscope.report.bars_chart import define_bars
-from stepscope.report.breakdown_parts import draw_dimensions, tabulate_dimensions
+from stepscope.report.breakdown_parts import draw_dimensions
 from stepscope.report.chart import define
 from stepscope.report.lanes_chart import define_lanes
 from stepscope.report.roofline_chart import define_roofline

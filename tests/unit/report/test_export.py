@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.story.dimensions import tabulate_dimensions
 from stepscope.findings import Bars, Column, Exhibit, Report, Section, Table
 from stepscope.report import export as export_module
-from stepscope.report.breakdown_parts import draw_dimensions, tabulate_dimensions
+from stepscope.report.breakdown_parts import draw_dimensions
 from stepscope.report.export import check_folder, export
 from stepscope.report.figures import draw_for_print
 from stepscope.report.lanes_chart import define_lanes, place_spans
