@@ -221,4 +221,4 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_a_doubt_of_a_later_version_is_said_in_its_own_words() -> None:
     doubts = (Doubt(code="tomorrow", text="something new was seen"),)
-    assert "tomorrow: something new was seen (1 case)" in attention_table([attend(doubts=doubts)]).notes
+    assert "tomorrow: something new was seen (1 case)" in attention_table([attend(doubts=doubts)], part="time").notes
