@@ -49,6 +49,12 @@ class Doubt(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+def require_samples(*samples_ns: tuple[int, ...]) -> None:
+    """Raises a ValueError where there are none, or some that took no time: a rate or a share could not be made."""
+    if not all(samples_ns) or min(map(min, samples_ns), default=0) <= 0:
+        raise ValueError("expected samples that took time")
+
+
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """The samples of one case, one entry a step. Phases add up to the step on the same clock."""
 
@@ -67,6 +73,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: int | None = None
     has_tokens: bool = True  # False where batch times context says nothing about the step
     attention_kernels: tuple[str, ...] = ()  # what `--attention flash` took
+
+    def __post_init__(self) -> None:
+        require_samples(self.step_ns)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
