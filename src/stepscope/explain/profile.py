@@ -37,8 +37,12 @@ class Profile:
 
     @cached_property
     def gpu_time_ns(self) -> int:
-        """All kernels' durations added up: what shares are of. Kernels side by side count each."""
-        return int(self.kernels["time_ns"].sum())
+        """All kernels' durations added up: what shares are of. Kernels side by side count each. Raises StepscopeError
+        where none lasts: then there is no time to take apart."""
+        total = int(self.kernels["time_ns"].sum())
+        if not total:
+            raise _no_time(self.recording)
+        return total
 
     @cached_property
     def window(self) -> tuple[int, int]:
@@ -150,6 +154,18 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
         kernels = _attribute_once(recording, kept_in / f"attributed-{code_digest()}.parquet")
     kernels = kernels.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns"))
     return Profile(recording=recording, kernels=kernels, kept_in=kept_in)
+
+
+def _no_time(recording: Recording) -> StepscopeError:
+    manifest = recording.manifest
+    is_counted = manifest.source == "nsight compute"
+    return StepscopeError(
+        f"no kernel in `{manifest.file}` has a duration",
+        detail="; ".join(manifest.notes),
+        hint=f"count `gpu__time_duration.sum` as well, or: stepscope explain {manifest.file} --table counters"
+        if is_counted
+        else "record it again: torch.profiler.profile(activities=[CPU, CUDA])",
+    )
 
 
 def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:
