@@ -110,9 +110,9 @@ def attention(
         from stepscope.recording.attention import AttentionRow
         from stepscope.recording.lines import read_rows_of
 
-        rows, cut_bytes = read_rows_of(from_, AttentionRow)
-        if cut_bytes:
-            say(f"left out: a last line cut short ({cut_bytes} bytes)")
+        rows, left_out = read_rows_of(from_, AttentionRow)
+        for remark in left_out:
+            say(remark)
     else:
         from stepscope.cli.progress import choose_listener
         from stepscope.jobs.attention import AttentionSweep

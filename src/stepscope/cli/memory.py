@@ -80,9 +80,9 @@ def memory(
         from stepscope.recording.memory_row import MemoryRow
 
         out = from_.parent
-        rows, cut_bytes = read_rows_of(from_, MemoryRow)
-        if cut_bytes:
-            say(f"left out: a last line cut short ({cut_bytes} bytes)")
+        rows, left_out = read_rows_of(from_, MemoryRow)
+        for remark in left_out:
+            say(remark)
     else:
         from stepscope.cli.progress import choose_listener
         from stepscope.jobs.memory import MemorySweep

@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain
 
 _LAST_WORDS = 1000  # characters of what was printed, for the error
 _LEAVE_S = (10.0, 3.0)  # how long a profiler gets to end its program, after being asked and after being told
@@ -51,9 +52,9 @@ def run_outside(command: list[str], on_look: Callable[[], None] | None = None) -
 def hear(path: Path, kind: Any) -> Any:
     """The answer of type `kind` that the program left, which is taken away; None where it left none."""
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
         path.unlink()
-        return msgspec.json.decode(content, type=kind)
+        return decode(content, kind)
     except (OSError, msgspec.DecodeError):
         return None
 
