@@ -16,6 +16,7 @@ from stepscope.explain.accounting import DeviceAccount, account_devices
 from stepscope.explain.attribution import attribute_kernels, attribute_ops
 from stepscope.explain.phases import step_ranges
 from stepscope.hardware import Hardware
+from stepscope.recording.parquet import DamagedTableError, pack, unpack
 from stepscope.recording.store import Recording
 
 UNKNOWN = "unknown"
@@ -169,13 +170,12 @@ def _no_time(recording: Recording) -> StepscopeError:
 
 
 def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:
-    if path.is_file():
-        with suppress(OSError, pl.exceptions.PolarsError):  # damaged: made again below
-            return pl.read_parquet(path)
+    with suppress(OSError, DamagedTableError):  # not there yet, or damaged: made below
+        return unpack(path)
     kernels = attribute_kernels(recording)
     with suppress(OSError, pl.exceptions.PolarsError):  # a full disk costs the next look its second, and nothing else
         part = path.with_suffix(f".{os.getpid()}")
-        kernels.write_parquet(part, compression="zstd", compression_level=1)
+        pack(kernels, part)
         part.rename(path)
     return kernels
 

@@ -19,18 +19,19 @@ import msgspec
 import polars as pl
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain
 from stepscope.recording import tables
 from stepscope.recording.bench import Doubt, Environment
 from stepscope.recording.lines import writing
-from stepscope.recording.validation import MisfitError, Repairs, check, settle
+from stepscope.recording.parquet import DamagedTableError, read_tables, write_table
+from stepscope.recording.validation import MisfitError, Repairs, check, check_references, settle
 from stepscope.spec import Case
 
 SCHEMA = "stepscope.recording/1"
 MANIFEST_NAME = "manifest.json"
 RAW_NAME = "raw"  # the recorder's own file, kept as it came, with its own ending
-# Tables of ours reach 1.2 rows per byte (counters that are mostly zero), and an event begins or ends a row of memory or
-# is one of a few about it. What says that it has more than these is not read: it would take all memory there is.
-_ROWS_OF_ANY_FILE, _MOST_ROWS_PER_BYTE = 1 << 20, 8
+# An event begins or ends a row of memory, or is one of a few about it. Totals are kept for each event: more than these
+# would take all the memory there is.
 _EVENTS_OF_ANY_FILE, _MOST_EVENTS_PER_ROW = 1 << 24, 8
 
 Source = Literal["pytorch profiler", "nsight systems", "nsight compute", "memory snapshot", "stepscope"]
@@ -90,6 +91,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryFacts | None = None
     # On the disk only: the tables that were written; None in recordings from before this was kept.
     tables: tuple[str, ...] | None = None
+    digests: dict[str, str] | None = None  # of their files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +133,12 @@ def save(recording: Recording, folder: Path, *, raw: Path | None = None, force: 
         try:
             building.chmod(0o755)
             written = tuple(name for name in TABLE_NAMES if getattr(recording, name).height)
+            digests: dict[str, str] = {}
             for name in written:
-                frame: pl.DataFrame = getattr(recording, name)
-                frame.write_parquet(building / f"{name}.parquet", compression="zstd", compression_level=1)
+                digests[name] = write_table(getattr(recording, name), building / f"{name}.parquet")
             if raw is not None:
                 shutil.move(raw, building / (RAW_NAME + "".join(raw.suffixes)))
-            manifest = msgspec.structs.replace(recording.manifest, tables=written)
+            manifest = msgspec.structs.replace(recording.manifest, tables=written, digests=digests)
             content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
             (building / MANIFEST_NAME).write_bytes(content + b"\n")
             put_in_place(building, folder)
@@ -173,38 +175,34 @@ def load(folder: Path) -> Recording:
     """Reads a recording of any table that is there; one that is not was empty. Raises StepscopeError for one that is
     damaged, with the place."""
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST_NAME).read_bytes(), type=Manifest)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OSError) as error:
-        raise _damaged(folder, MANIFEST_NAME, error) from None
+        manifest = decode(read_plain(folder / MANIFEST_NAME), Manifest)
+    except (msgspec.DecodeError, OSError) as error:
+        raise _damaged(folder, f"`{MANIFEST_NAME}`: {error}") from None
     if manifest.schema != SCHEMA:
         raise StepscopeError(
             f"`{folder}` is a recording of another version: `{manifest.schema[:60]}`", detail=f"expected `{SCHEMA}`"
         )
-    missing = [name for name in manifest.tables or () if not (folder / f"{name}.parquet").is_file()]
+    paths = {name: folder / f"{name}.parquet" for name in TABLE_NAMES}
+    present = {name: path for name, path in paths.items() if path.is_file()}
+    # A later version may have written tables that this one does not know.
+    missing = [name for name in manifest.tables or () if name in paths and name not in present]
     if missing:
         raise StepscopeError(f"the recording `{folder}` has lost its `{missing[0]}.parquet`")
-    frames = {name: _read_table(folder, name) for name in TABLE_NAMES if (folder / f"{name}.parquet").is_file()}
-    recording = Recording(manifest=msgspec.structs.replace(manifest, tables=None), **frames)
-    for name in frames:
-        try:
-            check(name, frames[name], _limits(recording, name))
-        except MisfitError as error:
-            raise _damaged(folder, f"{name}.parquet", error) from None
+    try:
+        frames = read_tables(present, manifest.digests or {})
+    except (DamagedTableError, OSError) as error:
+        raise _damaged(folder, str(error)) from None
+    recording = Recording(manifest=msgspec.structs.replace(manifest, tables=None, digests=None), **frames)
+    try:
+        for name, frame in frames.items():
+            check(name, frame)
+        for name, frame in frames.items():
+            check_references(frame, _limits(recording, name))
+    except MisfitError as error:
+        raise _damaged(folder, f"`{name}.parquet`: {error}") from None
     repairs = Repairs()
     frames = {name: settle(name, frame, repairs) for name, frame in frames.items()}
     return replace(recording, **frames).with_manifest(notes=(*manifest.notes, *repairs.notes()))
-
-
-def _read_table(folder: Path, name: str) -> pl.DataFrame:
-    path = folder / f"{name}.parquet"
-    try:
-        rows = pl.scan_parquet(path).select(pl.len()).collect().item()
-        if rows > _ROWS_OF_ANY_FILE + _MOST_ROWS_PER_BYTE * path.stat().st_size:
-            raise MisfitError(f"says that it holds {rows:,} rows, more than fit into {path.stat().st_size:,} bytes")
-        return pl.read_parquet(path, columns=list(tables.SCHEMAS[name]))
-    # A panic is no Exception: of all of polars, only what decodes a file is known to raise one.
-    except (MisfitError, OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise _damaged(folder, path.name, error) from None
 
 
 def _limits(recording: Recording, table: str) -> dict[str, int]:
@@ -226,9 +224,8 @@ def _limits(recording: Recording, table: str) -> dict[str, int]:
             return {}
 
 
-def _damaged(folder: Path, file: str, error: BaseException) -> StepscopeError:
-    line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return StepscopeError(f"cannot read the recording `{folder}`", detail=f"`{file}`: {line}")
+def _damaged(folder: Path, what: str) -> StepscopeError:
+    return StepscopeError(f"cannot read the recording `{folder}`", detail=what.partition("\n")[0][:300])
 
 
 def folder_bytes(folder: Path) -> int:

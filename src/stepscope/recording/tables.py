@@ -131,7 +131,7 @@ ALLOCATIONS = {
     "phase": _TEXT,
     "module": _TEXT,
     "op": _TEXT,
-    "category": _TEXT,  # one of explain.memory.CATEGORIES
+    "category": _TEXT,  # one of explain.memory.CATEGORIES, or what a later version calls it
     "name": _TEXT,  # a parameter's, a buffer's; what autograd calls it
     "shape": _SHAPE,
     "dtype": _TEXT,

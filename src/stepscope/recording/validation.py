@@ -94,15 +94,14 @@ def fit_in_time(table: str) -> pl.Expr:
     return pl.all_horizontal(*times, *(_in_order(*pair) for pair in ORDERED[table])).fill_null(value=False)
 
 
-def check(table: str, frame: pl.DataFrame, limits: Mapping[str, int] | None = None) -> None:
-    """Raises MisfitError where a table of our own is damaged. `limits` are what its numbers stay below."""
+def check(table: str, frame: pl.DataFrame) -> None:
+    """Raises MisfitError where a table of our own is damaged."""
     for name, column in TABLES[table].items():
         if frame.schema[name] != column.kind:
             raise MisfitError(f"column `{name}` is `{frame.schema[name]}`, expected `{column.kind.__name__}`")
-        below = (limits or {}).get(name)
-        misfit = _misfits(name, column, below)
+        misfit = _misfits(name, column)
         if misfit is not None:
-            _refuse_first(frame, misfit, name, _expected(column, below))
+            _refuse_first(frame, misfit, name, _expected(column))
         if column.most == MOST_BYTES and float(frame[name].cast(pl.Float64).sum()) > _MOST_IN_ALL:
             raise MisfitError(f"column `{name}` adds up to more bytes than any machine has")
     for start, end, longest in ORDERED.get(table, ()):
@@ -110,6 +109,12 @@ def check(table: str, frame: pl.DataFrame, limits: Mapping[str, int] | None = No
         _refuse_first(frame, ~_in_order(start, end, longest), end, expected)
     for keys in [UNIQUE[table]] if table in UNIQUE else []:
         _refuse_first(frame, pl.struct(keys).is_duplicated(), keys[-1], "a row of its own for each")
+
+
+def check_references(frame: pl.DataFrame, limits: Mapping[str, int]) -> None:
+    """Raises MisfitError where a number points beyond what there is: `limits` by column are what it stays below."""
+    for name, below in limits.items():
+        _refuse_first(frame, pl.col(name) >= below, name, f"a number below {below}")
 
 
 def _comparable(table: str, frame: pl.DataFrame) -> dict[str, Column]:
@@ -121,9 +126,9 @@ def _comparable(table: str, frame: pl.DataFrame) -> dict[str, Column]:
     }
 
 
-def _misfits(name: str, column: Column, below: int | None = None) -> pl.Expr | None:
+def _misfits(name: str, column: Column) -> pl.Expr | None:
     """Whether a value cannot be, None where any can."""
-    value, (least, most) = pl.col(name), _range(column, below)
+    value, (least, most) = pl.col(name), _range(column)
     tests = [value < least] if least is not None else []
     tests += [value > most] if most is not None else []
     tests = [test.fill_null(value=False) for test in tests]
@@ -131,10 +136,9 @@ def _misfits(name: str, column: Column, below: int | None = None) -> pl.Expr | N
     return pl.any_horizontal(tests) if tests else None
 
 
-def _range(column: Column, below: int | None) -> tuple[float | None, float | None]:
+def _range(column: Column) -> tuple[float | None, float | None]:
     least, most = _LIMITS.get(column.kind, (None, None))
-    most = most if column.most is None else column.most
-    return (least if column.least is None else column.least), (most if below is None else below - 1)
+    return (least if column.least is None else column.least), (most if column.most is None else column.most)
 
 
 def _in_order(start: str, end: str, longest: int | None) -> pl.Expr:
@@ -164,8 +168,8 @@ def _refuse_first(frame: pl.DataFrame, misfit: pl.Expr, name: str, expected: str
         raise MisfitError(f"column `{name}`, row {rows[0]}: got `{str(value)[:60]}`, expected {expected}")
 
 
-def _expected(column: Column, below: int | None) -> str:
-    least, most = _range(column, below)
+def _expected(column: Column) -> str:
+    least, most = _range(column)
     if least is None and most is None:
         return "a value"
     return f"a number of at least {least}" if most is None else f"a number from {least} to {most}"
