@@ -83,7 +83,8 @@ def _decode(name: str, path: Path) -> pl.DataFrame:
         rows = pl.scan_parquet(path).select(pl.len()).collect().item()
         if rows > _ROWS_OF_ANY_FILE + _MOST_ROWS_PER_BYTE * path.stat().st_size:
             raise DamagedTableError(f"`{path.name}`: it cannot hold {rows:,} rows in {path.stat().st_size:,} bytes")
-        return pl.read_parquet(path, columns=list(SCHEMAS[name])).select(SCHEMAS[name])
+        columns = list(SCHEMAS[name])
+        return pl.read_parquet(path, columns=columns).select(columns)
     except pl.exceptions.PolarsError as error:
         raise DamagedTableError(f"`{path.name}`: {str(error).partition(chr(10))[0][:200]}") from None
 
