@@ -139,6 +139,21 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
     assert folder is None
 
 
+def test_a_cache_that_can_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
+    path = write_trace(tmp_path / "t.json", training_step())
+    _, folder = read_cached(path, open_recording)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("os.utime", refuse)
+    again, same = read_cached(path, open_recording)
+    assert same == folder
+    assert again.kernels.height == 7
+
+
 def test_a_full_disk_is_said_by_save_and_forgiven_by_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise pl.exceptions.ComputeError("No space left on device (os error 28)")

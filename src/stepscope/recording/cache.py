@@ -43,7 +43,7 @@ def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recordin
     try:
         store.save(recording, folder, force=True)
         _make_room(folder)
-    except StepscopeError:
+    except (StepscopeError, OSError):  # not to be written, or somebody else is making room
         return recording, None
     return recording, folder
 

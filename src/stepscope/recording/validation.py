@@ -18,6 +18,7 @@ import polars as pl
 
 from stepscope.recording.tables import MOST_BYTES, ORDERED, TABLES, UNIQUE, Column
 
+_OF_EVENTS = ("kernels", "launches", "ops", "ranges", "links")
 _MOST_IN_ALL = 2.0**60
 _LIMITS = {pl.Int32: (-(2**31), 2**31 - 1)}
 
@@ -35,8 +36,12 @@ class Repairs:
 
     def notes(self) -> list[str]:
         notes = []
-        if self.lost_rows.total():
-            notes.append(f"{self.lost_rows.total():,} events have impossible times and are left out")
+        events = sum(count for table, count in self.lost_rows.items() if table in _OF_EVENTS)
+        if events:
+            notes.append(f"{events:,} events have impossible times and are left out")
+        for table, count in self.lost_rows.items():
+            if table not in _OF_EVENTS:
+                notes.append(f"{count:,} rows of `{table}` are out of range and are left out")
         for (table, name), count in self.lost_values.items():
             column = TABLES[table][name]
             if column.json is not None:
