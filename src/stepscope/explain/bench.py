@@ -17,6 +17,7 @@ from stepscope.explain.cases import (
     all_else,
     brief,
     find_setting,
+    limit_notes,
     say_setting,
     say_shared,
     varies,
@@ -258,6 +259,7 @@ def _notes(rows: Sequence[BenchRow]) -> list[str]:
         notes.append("peak: the process's resident high-water mark above its start, code apart")
     if any(row.measurement and row.measurement.peak_kind == "cuda allocator" for row in rows):
         notes.append("peak: allocated bytes of CUDA's caching allocator; times from CUDA events")
+    notes += limit_notes(row.environment for row in rows)
     codes = Counter(doubt.code for row in rows for doubt in row.doubts)
     notes += [f"{code}: {DOUBTS.get(code, code)} ({_cases(count)})" for code, count in codes.items()]
     reasons = {row.status: row.reason for row in reversed(rows) if row.status != "ok"}

@@ -1,12 +1,12 @@
 """Cases of a sweep beside each other: which settings tell them apart, and a case in words."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from stepscope.findings import Cell
-from stepscope.recording.bench import CaseRow
+from stepscope.recording.bench import CaseRow, Environment
 from stepscope.spec import SIZES, Case, Timing, Workload
 
 
@@ -34,6 +34,7 @@ CASE_SETTINGS = (
     CaseSetting(key="device", label="device", read=lambda row: row.environment.device),
     CaseSetting(key="device_name", label="device name", read=lambda row: row.environment.driver_name),
     CaseSetting(key="torch", label="torch", read=lambda row: row.environment.torch),
+    CaseSetting(key="cpu_limits", label="CPU limits", read=lambda row: row.environment.cpu_limits or None),
     CaseSetting(
         key="vocab",
         label="vocab",
@@ -74,6 +75,12 @@ def describe_case(case: Case) -> str:
     return " ".join(words)
 
 
+def limit_notes(environments: Iterable[Environment]) -> list[str]:
+    """A remark for each set of limits on the CPU's instructions that something ran under."""
+    limits = dict.fromkeys(environment.cpu_limits for environment in environments if environment.cpu_limits)
+    return [f"CPU instructions are limited by {limit}, which costs speed" for limit in limits]
+
+
 def brief(reason: str) -> str:
     """The beginning of a reason: libraries go on about their settings. The row has all of it."""
     return textwrap.shorten(reason, 110, placeholder=" …")
@@ -93,7 +100,7 @@ def _say(setting: CaseSetting, row: CaseRow) -> str:
     match setting.key:
         case "device_name":
             return str(value)
-        case "device" | "seed" | "vocab":
+        case "device" | "seed" | "vocab" | "cpu_limits":
             return ""
         case "compile":
             return "compiled" if value == "yes" else ""

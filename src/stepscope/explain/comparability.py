@@ -86,6 +86,7 @@ def list_versions(manifest: Manifest) -> dict[str, str]:
 
 def describe_software(environment: Environment) -> dict[str, str]:
     named = {name: getattr(environment, name) for name in ("torch", "triton", "cuda", "driver", "python", "stepscope")}
+    named["CPU limits"] = environment.cpu_limits
     return {**{name: str(version) for name, version in named.items() if version}, "threads": str(environment.threads)}
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.autocast import explain_dtype
+from stepscope.explain.cases import limit_notes
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.bench import BenchRow
@@ -210,7 +211,7 @@ def _error_notes(report: PrecisionReport) -> list[str]:
     narrowed = report.comparison.truth.narrowed
     if narrowed:
         notes.append(f"The truth is less than float64 in {len(narrowed)} places, such as {narrowed[0]}.")
-    return notes
+    return notes + limit_notes([report.environment])
 
 
 # --- Underflow ------------------------------------------------------------------------------------------------------

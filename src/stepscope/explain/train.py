@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from stepscope import cost
 from stepscope.cost.sharding import ADAM_STATE_BYTES
+from stepscope.explain.cases import limit_notes
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.train import TrainMemory, TrainRow, TrainRun
@@ -43,6 +44,7 @@ def train_table(run: TrainRun, rows: Sequence[TrainRow]) -> Table:
         "compute is the step less the communication that was not hidden; all of the slowest rank",
         f"MFU: {cost.FLOP_CONVENTION}; against ranks × the peak of {run.environment.hardware.name}"
         f" ({run.environment.hardware.source})",
+        *limit_notes([run.environment]),
     )
     parts = [list(part) for _, part in itertools.groupby(rows, key=lambda row: (row.strategy, len(row.step_ns)))]
     return Table(title=_title(run), columns=_COLUMNS, rows=tuple(_line(run, part) for part in parts), notes=notes)

@@ -22,6 +22,7 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.explain.comm import fit_links
 from stepscope.jobs.comm_grid import CommGrid, Machine
+from stepscope.jobs.instructions import limit_instructions
 from stepscope.jobs.messages import Inspect, Inspected
 from stepscope.jobs.process import Workers, require_torch
 from stepscope.jobs.rank import serve_here
@@ -74,6 +75,7 @@ class CommSweep:
         world = _started_ranks()
         if world is not None:
             grid.refuse_other_ranks(world)
+            limit_instructions()
             if os.environ["RANK"] != "0":
                 self._serve_rank_0(grid)
                 return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.cases import describe_case
+from stepscope.explain.cases import describe_case, limit_notes
 from stepscope.explain.statistics import summarise
 from stepscope.jobs.messages import Failed, MemoryRecorded, RecordMemory
 from stepscope.jobs.process import Ended, Workers
@@ -95,7 +95,7 @@ def _describe(recording: "Recording", planned: Planned, run: MemoryRun, *, comma
         versions=versions,
         command=command,
         started=started,
-        notes=(*recording.manifest.notes, *run.notes),
+        notes=(*recording.manifest.notes, *run.notes, *limit_notes([environment])),
         overhead=Overhead(
             plain_ns=_median(run.step_ns),
             recorded_ns=_median(run.recorded_step_ns),

@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.jobs.instructions import limit_instructions
 
 _LAST_WORDS = 1000  # characters of what was printed, for the error
 _LEAVE_S = (10.0, 3.0)  # how long a profiler gets to end its program, after being asked and after being told
@@ -36,6 +37,7 @@ class Finished(NamedTuple):
 
 def run_outside(command: list[str], on_look: Callable[[], None] | None = None) -> Finished:
     """Runs to the end. `on_look` is called twice a second meanwhile."""
+    limit_instructions()
     with TemporaryFile() as output:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)

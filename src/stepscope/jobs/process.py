@@ -23,6 +23,7 @@ from typing import IO, Self
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.jobs.instructions import limit_instructions
 from stepscope.jobs.messages import Answer, AttentionMeasured, Failed, Request, Result, Stage
 from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.bench import Status
@@ -127,6 +128,7 @@ class _Nursery:
     """The process that workers are forked from."""
 
     def __init__(self) -> None:
+        limit_instructions()
         self._output = TemporaryFile()  # noqa: SIM115  # closed in `close`
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # -P: the current folder is put on the path when a factory is loaded, and not before: a stray `random.py` in it

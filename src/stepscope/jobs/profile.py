@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.cases import limit_notes
 from stepscope.explain.statistics import summarise
 from stepscope.jobs.messages import Failed, Record, Recorded
 from stepscope.jobs.process import Ended, RefusedError, Workers, require_torch
@@ -202,7 +203,7 @@ def describe_recording(
         command=command,
         started=started,
         doubts=run.doubts,
-        notes=(*recording.manifest.notes, *run.notes),
+        notes=(*recording.manifest.notes, *run.notes, *limit_notes([environment])),
         overhead=Overhead(
             plain_ns=_median(run.step_ns) or 0,
             recorded_ns=_median(run.recorded_step_ns),

@@ -22,6 +22,7 @@ from typing import Self
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.jobs.instructions import limit_instructions
 from stepscope.jobs.process import require_torch
 from stepscope.jobs.rank_messages import Birth, RankDone, RankFailed, RankMessage, RankRequest, Setup
 from stepscope.parallel.journal import find_culprit, read_journals
@@ -38,6 +39,7 @@ def run_ranks(
     """All ranks to their end. A `StepscopeError` names the rank that failed and its last collective; the others are
     ended before it is raised."""
     require_torch()
+    limit_instructions()
     journal = folder / JOURNAL_NAME
     with writing(folder):
         journal.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.jobs.instructions import limit_instructions
 from stepscope.jobs.rank_messages import RankMessage, Setup, Train
 from stepscope.jobs.ranks import JOURNAL_NAME, run_ranks
 from stepscope.recording.checkpoints import FOLDER_NAME, forget_all, newest
@@ -67,6 +68,7 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
         """This process is a rank that somebody started. Rank 0 alone has the result."""
         from stepscope.jobs.rank import serve_here
 
+        limit_instructions()
         with writing(self.folder):  # of a run before; whoever joins first must not delete what others write by then
             (self.folder / JOURNAL_NAME / f"{os.environ['RANK']}.journal").unlink(missing_ok=True)
         if os.environ["RANK"] == "0":

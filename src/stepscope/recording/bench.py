@@ -19,7 +19,7 @@ Clock = Literal["cuda events", "host"]
 PeakKind = Literal["cuda allocator", "rss above start"]
 
 
-class Environment(msgspec.Struct, frozen=True, kw_only=True):
+class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a case ran."""
 
     device: str
@@ -33,13 +33,17 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     stepscope: str
     commit: str | None
+    # On a CPU: the variables that keep libraries from its newest instructions, as a shell would set them. Left out of
+    # what is written where nothing is limited, so that rows and keys from before this was kept are what they were.
+    cpu_limits: str = ""
 
     @property
     def identity(self) -> tuple[str, ...]:
         """What makes two runs of one case the same measurement. A peak that was measured is not part of it."""
         device = (self.device, self.driver_name, self.driver, self.threads)
         software = (self.python, self.torch, self.triton, self.cuda, self.stepscope)
-        return tuple(str(part) for part in (*device, *software))
+        limits = (self.cpu_limits,) if self.cpu_limits else ()
+        return tuple(str(part) for part in (*device, *software, *limits))
 
 
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):

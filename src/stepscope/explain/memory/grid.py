@@ -11,6 +11,7 @@ from stepscope.explain.cases import (
     brief,
     describe_case,
     find_setting,
+    limit_notes,
     say_shared,
     varies,
 )
@@ -64,7 +65,10 @@ def grid_table(rows: Sequence[MemoryRow]) -> Table:
         title=f"{say_shared(rows, without=_NO_PART)}; peak memory and what it is made of",
         columns=tuple(column for column, _ in columns),
         rows=tuple(zip(*(values for _, values in columns), strict=True)),
-        notes=tuple(f"{status}: {brief(reason)}" for status, reason in reasons.items()),
+        notes=(
+            *limit_notes(row.environment for row in rows),
+            *(f"{status}: {brief(reason)}" for status, reason in reasons.items()),
+        ),
     )
 
 
