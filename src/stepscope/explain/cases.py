@@ -78,7 +78,7 @@ def describe_case(case: Case) -> str:
 def limit_notes(environments: Iterable[Environment]) -> list[str]:
     """A remark for each set of limits on the CPU's instructions that something ran under."""
     limits = dict.fromkeys(environment.cpu_limits for environment in environments if environment.cpu_limits)
-    return [f"CPU instructions are limited by {limit}, which costs speed" for limit in limits]
+    return [f"CPU instructions limited by {limit}: matrix products may be slower" for limit in limits]
 
 
 def brief(reason: str) -> str:

@@ -159,9 +159,11 @@ def _find_limits(key: str, own: Mapping[str, str], probe: Probe) -> Limits:
 
 
 def _candidates(part: str, settings: Mapping[str, str], own: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """One variable at a time, from the newest instructions to the oldest, and at last the oldest of all together. What
-    a user has set stays."""
-    remedies = [name for name in REMEDIES[part] if name not in _names(own)]
+    """One variable at a time, from the newest instructions to the oldest, and then the oldest of all together. None
+    where the user has set one of them: that is their decision."""
+    remedies = REMEDIES[part]
+    if _names(own) & set(remedies):
+        return
     for name in remedies:
         levels = LEVELS[name]
         start = levels.index(settings[name]) + 1 if name in settings else 0
@@ -229,6 +231,6 @@ def _cache_path(key: str) -> Path:
 def _decode(content: bytes) -> Limits | None:
     try:
         limits = msgspec.json.decode(content, type=Limits)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return limits if set(limits.settings) <= set(LEVELS) else None
