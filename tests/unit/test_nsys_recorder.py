@@ -161,18 +161,17 @@ def test_a_failure_of_nsys_is_told_in_its_words(
 
 def test_ctrl_c_ends_nsys_and_what_it_started(stand_in: StandIn, tmp_path: Path) -> None:
     stand_in.set(hangs=True)
-    calls = tmp_path / "bin" / "calls.jsonl"
+    hanging = tmp_path / "bin" / "hanging.txt"
 
     def interrupt() -> None:
-        while not calls.exists():
+        while not hanging.exists():
             time.sleep(0.02)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         record(tmp_path / "out")
-    assert time.monotonic() - began < 8
+    assert (tmp_path / "bin" / "interrupted.txt").exists(), "it was asked, and not killed"
     assert not (tmp_path / "out" / "report.nsys-rep").exists()
 
 
