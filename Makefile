@@ -13,7 +13,7 @@ bin := $(VENV)/bin
 oldest := build/triton-3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test gpu aot check format clean
+.PHONY: help setup run test gpu fuzz aot check format clean
 
 help: ## this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -37,7 +37,7 @@ run: setup ## the main job: `stepscope report`, one page on the default workload
 apart := docs slurm train report precision attention memory
 beside := tests/cli $(apart:%=--ignore tests/cli/test_%.py)
 waiting := $(patsubst %,tests/cli/test_%.py,slurm train precision attention) tests/cpu/parallel tests/cli/test_docs.py
-models := tests/cpu --ignore tests/cpu/parallel tests/cli/test_report.py
+models := tests/cpu --ignore tests/cpu/parallel tests/cli/test_report.py tests/fuzz
 test: setup ## all tests that need no GPU; those of pages need chromium, which is installed where it may be
 	@sh tools/chromium.sh
 	@export OMP_NUM_THREADS=1; said=$$(mktemp -d); trap 'rm -rf "$$said"' EXIT; \
@@ -54,6 +54,9 @@ gpu: setup ## the tests that need a CUDA GPU
 		echo 'error: torch finds no CUDA GPU on this machine, so the tests in tests/gpu cannot run' >&2; \
 		echo 'hint: make test    # runs all that need none' >&2; exit 2; }
 	"$(bin)/python" -m pytest tests/gpu $(ARGS)
+
+fuzz: setup ## damaged inputs through every reader, 100,000 of them: ARGS="--count 1000 --seed 7 --jobs 2 --only kineto"
+	"$(bin)/python" -m tests.fuzz $(ARGS)
 
 # Under the oldest Triton too, in an environment of its own: what ptxas makes of a kernel differs between versions.
 aot: setup ## compile every shipped kernel for GPUs that are not here, and check spills, shared memory and instructions

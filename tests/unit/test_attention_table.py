@@ -178,7 +178,7 @@ def test_rows_survive_the_file_they_are_kept_in(tmp_path: Path) -> None:
     with ResultsFile.open(tmp_path / "results.jsonl", AttentionRow) as results:
         for row in rows:
             results.append(row)
-    assert read_rows_of(tmp_path / "results.jsonl", AttentionRow) == (tuple(rows), 0)
+    assert read_rows_of(tmp_path / "results.jsonl", AttentionRow) == (tuple(rows), ())
 
 
 # --- Pictures -------------------------------------------------------------------------------------------------------
@@ -217,3 +217,8 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     save(attention_figure(sweep(), "peak"), tmp_path / "peak.svg")
     content = (tmp_path / "peak.svg").read_text()
     assert content.index(">hopper<") < content.index(">naive<"), "the fastest comes first in the legend"
+
+
+def test_a_doubt_of_a_later_version_is_said_in_its_own_words() -> None:
+    doubts = (Doubt(code="tomorrow", text="something new was seen"),)
+    assert "tomorrow: something new was seen (1 case)" in attention_table([attend(doubts=doubts)], part="time").notes

@@ -125,3 +125,9 @@ def test_a_picture_has_a_panel_a_collective_and_a_line_for_each_number_of_ranks(
     by_time = comm_figure(rows[:1], "time").points[0]
     assert by_time.x == 1.0
     assert by_time.y == pytest.approx(2.0)
+
+
+def test_a_doubt_of_a_later_version_is_said_in_its_own_words() -> None:
+    doubts = (Doubt(code="tomorrow", text="something new was seen"),)
+    notes = comm_table([communicate(doubts=doubts), communicate(ranks=4, doubts=doubts)]).notes
+    assert "tomorrow: something new was seen (2 cases)" in notes

@@ -29,7 +29,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     with ResultsFile.open(path, BenchRow) as results:
         for one in ROWS:
             results.append(one)
-    assert read_rows(path) == (tuple(ROWS), 0)
+    assert read_rows(path) == (tuple(ROWS), ())
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 10, 500, -2])
@@ -40,7 +40,7 @@ def test_a_last_line_cut_short_is_set_aside_and_the_rest_kept(tmp_path: Path, ke
         assert results.rows == tuple(ROWS[:2])
         assert results.damaged_bytes == len(whole[2][:kept_bytes])
         results.append(ROWS[2])
-    assert read_rows(path) == (tuple(ROWS), 0)
+    assert read_rows(path) == (tuple(ROWS), ())
     assert path.read_bytes() == b"".join(whole)
     assert (tmp_path / "results.jsonl.damaged").read_bytes() == whole[2][:kept_bytes] + b"\n"
 
@@ -57,7 +57,7 @@ def test_blocks_of_zeros_after_a_power_cut_are_set_aside(tmp_path: Path) -> None
     path = write(tmp_path / "results.jsonl", [*lines(), b"\0" * 4096])
     with ResultsFile.open(path, BenchRow) as results:
         assert len(results.rows) == 3
-    assert read_rows(path) == (tuple(ROWS), 0)
+    assert read_rows(path) == (tuple(ROWS), ())
 
 
 def test_damage_in_the_middle_is_not_ours_to_mend(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_damage_in_the_middle_is_not_ours_to_mend(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("line", [b'{"schema":"stepscope.bench/9"}\n', b'{"a":1}\n', b"[1,2]\n"])
+@pytest.mark.parametrize("line", [b'{"schema":"stepscope.bench/9"}\n', b'{"a":1}\n'])
 def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path, line: bytes) -> None:
     path = write(tmp_path / "results.jsonl", [line])
     with pytest.raises(StepscopeError, match="not a results file of this version"), ResultsFile.open(path, BenchRow):
@@ -100,8 +100,33 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 def test_reading_says_what_it_left_out_and_changes_nothing(tmp_path: Path) -> None:
     whole = lines()
     path = write(tmp_path / "results.jsonl", [*whole[:2], whole[2][:40]])
-    assert read_rows(path) == (tuple(ROWS[:2]), 40)
+    assert read_rows(path) == (tuple(ROWS[:2]), ("left out: a last line cut short (40 bytes)",))
     assert path.read_bytes().endswith(whole[2][:40])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"precision":"fp32"', b'"precision":"fp4"'),
+        (b'"attention":"naive"', b'"attention":"linear"'),
+        (b'"status":"ok"', b'"status":"postponed"'),
+        (b'"context":', b'"a_setting_of_tomorrow":1,"context":'),
+    ],
+)
+def test_rows_of_a_later_version_are_left_out_and_counted(tmp_path: Path, old: bytes, new: bytes) -> None:
+    whole = lines()
+    assert old in whole[1]
+    path = write(tmp_path / "results.jsonl", [whole[0], whole[1].replace(old, new), whole[2]])
+    rows, (remark,) = read_rows(path)
+    assert rows == (ROWS[0], ROWS[2])
+    assert remark == "left out: 1 row of a later version of stepscope"
+    before = path.read_bytes()
+    with ResultsFile.open(path, BenchRow) as results:
+        assert results.rows == (ROWS[0], ROWS[2])
+    assert path.read_bytes() == before
+    with pytest.raises(StepscopeError, match="no rows") as raised:
+        read_rows(write(tmp_path / "results.jsonl", [whole[1].replace(old, new)]))
+    assert "1 row of a later version" in raised.value.detail
 
 
 @pytest.mark.parametrize("content", [b"", b"hi", b"not json at all\n"])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.output import say, show_tables
 from stepscope.recording.attention import IMPLEMENTATIONS
 from stepscope.report.formats import Format
 
@@ -85,7 +85,6 @@ def attention(
     from stepscope.explain.attention_figure import attention_figure
     from stepscope.jobs.attention_grid import grid_from_texts, refuse_texts
     from stepscope.report.figures import check_target, save
-    from stepscope.report.tables import render
 
     flags = {
         "implementation": implementation,
@@ -110,9 +109,9 @@ def attention(
         from stepscope.recording.attention import AttentionRow
         from stepscope.recording.lines import read_rows_of
 
-        rows, cut_bytes = read_rows_of(from_, AttentionRow)
-        if cut_bytes:
-            say(f"left out: a last line cut short ({cut_bytes} bytes)")
+        rows, left_out = read_rows_of(from_, AttentionRow)
+        for remark in left_out:
+            say(remark)
     else:
         from stepscope.cli.progress import choose_listener
         from stepscope.jobs.attention import AttentionSweep
@@ -128,7 +127,7 @@ def attention(
             raise
     chosen = table or (Part.ALL if format_ in (Format.CSV, Format.JSON) else None)
     tables = make_tables(rows, part=chosen.value if chosen else None, peer=named)
-    show("\n".join(render(one, format_, detail=detail, width=terminal_width()) for one in tables))
+    show_tables(tables, format_, detail=detail)
     kept = shlex.quote(str(from_ or out / "results.jsonl"))
     other = Drawn.FORWARD_RATE if plot_of is Drawn.PEAK else Drawn.PEAK
     if plot is not None:

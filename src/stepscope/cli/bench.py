@@ -62,9 +62,9 @@ def bench(
         refuse_slurm(slurm, "--from shows a file as it is")
         from stepscope.recording.lines import read_rows
 
-        rows, cut_bytes = read_rows(from_)
-        if cut_bytes:
-            say(f"left out: a last line cut short ({cut_bytes} bytes)")
+        rows, left_out = read_rows(from_)
+        for remark in left_out:
+            say(remark)
     else:
         options = _Options(folder=out, retry=retry, fresh=fresh, timeout_s=timeout)
         measured = _run_here(grid, options) if slurm is None else _run_on_slurm(grid, slurm, options)

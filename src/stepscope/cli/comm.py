@@ -86,9 +86,9 @@ def comm(
         refuse_texts(texts, "--from shows a file as it is")
         from stepscope.recording.lines import read_rows_of
 
-        rows, cut_bytes = read_rows_of(from_, CommRow)
-        if cut_bytes:
-            say(f"left out: a last line cut short ({cut_bytes} bytes)")
+        rows, left_out = read_rows_of(from_, CommRow)
+        for remark in left_out:
+            say(remark)
     else:
         from stepscope.cli.progress import choose_listener
         from stepscope.explain.comm import describe_comm, outcome_of_comm

@@ -9,7 +9,7 @@ import typer
 
 from stepscope.cli.memory_output import MemoryPart, Stacked, check_view, draw, print_profile
 from stepscope.cli.options import refuse_settings, takes_grid
-from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.output import say, show_tables
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
@@ -65,9 +65,7 @@ def memory(
     from stepscope.jobs import memory_view
     from stepscope.jobs.memory import recording_folder
     from stepscope.report.figures import check_target, save
-    from stepscope.report.tables import render
 
-    width = terminal_width()
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
         check_target(plot, force=force)
@@ -80,9 +78,9 @@ def memory(
         from stepscope.recording.memory_row import MemoryRow
 
         out = from_.parent
-        rows, cut_bytes = read_rows_of(from_, MemoryRow)
-        if cut_bytes:
-            say(f"left out: a last line cut short ({cut_bytes} bytes)")
+        rows, left_out = read_rows_of(from_, MemoryRow)
+        for remark in left_out:
+            say(remark)
     else:
         from stepscope.cli.progress import choose_listener
         from stepscope.jobs.memory import MemorySweep
@@ -110,7 +108,7 @@ def memory(
             raise StepscopeError(f"`{alone}` is of one case, {found}", hint="leave it out")
         chosen = memory_view.show_saved(out, rows) if table == MemoryPart.SAVED else None
         tables = chosen or memory_view.show_rows(rows, study=checkpoint_study)
-        show("\n".join(render(one, format_, detail=detail == "yes", width=width) for one in tables))
+        show_tables(tables, format_, detail=detail == "yes")
         if plot is not None:
             save(grid_figure(rows), plot)
             say(f"picture: {plot}")

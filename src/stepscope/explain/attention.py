@@ -5,7 +5,6 @@ same shape: the fastest of SDPA's backends in the file unless another is named, 
 own.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from stepscope.cost.attention import (
     need_of_attention,
 )
 from stepscope.errors import StepscopeError, nearest
-from stepscope.explain.cases import brief, limit_notes
+from stepscope.explain.cases import brief, doubt_notes, limit_notes
 from stepscope.explain.statistics import Summary, summarise
 from stepscope.findings import Cell, Column, Table
 from stepscope.recording.attention import (
@@ -376,7 +375,7 @@ def _notes(rows: Sequence[AttentionRow], part: Part, peers: _Peers) -> list[str]
         notes.append(f"FLOP: {ATTENTION_CONVENTION}")
         if any(one.clock == "cuda events" for one in measured):
             notes.append("times from CUDA events, the cache flushed before each repetition")
-        notes += limit_notes(row.environment for row in rows) + _doubt_notes(rows)
+        notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, DOUBTS)
     if part != "time":
         notes += _memory_notes(rows, measured)
     return notes + _failure_notes(rows)
@@ -393,11 +392,6 @@ def _memory_notes(rows: Sequence[AttentionRow], measured: Sequence[AttentionMeas
         listed = ", ".join(name for name in names if name in exact) or "none"
         notes.append(f"closed form {when}: exact for {listed}; at least so much for the others")
     return notes
-
-
-def _doubt_notes(rows: Sequence[AttentionRow]) -> list[str]:
-    codes = Counter(doubt.code for row in rows for doubt in row.doubts)
-    return [f"{code}: {DOUBTS[code]} ({count} case{'s' * (count != 1)})" for code, count in codes.items()]
 
 
 def _failure_notes(rows: Sequence[AttentionRow]) -> list[str]:

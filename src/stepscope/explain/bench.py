@@ -16,6 +16,7 @@ from stepscope.explain.cases import (
     CaseSetting,
     all_else,
     brief,
+    doubt_notes,
     find_setting,
     limit_notes,
     say_setting,
@@ -259,9 +260,7 @@ def _notes(rows: Sequence[BenchRow]) -> list[str]:
         notes.append("peak: the process's resident high-water mark above its start, code apart")
     if any(row.measurement and row.measurement.peak_kind == "cuda allocator" for row in rows):
         notes.append("peak: allocated bytes of CUDA's caching allocator; times from CUDA events")
-    notes += limit_notes(row.environment for row in rows)
-    codes = Counter(doubt.code for row in rows for doubt in row.doubts)
-    notes += [f"{code}: {DOUBTS.get(code, code)} ({_cases(count)})" for code, count in codes.items()]
+    notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, DOUBTS)
     reasons = {row.status: row.reason for row in reversed(rows) if row.status != "ok"}
     notes += [f"{status}: {brief(reason)}" for status, reason in reasons.items()]
     return notes
@@ -279,10 +278,6 @@ def _peak_note(environment: Environment) -> str:
         "measured here on a large matrix product" if hardware.source == "measured" else "dense, from its data sheet"
     )
     return f"MFU: against {hardware.name}'s peak in TFLOP/s ({source}): {peaks}"
-
-
-def _cases(count: int) -> str:
-    return f"{count} case" if count == 1 else f"{count} cases"
 
 
 def _point(row: BenchRow, series: Sequence[CaseSetting], *, by_context: bool) -> Point:

@@ -1,12 +1,13 @@
 """Cases of a sweep beside each other: which settings tell them apart, and a case in words."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from stepscope.findings import Cell
-from stepscope.recording.bench import CaseRow, Environment
+from stepscope.recording.bench import CaseRow, Environment, Row
 from stepscope.spec import SIZES, Case, Timing, Workload
 
 
@@ -47,6 +48,14 @@ CASE_SETTINGS = (
     CaseSetting(key="warmup", label="warm-up", read=lambda row: row.case.timing.warmup, kind="count"),
 )
 ALWAYS_SHOWN = ("model", "context", "precision")
+
+
+def doubt_notes(rows: Iterable[Row], meanings: Mapping[str, str]) -> list[str]:
+    """A line for each doubt about the rows. One that a later version raised has its own text."""
+    doubts = [doubt for row in rows for doubt in row.doubts]
+    texts = {doubt.code: doubt.text for doubt in reversed(doubts)} | dict(meanings)
+    counts = Counter(doubt.code for doubt in doubts)
+    return [f"{code}: {texts[code]} ({count} case{'s' * (count != 1)})" for code, count in counts.items()]
 
 
 def describe_case(case: Case) -> str:

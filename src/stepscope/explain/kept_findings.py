@@ -5,6 +5,7 @@ from contextlib import suppress
 import msgspec
 
 from stepscope.explain.profile import Profile, code_digest
+from stepscope.files import decode, read_plain
 from stepscope.findings import Finding
 
 
@@ -13,7 +14,7 @@ def find_once(profile: Profile) -> tuple[Finding, ...]:
     path = profile.kept_in / f"findings-{code_digest()}.json" if profile.kept_in else None
     if path is not None:
         with suppress(OSError, msgspec.DecodeError):  # not there yet, or damaged: looked for below
-            return msgspec.json.decode(path.read_bytes(), type=tuple[Finding, ...])
+            return decode(read_plain(path), tuple[Finding, ...])
     from stepscope.explain.rules import find
 
     found = find(profile)

@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain
 from stepscope.jobs.instructions import limit_instructions
 
 _LAST_WORDS = 1000  # characters of what was printed, for the error
@@ -53,9 +54,9 @@ def run_outside(command: list[str], on_look: Callable[[], None] | None = None) -
 def hear(path: Path, kind: Any) -> Any:
     """The answer of type `kind` that the program left, which is taken away; None where it left none."""
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
         path.unlink()
-        return msgspec.json.decode(content, type=kind)
+        return decode(content, kind)
     except (OSError, msgspec.DecodeError):
         return None
 

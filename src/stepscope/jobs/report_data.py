@@ -16,6 +16,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.cases import describe_case
+from stepscope.files import decode, read_plain
 from stepscope.findings import Missing
 from stepscope.jobs.sweep import Planned
 from stepscope.recording.bench import Environment
@@ -54,15 +55,15 @@ def is_data(path: Path) -> bool:
 def read_state(folder: Path) -> State:
     path = folder / STATE_NAME
     try:
-        content = path.read_bytes()
-        if msgspec.json.decode(content, type=_Versioned).schema == SCHEMA:
-            state = msgspec.json.decode(content, type=State)
+        content = read_plain(path)
+        if decode(content, _Versioned).schema == SCHEMA:
+            state = decode(content, State)
             if all(keys and all(map(_KEY.fullmatch, keys)) for keys in state.done.values()):
                 return state
             why = "a stage is done under no key, or under none of ours"
         else:
             why = f"its schema is not `{SCHEMA}`"
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         why = (error.strerror or "" if isinstance(error, OSError) else str(error))[:200]
     raise StepscopeError(
         f"not a file of `stepscope report`: `{path}`", detail=why, hint="another folder: stepscope report --data FOLDER"

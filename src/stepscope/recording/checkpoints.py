@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain
 from stepscope.recording.lines import write_atomically, writing
 from stepscope.spec import Training
 
@@ -77,7 +78,7 @@ def newest(folder: Path) -> Checkpoint | None:
         return None
     path, manifest_path = _paths(folder, steps[-1])
     try:
-        manifest = msgspec.json.decode(manifest_path.read_bytes(), type=Manifest)
+        manifest = decode(read_plain(manifest_path), Manifest)
         size = path.stat().st_size
     except (OSError, msgspec.DecodeError) as error:
         raise _damaged(folder, steps, str(error)) from None

@@ -3,6 +3,7 @@
 A sweep runs for hours and dies at the worst moment, so the file is built for that. It is only ever appended to, each
 row is on the disk before the next case starts, and one process writes at a time. A last line that a crash or a full
 disk cut short is moved aside when the file is next opened for writing; any other damage is not ours, and is an error.
+Rows of a later version, with a setting or a word that this one does not know, stay in the file and are left out.
 """
 
 import errno
@@ -16,30 +17,51 @@ from typing import Generic, TypeVar
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain
 from stepscope.recording.bench import BenchRow, Row
 
 R = TypeVar("R", bound=Row)
+# How msgspec says that a word is none of those that a field may have, or that there is a field more.
+_LATER = ("Invalid enum value", "Object contains unknown field")
 
 
 class _Versioned(msgspec.Struct):
-    schema: str
+    schema: str = ""
 
 
-def read_rows(path: Path) -> tuple[tuple[BenchRow, ...], int]:
+class Parsed(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
+    """The rows of a file, the `good_bytes` that they take, of which the rest is a last line cut short, and how many
+    rows of a later version there are besides."""
+
+    rows: tuple[R, ...]
+    good_bytes: int
+    later: int
+
+    @property
+    def newest(self) -> tuple[R, ...]:
+        """Of each case, in the order in which cases first came."""
+        return tuple({row.key: row for row in self.rows}.values())
+
+
+def read_rows(path: Path) -> tuple[tuple[BenchRow, ...], tuple[str, ...]]:
     """The rows of a file of timed cases."""
     return read_rows_of(path, BenchRow)
 
 
-def read_rows_of(path: Path, kind: type[R]) -> tuple[tuple[R, ...], int]:
-    """The rows of a results file, the newest of each case in the order in which cases first came, and how many bytes
-    of a last line cut short were left out."""
+def read_rows_of(path: Path, kind: type[R]) -> tuple[tuple[R, ...], tuple[str, ...]]:
+    """The rows of a results file, the newest of each case in the order in which cases first came, and remarks on what
+    was left out."""
     content = _read(path)
-    rows, good_bytes = _parse(path, content, kind)
-    if not rows:
-        raise StepscopeError(
-            f"no rows in `{path}`", detail=f"expected rows of schema `{_schema_of(kind)}`", hint=_verb_of(kind)
-        )
-    return _newest(rows), len(content) - good_bytes
+    parsed = parse_rows(path, content, kind)
+    left_out = []
+    if cut_bytes := len(content) - parsed.good_bytes:
+        left_out.append(f"left out: a last line cut short ({cut_bytes} bytes)")
+    if parsed.later:
+        left_out.append(f"left out: {parsed.later} row{'s' * (parsed.later != 1)} of a later version of stepscope")
+    if not parsed.rows:
+        expected = f"expected rows of schema `{_schema_of(kind)}`"
+        raise StepscopeError(f"no rows in `{path}`", detail="\n".join([expected, *left_out]), hint=_verb_of(kind))
+    return parsed.newest, tuple(left_out)
 
 
 class ResultsFile(Generic[R]):
@@ -49,9 +71,9 @@ class ResultsFile(Generic[R]):
     def __init__(self, path: Path, descriptor: int, kind: type[R]) -> None:
         self.path = path
         self._descriptor = descriptor
-        rows, good_bytes = _parse(path, _read(path), kind)
-        self.rows = _newest(rows)
-        self.damaged_bytes = self._repair(good_bytes)
+        parsed = parse_rows(path, _read(path), kind)
+        self.rows = parsed.newest
+        self.damaged_bytes = self._repair(parsed.good_bytes)
 
     @classmethod
     @contextmanager
@@ -95,10 +117,10 @@ class ResultsFile(Generic[R]):
         return len(rest)
 
 
-def _parse(path: Path, content: bytes, kind: type[R]) -> tuple[list[R], int]:
-    """The rows, and how many bytes of the file they take: what lies beyond is a last line cut short."""
+def parse_rows(path: Path, content: bytes, kind: type[R]) -> Parsed[R]:
+    """The rows in the `content` of the file at `path`."""
     rows: list[R] = []
-    good_bytes = 0
+    good_bytes = later = 0
     lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -106,14 +128,18 @@ def _parse(path: Path, content: bytes, kind: type[R]) -> tuple[list[R], int]:
                 rows.append(_decode(path, number, line, kind))
             except msgspec.DecodeError as error:
                 if number == len(lines) and not isinstance(error, msgspec.ValidationError):
-                    return rows, good_bytes
+                    break
+                if str(error).startswith(_LATER):
+                    later += 1
+                    good_bytes += len(line)
+                    continue
                 raise StepscopeError(
                     f"damaged results file: `{path}`, line {number}",
                     detail=f"{error}; only a last line can be cut short by a crash, so this is other damage",
                     hint=f"mend or delete that line, or write elsewhere: {_verb_of(kind)} --out FOLDER",
                 ) from None
         good_bytes += len(line)
-    return rows, good_bytes
+    return Parsed(rows=tuple(rows), good_bytes=good_bytes, later=later)
 
 
 def _schema_of(kind: type[Row]) -> str:
@@ -127,26 +153,19 @@ def _verb_of(kind: type[Row]) -> str:
 
 
 def _decode(path: Path, number: int, line: bytes, kind: type[R]) -> R:
-    try:
-        schema = msgspec.json.decode(line, type=_Versioned).schema
-    except msgspec.ValidationError:
-        schema = ""
+    schema = decode(line, _Versioned).schema
     if schema != _schema_of(kind):
         raise StepscopeError(
             f"not a results file of this version: `{path}`, line {number}",
-            detail=f"expected rows of schema `{_schema_of(kind)}`, found `{schema or 'none'}`",
+            detail=f"expected rows of schema `{_schema_of(kind)}`, found `{schema[:60] or 'none'}`",
             hint=f"write elsewhere: {_verb_of(kind)} --out FOLDER",
         )
-    return msgspec.json.decode(line, type=kind)
-
-
-def _newest(rows: list[R]) -> tuple[R, ...]:
-    return tuple({row.key: row for row in rows}.values())
+    return decode(line, kind)
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_plain(path)
     except OSError as error:
         raise StepscopeError(
             f"cannot read the results file: `{path}`", detail=error.strerror or "", hint="stepscope --help"

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain
 from stepscope.folders import cache_folder
 from stepscope.recording.lines import write_atomically, writing
 
@@ -105,12 +106,12 @@ def find_link(collective: Collective, place: Place, path: Path | None = None) ->
 def read_links(path: Path, *, missing_ok: bool = False) -> tuple[Links, ...]:
     """All places of a file. One that cannot be read is an error: to pass over it would predict from something else."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=tuple[Links, ...])
+        return decode(read_plain(path), tuple[Links, ...])
     except FileNotFoundError:
         if missing_ok:
             return ()
         raise StepscopeError(f"no file of links: `{path}`", hint="stepscope comm") from None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as problem:
+    except (OSError, msgspec.DecodeError) as problem:
         raise StepscopeError(
             f"cannot read the links: `{path}`", detail=str(problem), hint=f"rm {path} && stepscope comm"
         ) from None

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain
 from stepscope.recording.bench import Environment
 from stepscope.recording.lines import writing
 from stepscope.spec import Case, Precision, Workload
@@ -172,16 +173,16 @@ def encode_report(report: PrecisionReport) -> bytes:
 
 def read_report(path: Path) -> PrecisionReport:
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
     except OSError as error:
         raise StepscopeError(
             f"cannot read `{path}`", detail=error.strerror or "", hint=f"stepscope precision --out {path.name}"
         ) from None
     try:
-        if msgspec.json.decode(content, type=_Versioned).schema != SCHEMA:
+        if decode(content, _Versioned).schema != SCHEMA:
             raise _not_ours(path, f"its schema is not `{SCHEMA}`")
-        return msgspec.json.decode(content, type=PrecisionReport)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return decode(content, PrecisionReport)
+    except msgspec.DecodeError as error:
         raise _not_ours(path, str(error)) from None
 
 

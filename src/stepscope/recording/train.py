@@ -13,6 +13,7 @@ from typing import IO, Literal, Self
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain
 from stepscope.recording.bench import Environment
 from stepscope.recording.lines import writing
 from stepscope.spec import Training
@@ -107,7 +108,7 @@ class LogFile:
 def read_log(path: Path) -> tuple[list[TrainRow], int]:
     """The steps in order, and how many bytes of a last line cut short were left out."""
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
     except OSError as error:
         raise StepscopeError(
             f"cannot read the log: `{path}`", detail=error.strerror or "", hint="stepscope train --out FOLDER"
@@ -116,7 +117,7 @@ def read_log(path: Path) -> tuple[list[TrainRow], int]:
     lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            row = msgspec.json.decode(line, type=TrainRow)
+            row = decode(line, TrainRow)
         except msgspec.DecodeError as error:
             if number == len(lines) and not line.endswith(b"\n"):
                 return rows, len(line)
@@ -158,7 +159,7 @@ def read_run(folder: Path) -> TrainRun | None:
     """None where no run has begun."""
     path = folder / RUN_NAME
     try:
-        run = msgspec.json.decode(path.read_bytes(), type=TrainRun)
+        run = decode(read_plain(path), TrainRun)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
@@ -176,7 +177,7 @@ def read_run(folder: Path) -> TrainRun | None:
 def read_memory(folder: Path) -> tuple[TrainMemory, ...]:
     path = folder / MEMORY_NAME
     try:
-        return msgspec.json.decode(path.read_bytes(), type=tuple[TrainMemory, ...])
+        return decode(read_plain(path), tuple[TrainMemory, ...])
     except FileNotFoundError:
         return ()
     except (OSError, msgspec.DecodeError) as error:

@@ -15,7 +15,7 @@ import msgspec
 
 from stepscope.cost import DecoderShape, decoder_parameters
 from stepscope.errors import StepscopeError, nearest
-from stepscope.recover.plain_files import open_plain
+from stepscope.files import open_plain
 
 Dtype = Literal["fp32", "tf32", "fp16", "bf16"]
 # In the order in which they are shown.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
-from stepscope.recover.plain_files import open_plain
+from stepscope.files import open_plain
 from stepscope.recover.report import HashedFile, HashedWeights
 
 

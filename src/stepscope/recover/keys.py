@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import open_plain
 from stepscope.recording.lines import writing
-from stepscope.recover.plain_files import open_plain
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -23,6 +23,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import open_plain
 from stepscope.recording.lines import write_atomically, writing
 from stepscope.recover.hashing import base_name, hash_file, hash_files
 from stepscope.recover.keys import (
@@ -32,7 +33,6 @@ from stepscope.recover.keys import (
     public_key_of,
     read_public_key,
 )
-from stepscope.recover.plain_files import open_plain
 from stepscope.recover.report import SCHEMA, HashedFile, Report, canonical_bytes, parse_report
 
 # A key may one day sign other things: a signature of one kind must not pass for another.

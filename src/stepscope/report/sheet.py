@@ -8,6 +8,7 @@ would break a row in every format, or an escape sequence, which would run in the
 from dataclasses import dataclass
 
 from stepscope.findings import Table
+from stepscope.report.formats import visible
 from stepscope.report.numbers import format_column
 
 NO_ROWS = "(no rows)"
@@ -55,5 +56,4 @@ def lay_out(table: Table, *, detail: bool) -> Sheet:
 
 
 def one_line(text: str) -> str:
-    joined = " ".join(text.split())
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in joined)
+    return visible(" ".join(text.split()))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.files import read_plain
 from stepscope.spec.choices import Scalar, SpecError, flag_of
 from stepscope.spec.settings import SETTINGS, build_case, check_names
 from stepscope.spec.workload import Case
@@ -54,7 +55,7 @@ def grid_from_flags(flags: Mapping[str, str], arguments: Sequence[str] = ()) -> 
 def grid_from_toml(path: Path) -> Grid:
     """A grid from a file: the settings by name, a list for several values, and `[set]` for a model's arguments."""
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = tomllib.loads(read_plain(path).decode())
     except OSError as error:
         raise SpecError(f"cannot read the settings file: `{path}`", detail=error.strerror or "") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

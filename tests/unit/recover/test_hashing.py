@@ -71,7 +71,7 @@ def test_nothing_is_left_out_in_silence(weights: Path) -> None:
         hash_files([weights])
     (weights / "gone").unlink()
     os.mkfifo(weights / "pipe")
-    with pytest.raises(StepscopeError, match="is no file"):
+    with pytest.raises(StepscopeError, match="not a regular file"):
         hash_files([weights])
 
 

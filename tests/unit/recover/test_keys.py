@@ -134,7 +134,7 @@ def test_what_is_no_key_is_refused_without_a_word_of_what_it_is(tmp_path: Path) 
 def test_pipes_and_folders_are_no_keys(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "folder").mkdir(mode=0o700)
-    for name, message in (("pipe", "is no file"), ("folder", "cannot read"), ("missing", "No such file")):
+    for name, message in (("pipe", "not a regular file"), ("folder", "cannot read"), ("missing", "No such file")):
         with pytest.raises(StepscopeError, match=message):
             load_private_key(tmp_path / name)
 

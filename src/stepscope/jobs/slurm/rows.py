@@ -6,10 +6,11 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.files import decode, read_plain
 from stepscope.jobs.slurm.submissions import Job, write_whole
 from stepscope.jobs.sweep import LOGS_NAME, RESULTS_NAME
 from stepscope.recording.bench import BenchRow
-from stepscope.recording.lines import ResultsFile, writing
+from stepscope.recording.lines import ResultsFile, parse_rows, writing
 from stepscope.spec import Case
 
 
@@ -27,8 +28,8 @@ class Ledger:
     def __init__(self, results: ResultsFile[BenchRow]) -> None:
         self.rows = {row.key: row for row in results.rows}
         self._results = results
-        lines = results.path.read_bytes().splitlines()
-        self._seen = {msgspec.json.decode(line, type=_Identity) for line in lines if line}
+        lines = read_plain(results.path).splitlines()
+        self._seen = {decode(line, _Identity) for line in lines if line}
 
     def collect(self, job: Job, *, ended: bool) -> Iterator[BenchRow]:
         """What is new. That a case was killed is believed once the job is over: until then it may be the job itself
@@ -54,11 +55,10 @@ class Ledger:
 def read_own(path: Path) -> tuple[BenchRow, ...]:
     """The newest row of each key in a job's file, which the job may be writing to."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        content = read_plain(path)
     except FileNotFoundError:
         return ()
-    rows = [msgspec.json.decode(line, type=BenchRow) for line in lines if line.endswith(b"\n")]
-    return tuple({row.key: row for row in rows}.values())
+    return parse_rows(path, content, BenchRow).newest
 
 
 def forget_killed(path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain
 from stepscope.jobs.slurm.resources import Resources
 from stepscope.recording.lines import write_atomically, writing
 from stepscope.spec import Case
@@ -119,8 +120,8 @@ def read_submissions(run_folder: Path) -> list[Kept]:
         if not path.exists():
             continue
         try:
-            submission = msgspec.json.decode(path.read_bytes(), type=Submission)
-        except msgspec.DecodeError as error:
+            submission = decode(read_plain(path), Submission)
+        except (OSError, msgspec.DecodeError) as error:
             raise StepscopeError(
                 f"cannot read what was submitted: `{path}`",
                 detail=str(error),
@@ -159,6 +160,10 @@ def _numbered(run_folder: Path) -> Iterator[Path]:
 
 def _read_outcome(path: Path) -> Outcome | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Outcome)
+        return decode(read_plain(path), Outcome)
     except FileNotFoundError:
         return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise StepscopeError(
+            f"cannot read how a job ended: `{path}`", detail=str(error), hint=f"rm {path}    # it counts as not ended"
+        ) from None

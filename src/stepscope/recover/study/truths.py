@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.recover.plain_files import open_plain
+from stepscope.files import decode, open_plain
 from stepscope.recover.study.runs import Settings
 
 _MOST_BYTES = 16 * 2**20
@@ -19,8 +19,8 @@ def read_truths(path: Path) -> dict[str, Settings]:
     try:
         if len(content) > _MOST_BYTES:
             raise msgspec.DecodeError(f"more than {_MOST_BYTES >> 20} MiB")
-        decoded = msgspec.json.decode(content, type=dict[str, dict[str, object]])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        decoded = decode(content, dict[str, dict[str, object]])
+    except msgspec.DecodeError as error:
         raise StepscopeError(
             f"`{path}` is no file of settings: {error}", detail=f"expected JSON such as\n{_EXAMPLE}"
         ) from None

@@ -1,0 +1,111 @@
+"""A process that makes inputs and runs the real command line on each, over and over, with stepscope imported once.
+
+The parent sends an input's number on standard input. Two answers go to the descriptor that standard output was: that
+the input is on the disk, with the command, and what came of it. What the command itself prints goes to files, so that
+even what Rust or a fault handler writes is found there.
+"""
+
+import faulthandler
+import os
+import random
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stepscope.cli.main import main
+from stepscope.errors import Exit
+from tests.fuzz.commands import choose_command
+from tests.fuzz.mutators import mutate
+from tests.fuzz.seeds import Seed, build_seeds, companions
+
+ADDRESS_BYTES = 64 << 30  # a backstop: what counts is what is resident, which the parent watches
+STDOUT, STDERR = "stdout.txt", "stderr.txt"
+UNTOUCHED = 0.02  # share of the inputs that are left whole: they must be read
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True):
+    """The input is there."""
+
+    seed: str
+    command: list[str]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """`code` is the exit status of the command; `peak_bytes` is the most memory that was resident meanwhile."""
+
+    code: int
+    peak_bytes: int
+
+
+def serve(folder: Path, number: int, only: str, main: Callable[[], object] = main) -> None:
+    """Serves inputs of the run `number` until its standard input ends. `only` are words, separated by commas, of which
+    one must be in the name of a seed."""
+    seeds = [seed for seed in build_seeds() if any(word in seed.name for word in only.split(","))]
+    good = companions()
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    questions = os.fdopen(os.dup(0), "rb")
+    outputs = folder / "output"
+    outputs.mkdir()
+    for descriptor, name in ((1, STDOUT), (2, STDERR)):
+        os.dup2(os.open(outputs / name, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
+    place = folder / "input"
+    os.environ["STEPSCOPE_CACHE"] = str(place / "cache")
+    for line in questions:
+        chance = random.Random(f"{number}:{int(line)}")
+        shutil.rmtree(place, ignore_errors=True)
+        seed, command = write_input(place, seeds, good, chance)
+        os.chdir(place)
+        for descriptor in (1, 2):
+            os.ftruncate(descriptor, 0)
+        answers.write(msgspec.json.encode(Begun(seed=seed.name, command=command)) + b"\n")
+        answers.write(msgspec.json.encode(_run_command(command, main)) + b"\n")
+
+
+def write_input(
+    place: Path, seeds: list[Seed], good: dict[str, bytes], chance: random.Random
+) -> tuple[Seed, list[str]]:
+    """One damaged seed in `place`, with the files that a command may need beside it, and the command."""
+    (seed,) = chance.choices(seeds, [seed.weight for seed in seeds])
+    files = dict(seed.files)
+    for _ in range(0 if chance.random() < UNTOUCHED else chance.choice((1, 1, 1, 2))):
+        name = chance.choice(sorted(files))
+        if len(files) > 1 and chance.random() < 0.03:
+            del files[name]
+        else:
+            files[name] = mutate(name, seed.files.get(name, b""), chance)
+    for name, content in (good | files).items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_bytes(content)
+    return seed, choose_command(seed, chance)
+
+
+def _run_command(command: list[str], main: Callable[[], object]) -> Outcome:
+    """By way of `main`, as a user's shell would see it."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the inputs before
+    sys.argv = ["stepscope", *command]
+    code = Exit.OK
+    try:
+        main()
+    except SystemExit as end:
+        code = Exit.OK if end.code is None else int(end.code)
+    except BaseException as error:  # noqa: BLE001  # Python would print it, and exit with 1
+        sys.stderr.write(f"Traceback: {type(error).__name__} left main: {error}\n")
+        code = Exit.GATE_FAILED
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return Outcome(code=code, peak_bytes=peak_bytes())
+
+
+def peak_bytes(process: str = "self", field: str = "VmHWM:") -> int:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
