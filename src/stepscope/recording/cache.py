@@ -33,7 +33,8 @@ def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recordin
         except StepscopeError:  # written by a version that is gone, or damaged: read the file itself again
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            os.utime(folder)
+            with suppress(OSError):  # a cache that cannot be written is still read
+                os.utime(folder)
             return recording, folder
     started = time.monotonic()
     recording = read(path)
