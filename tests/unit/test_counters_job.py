@@ -26,7 +26,12 @@ from stepscope.spec import Case, Grid, grid_from_flags
 from tests.unit.ncu_files import COUNTED, StandIn
 from tests.unit.rows import ENVIRONMENT
 
-ANSWER = Counted(environment=ENVIRONMENT, parameters=1000, forward_flops={"gemm": 10**9, "attention": 10**6})
+ANSWER = Counted(
+    environment=ENVIRONMENT,
+    parameters=1000,
+    optimizer="adamw",
+    forward_flops={"gemm": 10**9, "attention": 10**6},
+)
 REFUSED = RefusedError(message="out of memory", detail="tried to allocate 1 TiB")
 
 

@@ -25,13 +25,13 @@ class CaseSetting:
 CASE_SETTINGS = (
     CaseSetting(key="model", label="size", read=lambda row: row.case.workload.model.name),
     CaseSetting(key="batch", label="batch", read=lambda row: row.case.workload.batch, kind="count"),
-    CaseSetting(key="context", label="context", read=lambda row: row.case.workload.context, kind="count"),
+    CaseSetting(key="context", label="context", read=lambda row: row.case.workload.context or None, kind="count"),
     CaseSetting(key="mode", label="mode", read=lambda row: row.case.workload.mode),
     CaseSetting(key="precision", label="precision", read=lambda row: row.case.workload.precision, baseline="fp32"),
     CaseSetting(key="attention", label="attention", read=lambda row: row.case.workload.attention, baseline="naive"),
     CaseSetting(key="compile", label="compile", read=lambda r: _yes_no(r.case.workload.compile), baseline="no"),
     CaseSetting(key="checkpoint", label="checkpoint", read=lambda row: row.case.workload.checkpoint, baseline="none"),
-    CaseSetting(key="optimizer", label="optimized by", read=lambda row: row.case.workload.optimizer, baseline="adamw"),
+    CaseSetting(key="optimizer", label="optimized by", read=lambda row: row.optimizer, baseline="adamw"),
     CaseSetting(key="device", label="device", read=lambda row: row.environment.device),
     CaseSetting(key="device_name", label="device name", read=lambda row: row.environment.driver_name),
     CaseSetting(key="torch", label="torch", read=lambda row: row.environment.torch),
@@ -63,8 +63,7 @@ def describe_case(case: Case) -> str:
     workload, timing = case.workload, case.timing
     words = [
         workload.model.name,
-        f"batch {workload.batch}",
-        f"context {workload.context}",
+        *say_sizes(workload),
         workload.precision,
     ]
     words.append(workload.mode)
@@ -74,8 +73,8 @@ def describe_case(case: Case) -> str:
         words.append("compiled")
     if workload.checkpoint != "none":
         words.append(f"checkpoint {workload.checkpoint}")
-    if workload.mode == "train" and workload.optimizer != Workload(model=workload.model).optimizer:
-        words.append(workload.optimizer)
+    if workload.mode == "train" and workload.optimizer not in (None, Workload(model=workload.model).optimizer):
+        words.append(str(workload.optimizer))
     vocab = getattr(workload.model, "vocab", SIZES["nano"].vocab)
     words += [f"vocab {vocab}"] * (vocab != SIZES["nano"].vocab) + [f"seed {workload.seed}"] * (workload.seed != 0)
     words += [f"{timing.steps} step{'s' * (timing.steps != 1)}"] * (timing.steps != Timing().steps)
@@ -88,6 +87,11 @@ def limit_notes(environments: Iterable[Environment]) -> list[str]:
     """A remark for each set of limits on the CPU's instructions that something ran under."""
     limits = dict.fromkeys(environment.cpu_limits for environment in environments if environment.cpu_limits)
     return [f"CPU instructions limited by {limit}: matrix products may be slower" for limit in limits]
+
+
+def say_sizes(workload: Workload) -> list[str]:
+    """What a step works on; without a context where the model has no tokens."""
+    return [f"batch {workload.batch}"] + ([f"context {workload.context}"] if workload.context else [])
 
 
 def brief(reason: str) -> str:
@@ -120,7 +124,7 @@ def _say(setting: CaseSetting, row: CaseRow) -> str:
         case "mode":
             return str(value)
         case "optimizer":
-            return str(value) if row.case.workload.mode == "train" else ""
+            return str(value) if value and row.case.workload.mode == "train" else ""
         case "memory_limit_bytes":
             return f"held to {value / 1e9:g} GB" if isinstance(value, int) else ""
         case "steps":
@@ -141,7 +145,10 @@ def find_setting(key: str) -> CaseSetting:
 
 
 def varies(setting: CaseSetting, rows: Sequence[CaseRow]) -> bool:
-    return len({setting.read(row) for row in rows}) > 1
+    values = {setting.read(row) for row in rows}
+    if setting.key == "optimizer" and any(row.optimizer is not None for row in rows):
+        values.discard(None)  # a failed case does not know what its factory would have brought
+    return len(values) > 1
 
 
 def all_else(row: CaseRow, setting: CaseSetting) -> tuple[Cell, ...]:

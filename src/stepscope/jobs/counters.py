@@ -236,6 +236,7 @@ def _describe(
         command=command,
         started=started.isoformat(timespec="seconds"),
         parameters=counted.parameters,
+        optimizer=counted.optimizer,
         forward_flops=counted.forward_flops,
         compiled=planned.case.workload.compile,
     )

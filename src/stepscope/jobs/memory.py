@@ -102,6 +102,7 @@ def _describe(recording: "Recording", planned: Planned, run: MemoryRun, *, comma
             annotated_ns=_median(run.watched_step_ns),
         ),
         parameters=run.parameters,
+        optimizer=run.optimizer,
         compiled=planned.case.workload.compile,
     )
 

@@ -88,12 +88,12 @@ def _take_precisions(grid: Grid) -> tuple[set[Scalar | None], Grid]:
 
 
 def _plan(grid: Grid, workers: Workers) -> Planned:
-    """A factory may take no context; for other models a CPU gets a short one unless it was set."""
+    """A CPU gets a short context unless one was set, or the model is a factory's or has no tokens."""
     names = [name for name, _ in grid.axes]
     if "context" not in names and "model" not in names:
-        short = grid.override(Grid(axes=(("context", (CONTEXT_ON_CPU,)),)))
-        if look_at(short.cases()[:1], workers, None).environment.device == "cpu":
-            return plan_case(short, workers)
+        found = look_at(grid.cases()[:1], workers, None)
+        if found.environment.device == "cpu" and found.models[0].takes_context:
+            return plan_case(grid.override(Grid(axes=(("context", (CONTEXT_ON_CPU,)),))), workers)
     return plan_case(grid, workers)
 
 

@@ -19,7 +19,7 @@ from stepscope.explain.cases import limit_notes
 from stepscope.explain.statistics import summarise
 from stepscope.jobs.messages import Failed, Record, Recorded
 from stepscope.jobs.process import Ended, RefusedError, Workers, require_torch
-from stepscope.jobs.sweep import Planned, judge, look_at
+from stepscope.jobs.sweep import Planned, judge, look_at, place_cases
 from stepscope.recording.recorded import RAW_NAME, RecordedRun
 from stepscope.spec import Case, Grid, grid_from_flags
 
@@ -147,14 +147,8 @@ def plan_case(grid: Grid, workers: Workers) -> Planned:
             grid = grid_from_flags({"size": "nano", "context": "128"})
         else:
             grid = grid_from_flags({"size": "small", "context": "256"})
-    case = only_case(grid)
-    answer = look_at([case], workers, None)
-    here = msgspec.structs.replace(case.workload, device=answer.environment.device)
-    return Planned(
-        case=msgspec.structs.replace(case, workload=here),
-        environment=answer.environment,
-        source=answer.sources[0],
-    )
+    cases = [only_case(grid)]
+    return place_cases(cases, look_at(cases, workers, None))[0]
 
 
 def only_case(grid: Grid) -> Case:
@@ -210,6 +204,7 @@ def describe_recording(
             annotated_ns=_median(run.annotated_step_ns),
         ),
         parameters=run.parameters,
+        optimizer=run.optimizer,
         compiled=planned.case.workload.compile,
     )
     return replace(described, steps=_steps_table(run))

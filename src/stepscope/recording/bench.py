@@ -70,6 +70,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     peak_kind: PeakKind
     reserved_bytes: int | None = None
     has_tokens: bool = True  # False where batch times context says nothing about the step
+    has_samples: bool = False  # where it has no tokens: the batch counts what a step works on
+    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
     attention_kernels: tuple[str, ...] = ()  # what `--attention flash` took
 
 
@@ -96,12 +98,21 @@ class CaseRow(Row, frozen=True, kw_only=True):
     # Digest of the file behind a model of the user's own: edit the model and its cases are new ones.
     source: str | None = None
 
+    @property
+    def optimizer(self) -> str | None:
+        """What updates the weights. A factory may bring its own: then only a case that ran knows, and here is None."""
+        return self.case.workload.optimizer
+
 
 class BenchRow(CaseRow, frozen=True, kw_only=True):
     """One case, timed."""
 
     schema: str = SCHEMA
     measurement: Measurement | None = None
+
+    @property
+    def optimizer(self) -> str | None:
+        return self.case.workload.optimizer or (self.measurement.optimizer if self.measurement else None)
 
 
 def case_key(case: msgspec.Struct, environment: Environment, source: str | None) -> str:

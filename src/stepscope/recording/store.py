@@ -85,6 +85,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     doubts: tuple[Doubt, ...] = ()
     overhead: Overhead | None = None
     parameters: LongCount | None = None
+    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
     # With hardware counters: operations of one forward pass by the textbook, by class of kernel.
     forward_flops: dict[str, LongCount] | None = None
     compiled: bool = False

@@ -152,7 +152,8 @@ def _shorten(table: Table, most_rows: int, *, in_latex: bool) -> Table:
 
     hidden = len(table.rows) - most_rows
     notes = [f"The first {most_rows:,} of {len(table.rows):,} rows; all are in the CSV."] if hidden > 0 else []
-    return Table(
+    return msgspec.structs.replace(
+        table,
         title=shorten(table.title),
         columns=tuple(msgspec.structs.replace(column, label=shorten(column.label)) for column in table.columns),
         rows=tuple(
