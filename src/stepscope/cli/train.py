@@ -81,11 +81,11 @@ def train(
     """
     from stepscope.explain.train import loss_figure, memory_table, train_table
     from stepscope.jobs.train import TrainJob, build_training, read_result
-    from stepscope.report.figures import check_target, save
+    from stepscope.report.figures import check_figure, save
     from stepscope.report.tables import render
 
     if plot is not None:
-        check_target(plot, force=force)
+        check_figure(plot, force=force)
     result: TrainResult | None
     if from_ is not None:
         refuse_settings(grid, "--from shows a run as it is")

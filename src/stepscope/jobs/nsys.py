@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import writing
 from stepscope.jobs.outside import hear, run_outside
 from stepscope.jobs.process import require_torch
 from stepscope.measure.nsys_target import NsysAnswer, NsysRequest, Recorded
 from stepscope.measure.target import RefusedError, answer_path
-from stepscope.recording.lines import writing
 from stepscope.recording.nsys_export import REPORT_ENDING, export
 from stepscope.spec import Case
 

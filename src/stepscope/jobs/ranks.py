@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -22,10 +21,10 @@ from typing import Self
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import scratch_folder, writing
 from stepscope.jobs.process import require_torch
 from stepscope.jobs.rank_messages import Birth, RankDone, RankFailed, RankMessage, RankRequest, Setup
 from stepscope.parallel.journal import find_culprit, read_journals
-from stepscope.recording.lines import writing
 
 LOGS_NAME, JOURNAL_NAME = "logs", "journal"
 _GRACE_S = 3.0  # for the ranks that wait for a failed one to say so themselves
@@ -44,7 +43,7 @@ def run_ranks(
         (folder / LOGS_NAME).mkdir(exist_ok=True)
         for old in journal.glob("*.journal"):
             old.unlink()
-    with tempfile.TemporaryDirectory(prefix="stepscope-") as meeting:
+    with scratch_folder() as meeting:
         setup = Setup(
             world=world,
             backend=backend,

@@ -1,7 +1,5 @@
 """`stepscope train`: ranks started here, or this process as one of them."""
 
-import errno
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import try_lock, writing
 from stepscope.jobs.rank_messages import RankMessage, Setup, Train
 from stepscope.jobs.ranks import JOURNAL_NAME, run_ranks
 from stepscope.recording.checkpoints import FOLDER_NAME, forget_all, newest
-from stepscope.recording.lines import writing
 from stepscope.recording.train import (
     LOG_NAME,
     MEMORY_NAME,
@@ -208,10 +206,6 @@ def _only_one(folder: Path) -> Iterator[None]:
 def lock_or_raise(descriptor: int, refusal: StepscopeError) -> None:
     """`refusal` is raised when another process has the lock."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_lock(descriptor)
     except BlockingIOError:
         raise refusal from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        # Some network file systems lock no files. There it is up to the user to run one command a folder.

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from stepscope.errors import StepscopeError
+from stepscope.files import write_atomically, writing
 from stepscope.measure.environment import describe
 from stepscope.measure.memory import HostMemory
 from stepscope.parallel import FSDP, Communicator
 from stepscope.parallel.agreement import require_agreement
 from stepscope.parallel.group import choose_device
 from stepscope.recording.checkpoints import FOLDER_NAME, IF_FULL, Checkpoint, newest, save
-from stepscope.recording.lines import write_atomically, writing
 from stepscope.recording.train import (
     LOG_NAME,
     MEMORY_NAME,
@@ -113,7 +113,6 @@ def _keep_run(training: Training, folder: Path, device: torch.device, command: s
 
 def _keep(path: Path, value: object) -> None:
     with writing(path, if_full=IF_FULL):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(value))
 
 

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.lines import write_atomically, writing
+from stepscope.files import write_atomically, writing
 from stepscope.spec import Training
 
 if TYPE_CHECKING:

@@ -5,8 +5,6 @@ row is on the disk before the next case starts, and one process writes at a time
 disk cut short is moved aside when the file is next opened for writing; any other damage is not ours, and is an error.
 """
 
-import errno
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import try_lock, writing
 from stepscope.recording.bench import BenchRow, Row
 
 R = TypeVar("R", bound=Row)
@@ -180,57 +179,15 @@ def _open_locked(path: Path, hint: str) -> int:
 
 def _lock(path: Path, descriptor: int, hint: str) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_lock(descriptor)
     except BlockingIOError:
         raise StepscopeError(
             f"another sweep is writing to `{path}`",
             detail="two would disturb each other's timings as well as the file",
             hint=f"wait for it, or write elsewhere: {hint}",
         ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        # Some network file systems lock no files. There it is up to the user to run one sweep a folder.
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
-
-
-@contextmanager
-def writing(
-    path: Path,
-    *,
-    if_full: str = "the rows that were there are whole; free some space and the same command goes on",
-    hint: str = "--out FOLDER",
-) -> Iterator[None]:
-    """Turns an operating system's refusal to write at `path` into an error that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise StepscopeError(
-            f"cannot write to `{path}`: {error.strerror}",
-            detail=if_full if full else "",
-            hint=hint,
-        ) from None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The old content or the new, whoever reads and whatever happens meanwhile."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

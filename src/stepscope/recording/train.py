@@ -13,8 +13,8 @@ from typing import IO, Literal, Self
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import writing
 from stepscope.recording.bench import Environment
-from stepscope.recording.lines import writing
 from stepscope.spec import Training
 
 LOG_NAME, RUN_NAME, MEMORY_NAME = "log.jsonl", "run.json", "memory.json"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.lines import writing
+from stepscope.files import writing
 from stepscope.recover.plain_files import open_plain
 
 if TYPE_CHECKING:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.files import writing
 from stepscope.jobs.slurm.submissions import Job, write_whole
 from stepscope.jobs.sweep import LOGS_NAME, RESULTS_NAME
 from stepscope.recording.bench import BenchRow
-from stepscope.recording.lines import ResultsFile, writing
+from stepscope.recording.lines import ResultsFile
 from stepscope.spec import Case
 
 
