@@ -23,7 +23,6 @@ from stepscope.files import (
     write_atomically,
 )
 
-
 # Newer Pythons warn of forking a process that has threads, as polars gives it. These children only write files.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
@@ -70,9 +69,14 @@ def test_a_file_is_replaced_whole_and_nothing_stays_beside_it(tmp_path: Path) ->
 def test_an_error_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(OSError, match="full"), replacing(path) as new:
-        new.write_text("half")
-        raise OSError(errno.ENOSPC, "full")
+
+    def write() -> None:
+        with replacing(path) as new:
+            new.write_text("half")
+            raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file"]
 

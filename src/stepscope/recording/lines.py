@@ -3,6 +3,7 @@
 A sweep runs for hours and dies at the worst moment, so the file is built for that. It is only ever appended to, each
 row is on the disk before the next case starts, and one process writes at a time. A last line that a crash or a full
 disk cut short is moved aside when the file is next opened for writing; any other damage is not ours, and is an error.
+So is a file whose first line is not a row: it is somebody else's, and stays as it is.
 """
 
 import os
@@ -50,7 +51,7 @@ class ResultsFile(Generic[R]):
         self._descriptor = descriptor
         rows, good_bytes = _parse(path, _read(path), kind)
         self.rows = _newest(rows)
-        self.damaged_bytes = self._repair(good_bytes)
+        self.damaged_bytes = self._repair(good_bytes, kind)
 
     @classmethod
     @contextmanager
@@ -81,9 +82,13 @@ class ResultsFile(Generic[R]):
                 os.ftruncate(self._descriptor, size)
                 raise
 
-    def _repair(self, good_bytes: int) -> int:
+    def _repair(self, good_bytes: int, kind: type[R]) -> int:
         content = _read(self.path)
         rest = content[good_bytes:]
+        # A line cut short is ours to cut off where a row stands before it, or where it begins as rows do.
+        beginning = b'{"schema":"' + _schema_of(kind).encode() + b'"'
+        if not self.rows and rest[: len(beginning)] != beginning[: len(rest)]:
+            raise _not_of_this_version(self.path, 1, "", kind)
         with writing(self.path):
             if rest:
                 with self.path.with_name(self.path.name + ".damaged").open("ab") as aside:
@@ -115,6 +120,14 @@ def _parse(path: Path, content: bytes, kind: type[R]) -> tuple[list[R], int]:
     return rows, good_bytes
 
 
+def _not_of_this_version(path: Path, number: int, schema: str, kind: type[Row]) -> StepscopeError:
+    return StepscopeError(
+        f"not a results file of this version: `{path}`, line {number}",
+        detail=f"expected rows of schema `{_schema_of(kind)}`, found `{schema or 'none'}`",
+        hint=f"write elsewhere: {_verb_of(kind)} --out FOLDER",
+    )
+
+
 def _schema_of(kind: type[Row]) -> str:
     (default,) = (field.default for field in msgspec.structs.fields(kind) if field.name == "schema")
     return str(default)
@@ -131,11 +144,7 @@ def _decode(path: Path, number: int, line: bytes, kind: type[R]) -> R:
     except msgspec.ValidationError:
         schema = ""
     if schema != _schema_of(kind):
-        raise StepscopeError(
-            f"not a results file of this version: `{path}`, line {number}",
-            detail=f"expected rows of schema `{_schema_of(kind)}`, found `{schema or 'none'}`",
-            hint=f"write elsewhere: {_verb_of(kind)} --out FOLDER",
-        )
+        raise _not_of_this_version(path, number, schema, kind)
     return msgspec.json.decode(line, type=kind)
 
 

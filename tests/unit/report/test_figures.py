@@ -2,8 +2,8 @@
 
 import re
 import struct
-from html import unescape
 import zlib
+from html import unescape
 from pathlib import Path
 
 import msgspec
