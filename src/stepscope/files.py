@@ -28,8 +28,10 @@ from stepscope import __version__
 from stepscope.errors import StepscopeError
 
 _SCRATCH = ".stepscope-scratch"
+_SCRATCH_NAME = re.compile(rf"\.(.+)\.\w{{8}}{re.escape(_SCRATCH)}")
 _NEW, _OLD = "new", "old"  # in a scratch folder: what is being made, and what it takes the place of
-_MARKER = ".stepscope"  # in a folder that was made by us
+MARKER_NAME = ".stepscope"  # in a folder that was made by us
+_HINT = "--out FOLDER"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _LARGEST_DOCUMENT = 64 << 20  # bytes that are read to find out what a document is
 
@@ -55,7 +57,7 @@ def writing(
     path: Path,
     *,
     if_full: str = "the rows that were there are whole; free some space and the same command goes on",
-    hint: str = "--out FOLDER",
+    hint: str = _HINT,
 ) -> Iterator[None]:
     """Turns an operating system's refusal to write at `path` into an error that says what to do."""
     try:
@@ -98,7 +100,7 @@ def restore(path: Path) -> None:
     """Moves back a folder that a killed process had moved out of the way and not yet replaced."""
     place = Path(os.path.realpath(path))
     if not place.exists() and place.parent.is_dir():
-        _remove_abandoned(place.parent, place.name)
+        _remove_abandoned(place.parent)
 
 
 def _put_in_place(new: Path, place: Path) -> None:
@@ -117,9 +119,9 @@ def _put_in_place(new: Path, place: Path) -> None:
 @contextmanager
 def scratch_folder(parent: Path | None = None, name: str = "stepscope") -> Iterator[Path]:
     """A private folder inside `parent`, or where the system keeps temporary files. It is gone when the block is left,
-    and if the process is killed, when the next one asks for a folder of the same parent and name."""
+    and if the process is killed, when the next one asks for a folder in the same parent."""
     parent = parent or Path(tempfile.gettempdir())
-    _remove_abandoned(parent, name)
+    _remove_abandoned(parent)
     folder, descriptor = _make_locked(parent, name)
     try:
         yield folder
@@ -141,14 +143,15 @@ def _make_locked(parent: Path, name: str) -> tuple[Path, int]:
             os.close(descriptor)
 
 
-def _remove_abandoned(parent: Path, name: str) -> None:
-    pattern = re.compile(rf"\.{re.escape(name)}\.\w{{8}}{re.escape(_SCRATCH)}")
-    for folder in [one for one in parent.iterdir() if pattern.fullmatch(one.name)]:
+def _remove_abandoned(parent: Path) -> None:
+    for folder, found in [(one, _SCRATCH_NAME.fullmatch(one.name)) for one in parent.iterdir()]:
+        if found is None:
+            continue
         with suppress(OSError):  # gone meanwhile, in use (BlockingIOError), or somebody else's
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(descriptor).st_uid == os.getuid() and try_lock(descriptor):
-                    _discard(folder, parent / name)
+                    _discard(folder, parent / found[1])
             finally:
                 os.close(descriptor)
 
@@ -251,24 +254,26 @@ def _without_force(command: str) -> list[str]:
     return [word for word in command.split() if word != "--force"]
 
 
-def claim(folder: Path, schema: str, *, known_by: str = "", hint: str = "--out FOLDER") -> None:
-    """Makes `folder` one of ours, for data of `schema`, or finds that it is. A new or an empty one gets a marker. Any
-    other must have it, or, as folders of earlier versions do, a document of this schema under the name `known_by`;
-    StepscopeError where it has neither, and then nothing was touched. Several processes may claim one folder at a
-    time."""
+def claim(folder: Path, schema: str, *, knows: Callable[[Path], bool] = lambda _: False, hint: str = _HINT) -> None:
+    """Makes `folder` one of ours, for data of `schema`: gives it a marker, unless it has one or `knows` it. Several
+    processes may claim one folder at a time. StepscopeError, and nothing is touched, where `require_own` raises it."""
+    require_own(folder, schema, knows=knows, hint=hint)
+    if not is_of_kind(folder / MARKER_NAME, schema) and not knows(folder):
+        with writing(folder, hint=hint):
+            write_atomically(folder / MARKER_NAME, msgspec.json.encode(_Versioned(schema=schema)) + b"\n")
 
-    def is_claimed() -> bool:
-        return any(is_of_kind(folder / name, schema) for name in (_MARKER, known_by) if name)
 
+def require_own(
+    folder: Path, schema: str, *, knows: Callable[[Path], bool] = lambda _: False, hint: str = _HINT
+) -> None:
+    """StepscopeError unless `folder` is new or empty, has our marker for data of `schema`, or, as folders of earlier
+    versions have none, `knows` it by its content."""
     if folder.exists() and not folder.is_dir():
         raise StepscopeError(f"`{folder}` is not a directory", hint=hint)
-    if is_claimed():
-        return
     with writing(folder, hint=hint):
         foreign = find_foreign(folder, lambda _: False) if folder.is_dir() else None
-        if foreign is None:
-            write_atomically(folder / _MARKER, msgspec.json.encode(_Versioned(schema=schema)) + b"\n")
-    if foreign is not None and not is_claimed():  # it may have been claimed between the two looks
+    # In this order: it may be claimed between the two looks, and then the second one shows it.
+    if foreign is not None and not is_of_kind(folder / MARKER_NAME, schema) and not knows(folder):
         raise StepscopeError(
             f"`{folder}` has files in it that stepscope did not put there: `{foreign}`",
             detail="nothing in it was changed; only a folder of its own is written to",

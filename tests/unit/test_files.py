@@ -14,6 +14,7 @@ from stepscope.files import (
     check_target,
     claim,
     find_foreign,
+    is_of_kind,
     is_ours,
     is_result_of,
     read_schema,
@@ -215,7 +216,7 @@ def test_a_scratch_folder_that_a_kill_left_goes_with_the_next_one(tmp_path: Path
 
 
 def test_folders_that_only_look_like_scratch_stay(tmp_path: Path) -> None:
-    for name in (".stepscope.abcdefgh", "stepscope-abcdefgh", ".other.abcdefgh.stepscope-scratch", ".stepscope.a.b"):
+    for name in (".stepscope.abcdefgh", "stepscope-abcdefgh", "a.abcdefgh.stepscope-scratch", ".stepscope.a.b"):
         (tmp_path / name).mkdir()
     elsewhere = make_folder(tmp_path / "elsewhere", "precious")
     (tmp_path / ".stepscope.abcdefgh.stepscope-scratch").symlink_to(elsewhere)
@@ -290,6 +291,10 @@ def test_files_of_others_are_not_ours(tmp_path: Path, content: bytes) -> None:
     assert not is_ours(tmp_path / "missing")
 
 
+def has_run(folder: Path) -> bool:
+    return is_of_kind(folder / "run.json", "stepscope.train/1")
+
+
 def test_a_new_and_an_empty_folder_are_claimed_once_for_one_kind(tmp_path: Path) -> None:
     for folder in (tmp_path / "new" / "folder", tmp_path / "empty"):
         if folder.name == "empty":
@@ -304,7 +309,7 @@ def test_a_new_and_an_empty_folder_are_claimed_once_for_one_kind(tmp_path: Path)
 def test_a_folder_of_somebody_else_is_refused_and_not_touched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(StepscopeError, match=r"notes\.txt"):
-        claim(tmp_path, "stepscope.train/1", known_by="run.json")
+        claim(tmp_path, "stepscope.train/1", knows=has_run)
     assert names(tmp_path) == ["notes.txt"]
     with pytest.raises(StepscopeError, match="is not a directory"):
         claim(tmp_path / "notes.txt", "stepscope.train/1")
@@ -313,9 +318,9 @@ def test_a_folder_of_somebody_else_is_refused_and_not_touched(tmp_path: Path) ->
 def test_a_folder_of_an_earlier_version_is_known_by_a_document_in_it(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"name": "theirs"}')
     with pytest.raises(StepscopeError):
-        claim(tmp_path, "stepscope.train/1", known_by="run.json")
+        claim(tmp_path, "stepscope.train/1", knows=has_run)
     (tmp_path / "run.json").write_text('{"schema": "stepscope.train/1"}')
-    claim(tmp_path, "stepscope.train/1", known_by="run.json")
+    claim(tmp_path, "stepscope.train/1", knows=has_run)
     assert names(tmp_path) == ["run.json"]
 
 

@@ -137,6 +137,8 @@ def _run(job: "TrainJob") -> "TrainResult | None":
 def _submit(job: "TrainJob", slurm: SlurmChoice) -> "TrainResult | None":
     from stepscope.jobs.train import ENTRY, read_result
 
+    if not slurm.print_only:
+        job.claim_folder()
     done = job.is_done or run_on_slurm(
         slurm,
         entry=ENTRY,

@@ -34,14 +34,14 @@ Heard = Callable[[int, RankMessage], None]
 def run_ranks(
     request: RankRequest, *, world: int, backend: str, device: str, folder: Path, timeout_s: float, on_message: Heard
 ) -> None:
-    """All ranks to their end. A `StepscopeError` names the rank that failed and its last collective; the others are
-    ended before it is raised."""
+    """All ranks to their end, with logs and journals in `folder`, which is ours. A `StepscopeError` names the rank that
+    failed and its last collective; the others are ended before it is raised."""
     require_torch()
     journal = folder / JOURNAL_NAME
     with writing(folder):
         journal.mkdir(parents=True, exist_ok=True)
         (folder / LOGS_NAME).mkdir(exist_ok=True)
-        for old in journal.glob("*.journal"):
+        for old in [path for path in journal.glob("*.journal") if path.stem.isdigit()]:
             old.unlink()
     with scratch_folder() as meeting:
         setup = Setup(

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import try_lock, writing
+from stepscope.files import claim, is_of_kind, try_lock, writing
 from stepscope.jobs.rank_messages import RankMessage, Setup, Train
 from stepscope.jobs.ranks import JOURNAL_NAME, run_ranks
 from stepscope.recording.checkpoints import FOLDER_NAME, forget_all, newest
@@ -16,6 +16,7 @@ from stepscope.recording.train import (
     LOG_NAME,
     MEMORY_NAME,
     RUN_NAME,
+    SCHEMA,
     TrainMemory,
     TrainRow,
     TrainRun,
@@ -46,8 +47,13 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
 
+    def claim_folder(self) -> None:
+        """Before anything is written or deleted there: the folder is one of a training run, or new, or empty."""
+        claim(self.folder, SCHEMA, knows=lambda folder: is_of_kind(folder / RUN_NAME, SCHEMA))
+
     def run(self, on_message: Callable[[RankMessage], None]) -> TrainResult:
         """With ranks of our own, all on this machine."""
+        self.claim_folder()
         with _only_one(self.folder):
             self._prepare()
             run_ranks(
@@ -65,6 +71,7 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
         """This process is a rank that somebody started. Rank 0 alone has the result."""
         from stepscope.jobs.rank import serve_here
 
+        self.claim_folder()
         with writing(self.folder):  # of a run before; whoever joins first must not delete what others write by then
             (self.folder / JOURNAL_NAME / f"{os.environ['RANK']}.journal").unlink(missing_ok=True)
         if os.environ["RANK"] == "0":
@@ -86,6 +93,7 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def prepare(self) -> None:
         """What a fresh start deletes, for ranks that somebody else starts and that know of no fresh start."""
+        self.claim_folder()
         with _only_one(self.folder):
             self._prepare()
 
