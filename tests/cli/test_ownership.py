@@ -1,13 +1,11 @@
 """Nothing that is not ours is deleted or changed, whatever a folder that the user names looks like."""
 
-import os
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import TINY, start, stepscope
+from tests.cli.command import TINY, stepscope
 
 TRAIN = [*TINY[: TINY.index("--warmup")], "--context", "8", "--steps", "2"]
 BENCH = [*TINY, "--context", "8"]
@@ -31,7 +29,7 @@ def see(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def refuse(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """The command ends with bad input and an error, and leaves `theirs` as it was, to the byte and to the nanosecond."""
+    """The command ends with an error, and leaves `theirs` as it was, to the byte and to the nanosecond."""
     before = see(folder / "theirs")
     found = stepscope(folder, *arguments, **environment)
     assert found.returncode == 2, found.stderr

@@ -76,7 +76,8 @@ class CommSweep:
         somebody else started and that is not the first."""
         require_torch()
         require_own(self.folder / RANKS_NAME, _RANKS_SCHEMA)
-        read_links(links_path(), missing_ok=True)  # what cannot be read is said before anything is measured
+        for path in (links_path(), self.folder / LINKS_NAME):  # what cannot be read is said before anything is measured
+            read_links(path, missing_ok=True)
         world = _started_ranks()
         if world is not None:
             grid.refuse_other_ranks(world)

@@ -38,13 +38,15 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run. `backend` is gloo, nccl, or auto: NCCL on GPUs and gloo on CPUs."""
+    """How to run. `backend` is gloo, nccl, or auto: NCCL on GPUs and gloo on CPUs. `stop_on_nan` ends the run at the
+    first loss that is not finite."""
 
     training: Training
     folder: Path
     command: str
     backend: str = "auto"
     fresh: bool = False
+    stop_on_nan: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def claim_folder(self) -> None:
@@ -114,7 +116,11 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def _request(self) -> Train:
         return Train(
-            training=self.training, folder=str(self.folder), command=self.command, data_digest=self._data_digest()
+            training=self.training,
+            folder=str(self.folder),
+            command=self.command,
+            data_digest=self._data_digest(),
+            stop_on_nan=self.stop_on_nan,
         )
 
     def _data_digest(self) -> str:
