@@ -163,3 +163,30 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
         assert run.returncode == 2, arguments
         assert said in run.stderr
         assert "Traceback" not in run.stderr
+
+
+def test_a_run_that_diverges_is_logged_shown_drawn_and_resumed(tmp_path: Path) -> None:
+    diverging = ["train", *TINY, "--lr", "1e20", "--save-every", "3", "--out", "run"]
+    first = stepscope(tmp_path, *diverging, "--steps", "6", "--format", "json", **ONE_THREAD)
+    assert first.returncode == 0, first.stderr
+    assert "loss nan" in first.stderr or "loss inf" in first.stderr
+    assert any("not finite" in note for note in json.loads(first.stdout)["notes"])
+    resumed = stepscope(tmp_path, *diverging, "--steps", "8", "--plot", "loss.svg", **ONE_THREAD)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "after step 6" in resumed.stderr
+    assert "not finite" in resumed.stdout
+    assert steps(tmp_path, "run") == list(range(1, 9))
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    assert set(losses[-2:]) <= {"nan", "inf", "-inf"}
+
+
+def test_stop_on_nan_stops_there_fails_the_gate_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    diverging = ["train", *TINY, "--ranks", "2", "--lr", "1e20", "--save-every", "1", "--steps", "50", "--stop-on-nan"]
+    for _ in range(2):
+        found = stepscope(tmp_path, *diverging, **ONE_THREAD)
+        assert found.returncode == 1, found.stderr
+        assert "--stop-on-nan" in found.stderr
+        done = steps(tmp_path)
+        assert len(done) < 50
+        last = max(path.stem for path in (tmp_path / "runs/train/checkpoints").glob("*.pt"))
+        assert last == f"step-{done[-1] - 1:08d}"

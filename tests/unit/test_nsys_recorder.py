@@ -200,3 +200,15 @@ def test_the_program_answers_even_a_request_that_it_cannot_read(tmp_path: Path) 
     answer = msgspec.json.decode(answer_path(path).read_bytes(), type=Recorded | RefusedError)
     assert isinstance(answer, RefusedError)
     assert "case" in answer.message
+
+
+def test_a_folder_of_somebody_else_is_refused_and_not_touched(stand_in: StandIn, tmp_path: Path) -> None:
+    out = tmp_path / "run-nsys"
+    out.mkdir()
+    for name in ("report.nsys-rep", "report.sqlite", "request.json"):
+        (out / name).write_text("theirs")
+    with pytest.raises(StepscopeError, match="did not put there"):
+        record(out)
+    assert {path.name: path.read_text() for path in out.iterdir()} == dict.fromkeys(
+        ("report.nsys-rep", "report.sqlite", "request.json"), "theirs"
+    )

@@ -28,9 +28,9 @@ import msgspec
 
 import stepscope
 from stepscope.errors import StepscopeError
+from stepscope.files import write_atomically
 from stepscope.folders import cache_folder
 from stepscope.measure.instructions import ALIASES, LEVELS, PARTS, REMEDIES, read_limits, say_limits
-from stepscope.recording.lines import write_atomically
 
 # What was found, for processes that this one starts: they need not ask again, nor take the limits for a user's own.
 INHERITED = "STEPSCOPE_CPU_LIMITS"

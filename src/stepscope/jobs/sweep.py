@@ -18,6 +18,7 @@ import msgspec
 
 from stepscope import cost
 from stepscope.errors import StepscopeError
+from stepscope.files import writing
 from stepscope.jobs.messages import (
     AttentionDone,
     Failed,
@@ -34,7 +35,7 @@ from stepscope.jobs.messages import (
 )
 from stepscope.jobs.process import Died, Ended, RefusedError, Workers, require_torch
 from stepscope.recording.bench import BenchRow, CaseRow, Environment, Row, Status, case_key
-from stepscope.recording.lines import ResultsFile, writing
+from stepscope.recording.lines import ResultsFile
 from stepscope.spec import DEFAULT_CONTEXT, Case, Grid, ModelShape, grid_from_flags
 
 R = TypeVar("R", bound=CaseRow)
