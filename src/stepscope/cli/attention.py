@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.output import say, show_tables
 from stepscope.recording.attention import IMPLEMENTATIONS
 from stepscope.report.formats import Format
 
@@ -84,8 +84,7 @@ def attention(
     from stepscope.explain.attention import describe_attention, make_tables, outcome_of, parse_peer
     from stepscope.explain.attention_figure import attention_figure
     from stepscope.jobs.attention_grid import grid_from_texts, refuse_texts
-    from stepscope.report.figures import check_target, save
-    from stepscope.report.tables import render
+    from stepscope.report.figures import check_figure, save
 
     flags = {
         "implementation": implementation,
@@ -104,7 +103,7 @@ def attention(
     texts = {name: text for name, text in flags.items() if text is not None}
     named = parse_peer(peer)
     if plot is not None:
-        check_target(plot, force=force)
+        check_figure(plot, force=force)
     if from_ is not None:
         refuse_texts(texts, "--from shows a file as it is")
         from stepscope.recording.attention import AttentionRow
@@ -128,7 +127,7 @@ def attention(
             raise
     chosen = table or (Part.ALL if format_ in (Format.CSV, Format.JSON) else None)
     tables = make_tables(rows, part=chosen.value if chosen else None, peer=named)
-    show("\n".join(render(one, format_, detail=detail, width=terminal_width()) for one in tables))
+    show_tables(tables, format_, detail=detail)
     kept = shlex.quote(str(from_ or out / "results.jsonl"))
     other = Drawn.FORWARD_RATE if plot_of is Drawn.PEAK else Drawn.PEAK
     if plot is not None:

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from stepscope.cli.output import printable, say, show, terminal_width
+from stepscope.cli.output import say, show_tables
 from stepscope.cli.stages import showing_stages
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
@@ -23,13 +23,12 @@ def count(
     """One case shows its kernels, and in text its totals too; a grid shows the totals of its cases."""
     from stepscope.explain.counters import cases_table, choose_classes, kernels_table
     from stepscope.jobs.counters import Counters
-    from stepscope.report.tables import render
 
     classes = choose_classes(kernel_class)
     job = Counters(folder=folder, command=command, force=force, passes=passes, metrics=metrics)
     try:
         with showing_stages() as on_stage:
-            cases = job.run(grid, on_stage, lambda text: say(printable(text)))
+            cases = job.run(grid, on_stage, say)
     except KeyboardInterrupt:
         say("interrupted: cases that were done are kept, and the same command goes on")
         raise
@@ -37,8 +36,7 @@ def count(
     tables = [kernels_table(alone)] if alone is not None else []
     if alone is None or format_ is Format.TEXT:
         tables.append(cases_table(cases, classes))
-    for table in tables:
-        show(render(table, format_, width=terminal_width()))
+    show_tables(tables, format_)
     first = next(case for case in cases if case.recording is not None)
     say(f"recording{'s' * (alone is None)}: {folder}")
     say(f"next: stepscope explain {shlex.quote(str(folder / first.name))} --table counters")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli.memory_output import Stacked, check_view, draw, print_profile
-from stepscope.cli.output import printable, say, show, terminal_width
+from stepscope.cli.output import say, show, show_tables, terminal_width
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 
@@ -78,14 +78,13 @@ def explain(
     """Where does the time go, or the memory, and why? Reads a recording and answers; nothing is run and torch is not
     needed."""
     from stepscope.jobs import explain as job
-    from stepscope.report.figures import check_target
+    from stepscope.report.figures import check_figure
     from stepscope.report.page import render_page
-    from stepscope.report.tables import render
 
     width = terminal_width()
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
-        check_target(plot, force=force)
+        check_figure(plot, force=force)
     all_columns = detail == "yes"
     if bounded:
         asked = (("--questions", questions), ("--save", save), ("--perfetto", perfetto), ("--plot", plot))
@@ -111,12 +110,10 @@ def explain(
         job.export(profiles[0], save=save, perfetto=perfetto, force=force)
     if questions:
         if format_ is Format.TEXT:
-            show(printable(job.answer_in_words(profiles, width)))
-        for part in job.answer_in_tables(profiles, words=format_ is not Format.TEXT, evidence=all_columns):
-            show(render(part, format_, width=width))
+            show(job.answer_in_words(profiles, width))
+        show_tables(job.answer_in_tables(profiles, words=format_ is not Format.TEXT, evidence=all_columns), format_)
     elif table is not None:
-        for part in job.make_part(profiles, table.value, top=top):
-            show(render(part, format_, detail=all_columns, width=width))
+        show_tables(job.make_part(profiles, table.value, top=top), format_, detail=all_columns)
     elif format_ is Format.JSON:
         show(job.encode_summary(profiles))
     elif format_ is Format.TEXT:

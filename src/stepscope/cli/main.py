@@ -1,9 +1,9 @@
 """The entry point: the verbs, and the one place where errors become messages and exit codes."""
 
-import io
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -30,7 +30,7 @@ from stepscope.cli import (
     verify,
 )
 from stepscope.cli.options import fill_bare_flags
-from stepscope.cli.output import say
+from stepscope.cli.output import prepare_streams, say
 from stepscope.errors import Exit, StepscopeError
 
 app = typer.Typer(
@@ -74,17 +74,30 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, _raise_interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, _raise_interrupt)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names and signs that a terminal cannot show are no reason to fail
-        sys.stdout.reconfigure(errors="backslashreplace")
+    prepare_streams()
     try:
         app(args=fill_bare_flags(sys.argv[1:]), standalone_mode=True)
     except StepscopeError as error:
         say(f"error: {error}")
         sys.exit(Exit.BAD_INPUT)
-    except Exception:  # noqa: BLE001  # the process boundary: Python's own exit status would read as a failed gate
-        traceback.print_exc()
-        sys.exit(Exit.OUR_MISTAKE)
+    except KeyboardInterrupt:  # outside of a verb
+        sys.exit(Exit.INTERRUPTED)
+    except SystemExit as end:
+        if isinstance(
+            end.__context__, typer.Abort
+        ):  # what typer makes of any EOFError, with the status of a failed gate
+            _admit()
+        raise
+    except BaseException:  # noqa: BLE001  # the process boundary, for a panic of Rust's as well, which is no Exception
+        _admit()
     sys.exit(Exit.OK)
+
+
+def _admit() -> NoReturn:
+    """A mistake of ours, which must not pass for a verdict: Python's own exit status would read as a failed gate."""
+    with suppress(OSError):
+        traceback.print_exc()
+    sys.exit(Exit.OUR_MISTAKE)
 
 
 def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:

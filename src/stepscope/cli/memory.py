@@ -9,7 +9,7 @@ import typer
 
 from stepscope.cli.memory_output import MemoryPart, Stacked, check_view, draw, print_profile
 from stepscope.cli.options import refuse_settings, takes_grid
-from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.output import say, show_tables
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
@@ -64,13 +64,11 @@ def memory(
     from stepscope.explain.memory.grid import grid_figure, outcome_of
     from stepscope.jobs import memory_view
     from stepscope.jobs.memory import recording_folder
-    from stepscope.report.figures import check_target, save
-    from stepscope.report.tables import render
+    from stepscope.report.figures import check_figure, save
 
-    width = terminal_width()
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
-        check_target(plot, force=force)
+        check_figure(plot, force=force)
     alone = "--questions" if questions else f"--table {table}" if table not in (None, MemoryPart.SAVED) else ""
     if alone and (checkpoint_study or len(grid.cases()) > 1):
         raise StepscopeError(f"`{alone}` is of one case, not of several", hint="leave it out")
@@ -110,7 +108,7 @@ def memory(
             raise StepscopeError(f"`{alone}` is of one case, {found}", hint="leave it out")
         chosen = memory_view.show_saved(out, rows) if table == MemoryPart.SAVED else None
         tables = chosen or memory_view.show_rows(rows, study=checkpoint_study)
-        show("\n".join(render(one, format_, detail=detail == "yes", width=width) for one in tables))
+        show_tables(tables, format_, detail=detail == "yes")
         if plot is not None:
             save(grid_figure(rows), plot)
             say(f"picture: {plot}")

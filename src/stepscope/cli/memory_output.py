@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from stepscope.cli.output import printable, say, show, terminal_width
+from stepscope.cli.output import say, show, show_tables, terminal_width
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 
@@ -68,9 +68,9 @@ def draw(
     force: bool,
 ) -> None:
     from stepscope.jobs import memory_view
-    from stepscope.report.figures import check_target, save
+    from stepscope.report.figures import check_figure, save
 
-    check_target(path, force=force)
+    check_figure(path, force=force)
     save(memory_view.draw_profile(profile, by=by, step=step), path, detail=parse_detail(detail))
     say(f"picture: {path}")
 
@@ -82,18 +82,16 @@ def print_profile(
     from stepscope.explain.memory.tables import make_part, memory_page
     from stepscope.jobs import memory_view
     from stepscope.report.page import render_page
-    from stepscope.report.tables import render
 
     width = terminal_width()
     if questions:
         words = format_ is Format.TEXT
         text, tables = memory_view.answer_profile(profile, width, words=words, evidence=detail is not None)
-        show(printable(text))
-        for one in tables:
-            show(render(one, format_, width=width))
+        show(text)
+        show_tables(tables, format_)
     elif part is not None:
         table = make_part(profile, part, top=top)
-        show(render(table, format_, detail=detail == "yes", width=width))
+        show_tables([table], format_, detail=detail == "yes")
     elif format_ is Format.JSON:
         show(memory_view.encode_profile(profile))
     elif format_ is Format.TEXT:

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from stepscope.cli.output import printable
 from stepscope.explain.cases import brief, describe_case
 from stepscope.jobs.sweep import LOGS_NAME, Listener, Waiting
 from stepscope.recording.bench import Row
+from stepscope.report.formats import visible
 
 
 @contextmanager
@@ -66,7 +66,7 @@ class _Lines:
 
     def _say(self, text: str) -> None:
         with suppress(OSError):  # a log on a full disk must not end the sweep
-            self._console.print(printable(text), markup=False, soft_wrap=True)
+            self._console.print(visible(text), markup=False, soft_wrap=True)
 
 
 class _Bar(_Lines):

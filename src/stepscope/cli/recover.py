@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.output import printable, say, show, terminal_width
+from stepscope.cli.output import say, show, show_parts, show_tables
 from stepscope.errors import Exit, StepscopeError
 from stepscope.report.formats import Format
 
@@ -47,14 +47,11 @@ def recover(
     from stepscope.jobs import recover as job
     from stepscope.jobs.signing import make_report, read_flags, sign_to_file
     from stepscope.recover.hashing import hash_files
-    from stepscope.report.tables import render
 
     if study:
         given = {"--sign": sign, "--out": out, "--nonce": nonce, "--weights": weights, "--gpu-uuid": gpu_uuid}
         job.check_study_flags({**given, "--use-shapes": use_shapes, "--force": force})
-        parts = [render(table, format_, width=terminal_width()) for table in job.study_files(evidence, settings)]
-        # Several documents would be no JSON.
-        show(f"[{','.join(parts)}]\n" if format_ is Format.JSON else printable("\n".join(parts)))
+        show_tables(job.study_files(evidence, settings), format_)
         return
     if settings is not None:
         raise StepscopeError("`--settings` does nothing without `--study`", hint="--study, or leave it out")
@@ -64,13 +61,7 @@ def recover(
     if format_ is Format.JSON:
         show(job.encode(result))
     else:
-        for part in job.describe(result, evidence):
-            if not isinstance(part, str):
-                show(printable(render(part, format_, width=terminal_width())))
-            elif format_ is Format.TEXT:
-                show(printable(part))
-            else:  # prose has no place in a table's file
-                say(part.strip())
+        show_parts(job.describe(result, evidence), format_)
     if signing is not None:
         report = out or Path("report.json")
         made = make_report(signing, job.state(result), evidence, device=device, seen=seen)

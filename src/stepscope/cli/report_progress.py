@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from stepscope.cli.output import printable, say
+from stepscope.cli.output import say
 from stepscope.jobs.report import Ending, Watcher
+from stepscope.report.formats import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -124,13 +125,11 @@ class Display:
         from rich.console import Group
         from rich.text import Text
 
-        lines = [
-            Text(f"{stage:<{_WIDTH}} ").append(printable(text), style="bold") for stage, text in self._done.items()
-        ]
+        lines = [Text(f"{stage:<{_WIDTH}} ").append(visible(text), style="bold") for stage, text in self._done.items()]
         if not self._is_closed:
             elapsed_s = time.monotonic() - self._since
             name = self._stage or "…"
-            lines.append(Text(f"{name:<{_WIDTH}} {printable(self._doing)}  {elapsed_s:.0f} s", style="cyan"))
+            lines.append(Text(f"{name:<{_WIDTH}} {visible(self._doing)}  {elapsed_s:.0f} s", style="cyan"))
             lines += [Text(f"{stage:<{_WIDTH}} to come", style="dim") for stage in self._waiting]
             lines.append(Text(self._say_time()))
         for line in lines:

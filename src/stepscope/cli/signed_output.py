@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from stepscope.cli.output import printable, say, show, terminal_width
+from stepscope.cli.output import say, show_tables
 from stepscope.report.formats import Format
 
 
@@ -16,10 +16,9 @@ def print_signed(
     """`--signed REPORT --public-key KEY [EVIDENCE...]`. Leaves with 1 where the report is not what was signed."""
     from stepscope.errors import Exit
     from stepscope.jobs.signing import examination_table, examine_signed
-    from stepscope.report.tables import render
 
     examination = examine_signed(report, public_key, evidence, nonce=nonce)
-    show(printable(render(examination_table(examination), format_, width=terminal_width())))
+    show_tables([examination_table(examination)], format_)
     if examination.exit is not Exit.OK:
         raise typer.Exit(examination.exit)
     if not evidence:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from stepscope.cli.output import printable, say, show
+from stepscope.cli.output import say, show
 from stepscope.errors import StepscopeError
 from stepscope.jobs.slurm.resources import Resources, parse_mem, parse_sbatch, parse_time_min
 
@@ -131,10 +131,10 @@ class JobLines:
         self._num_rows += 1
         outcome = self._outcome_of(row) if row.status == "ok" else f"{row.status}: {brief(row.reason)}"
         log = "" if row.status in ("ok", "oom") else f" ({LOGS_NAME}/{row.key}.log)"
-        say(printable(f"{describe_case(row.case)}: {outcome}{log}"))
+        say(f"{describe_case(row.case)}: {outcome}{log}")
 
     def fail(self, text: str) -> None:
-        say(printable(text))
+        say(text)
 
     def news(self, counts: "Counts") -> None:
         named = {"queued": counts.queued, "running": counts.running, "done": counts.done, "failed": counts.failed}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.output import printable, say, show, terminal_width
+from stepscope.cli.output import say, show, show_parts
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 
@@ -55,7 +55,6 @@ def verify(
     from stepscope.jobs import verify as job
     from stepscope.jobs.signing import make_report, read_flags, sign_to_file
     from stepscope.recover.hashing import hash_files
-    from stepscope.report.tables import render
 
     files = evidence or []
     if signed is not None:
@@ -80,13 +79,7 @@ def verify(
     if format_ is Format.JSON:
         show(job.encode(verified))
     else:
-        for part in job.describe(verified, files):
-            if not isinstance(part, str):
-                show(printable(render(part, format_, width=terminal_width())))
-            elif format_ is Format.TEXT:
-                show(printable(part))
-            else:  # prose has no place in a table's file
-                say(part.strip())
+        show_parts(job.describe(verified, files), format_)
     if signing is not None:
         path = out or Path("report.json")
         report = make_report(signing, job.state(verified), files, claim=claim, device=verified.device, seen=seen)

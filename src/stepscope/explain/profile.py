@@ -2,7 +2,6 @@
 comparison starts from."""
 
 import hashlib
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.accounting import DeviceAccount, account_devices
 from stepscope.explain.attribution import attribute_kernels, attribute_ops
 from stepscope.explain.phases import step_ranges
+from stepscope.files import replacing
 from stepscope.hardware import Hardware
 from stepscope.recording.parquet import DamagedTableError, pack, unpack
 from stepscope.recording.store import Recording
@@ -173,10 +173,9 @@ def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:
     with suppress(OSError, DamagedTableError):  # not there yet, or damaged: made below
         return unpack(path)
     kernels = attribute_kernels(recording)
-    with suppress(OSError, pl.exceptions.PolarsError):  # a full disk costs the next look its second, and nothing else
-        part = path.with_suffix(f".{os.getpid()}")
-        pack(kernels, part)
-        part.rename(path)
+    # A full disk costs the next look its second, and nothing else.
+    with suppress(OSError, pl.exceptions.PolarsError), replacing(path) as new:
+        pack(kernels, new)
     return kernels
 
 

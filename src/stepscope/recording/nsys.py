@@ -6,12 +6,12 @@ it and the ranges. The file also holds its recorder's environment, host, user an
 
 import re
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import polars as pl
 
 from stepscope.errors import StepscopeError
+from stepscope.files import scratch_folder
 from stepscope.recording import tables
 from stepscope.recording.nsys_database import Database, latest, set_aside
 from stepscope.recording.nsys_export import REPORT_ENDING, export
@@ -43,7 +43,7 @@ def read(path: Path) -> Recording:
     missing stands in the manifest's notes."""
     if path.suffix != REPORT_ENDING:
         return _read(path)
-    with TemporaryDirectory(prefix="stepscope-") as folder:
+    with scratch_folder() as folder:
         return _read(export(path, Path(folder))).with_manifest(file=path.name)
 
 

@@ -2,12 +2,13 @@
 
 A folder holds `manifest.json` (what ran, where, with which versions, and what is missing or doubtful) and one Parquet
 file a table. It is written beside its place and moved there when it is whole, so that a folder with a manifest is
-complete. Foreign files become the same `Recording` in memory; what is asked of one can be asked of the other.
+complete. Only a recording is ever replaced, and only where nothing else is in its folder. Foreign files become the same
+`Recording` in memory; what is asked of one can be asked of the other.
 """
 
 import errno
+import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -19,10 +20,9 @@ import msgspec
 import polars as pl
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain
+from stepscope.files import decode, find_foreign, is_of_kind, is_result_of, read_plain, replacing, restore, writing
 from stepscope.recording import tables
 from stepscope.recording.bench import Doubt, Environment
-from stepscope.recording.lines import writing
 from stepscope.recording.parquet import DamagedTableError, read_tables, write_table
 from stepscope.recording.validation import MisfitError, Repairs, check, check_references, settle
 from stepscope.spec import Case
@@ -85,6 +85,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     doubts: tuple[Doubt, ...] = ()
     overhead: Overhead | None = None
     parameters: LongCount | None = None
+    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
     # With hardware counters: operations of one forward pass by the textbook, by class of kernel.
     forward_flops: dict[str, LongCount] | None = None
     compiled: bool = False
@@ -117,33 +118,50 @@ class Recording:
 
 
 TABLE_NAMES = tuple(one.name for one in fields(Recording) if one.name != "manifest")
+_KEPT = r"attributed-[0-9a-f]{12}\.(parquet|\d+)|findings-[0-9a-f]{12}\.json"
+_PARTS = re.compile(rf"{re.escape(MANIFEST_NAME)}|({'|'.join(TABLE_NAMES)})\.parquet|{RAW_NAME}(\.[^/]+)?|{_KEPT}")
 
 
-def save(recording: Recording, folder: Path, *, raw: Path | None = None, force: bool = False) -> None:
-    """Writes the whole recording or nothing. `raw` is moved in as the recorder's own file."""
-    if folder.exists() and not force:
-        raise StepscopeError(f"`{folder}` exists", hint="--force, or another folder")
-    if folder.exists() and not is_recording(folder):
+def save(
+    recording: Recording, folder: Path, *, raw: Path | None = None, force: bool = False, command: str = ""
+) -> None:
+    """Writes the whole recording or nothing. `raw` is moved in as the recorder's own file. `check_place` says what may
+    be replaced."""
+    check_place(folder, force=force, command=command)
+    with (
+        writing(folder, if_full="nothing was kept", hint="a folder on another disk"),
+        _telling_polars_errors(),
+        replacing(folder) as building,
+    ):
+        building.mkdir()
+        written = tuple(name for name in TABLE_NAMES if getattr(recording, name).height)
+        digests = {name: write_table(getattr(recording, name), building / f"{name}.parquet") for name in written}
+        if raw is not None:
+            shutil.move(raw, building / (RAW_NAME + "".join(raw.suffixes)))
+        manifest = msgspec.structs.replace(recording.manifest, tables=written, digests=digests)
+        content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+        (building / MANIFEST_NAME).write_bytes(content + b"\n")
+
+
+def check_place(folder: Path, *, force: bool, command: str = "") -> None:
+    """Refuses a place that a recording must not take. A recording is replaced by `force`, or by the `command` that made
+    it; a folder that is not a recording, or has something else in it too, never is."""
+    restore(folder)
+    if not folder.exists():
+        return
+    if not is_of_kind(folder / MANIFEST_NAME, SCHEMA):
         raise StepscopeError(
-            f"`{folder}` is no recording", detail="only a recording is replaced", hint="another folder"
+            f"`{folder}` exists and is not a recording", detail="only a recording is replaced", hint="another folder"
         )
-    with writing(folder, if_full="nothing was kept", hint="a folder on another disk"), _telling_polars_errors():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            building.chmod(0o755)
-            written = tuple(name for name in TABLE_NAMES if getattr(recording, name).height)
-            digests: dict[str, str] = {}
-            for name in written:
-                digests[name] = write_table(getattr(recording, name), building / f"{name}.parquet")
-            if raw is not None:
-                shutil.move(raw, building / (RAW_NAME + "".join(raw.suffixes)))
-            manifest = msgspec.structs.replace(recording.manifest, tables=written, digests=digests)
-            content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-            (building / MANIFEST_NAME).write_bytes(content + b"\n")
-            put_in_place(building, folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+    foreign = find_foreign(folder, _is_part)
+    if foreign is not None:
+        raise StepscopeError(
+            f"`{folder}` has something in it that is not part of the recording: `{foreign}`",
+            detail="replacing the recording would delete it",
+            hint=f"move `{folder / foreign}` elsewhere, or save to another folder",
+        )
+    if not force and not (command and is_result_of(folder / MANIFEST_NAME, command)):
+        raise StepscopeError(f"`{folder}` exists", hint="--force, or another folder")
 
 
 @contextmanager
@@ -156,19 +174,23 @@ def _telling_polars_errors() -> Iterator[None]:
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error).splitlines()[0][:200]) from None
 
 
-def put_in_place(building: Path, folder: Path) -> None:
-    """A folder cannot replace one with files in it, so the old one steps aside first and goes last."""
-    if not folder.exists():
-        building.rename(folder)
-        return
-    old = building.with_name(building.name + ".old")
-    folder.rename(old)
-    building.rename(folder)
-    shutil.rmtree(old)
-
-
 def is_recording(path: Path) -> bool:
+    """Whether a folder is to be read as a recording. Whether it is one, `load` finds out."""
+    restore(path)
     return path.is_dir() and (path / MANIFEST_NAME).is_file()
+
+
+def delete(folder: Path) -> bool:
+    """Deletes a recording and what was kept beside it, unless something else is in the folder."""
+    is_own = find_foreign(folder, _is_part) is None
+    if is_own:
+        shutil.rmtree(folder, ignore_errors=True)
+    return is_own
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file is one that a recording consists of, or that was found out about it and kept (`explain`)."""
+    return _PARTS.fullmatch(name) is not None
 
 
 def load(folder: Path) -> Recording:

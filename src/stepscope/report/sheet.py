@@ -8,7 +8,8 @@ would break a row in every format, or an escape sequence, which would run in the
 from dataclasses import dataclass
 
 from stepscope.findings import Table
-from stepscope.report.numbers import format_column
+from stepscope.report.formats import visible
+from stepscope.report.numbers import format_cells
 
 NO_ROWS = "(no rows)"
 
@@ -41,7 +42,7 @@ def lay_out(table: Table, *, detail: bool) -> Sheet:
     lanes: list[Lane] = []
     for index in indices:
         column = table.columns[index]
-        cells = format_column(column, [row[index] for row in table.rows])
+        cells = format_cells(table, index)
         names_row = column.kind in ("text", "count") and all(lane.names_row for lane in lanes)
         lane = Lane(
             label=one_line(column.label),
@@ -55,5 +56,4 @@ def lay_out(table: Table, *, detail: bool) -> Sheet:
 
 
 def one_line(text: str) -> str:
-    joined = " ".join(text.split())
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in joined)
+    return visible(" ".join(text.split()))

@@ -2,13 +2,15 @@
 
 Text, Markdown and LaTeX are for people: rounded, with units, without the detail columns unless asked. CSV
 and JSON are for programs: every column under its key, every value in full precision. `None` is an en dash
-for people, an empty field in CSV and null in JSON. A number that is not finite is shown as it is (`nan`,
-`inf`) except in JSON, which has no such number and gets null: an overflow that a reader takes for a case
-that did not run would be the wrong answer.
+for people, an empty field in CSV and null in JSON. A text in CSV that a spreadsheet would run as a formula
+has an apostrophe before it, which spreadsheets take for the mark of a text. A number that is not finite is
+shown as it is (`nan`, `inf`) except in JSON, which has no such number and gets null: an overflow that a
+reader takes for a case that did not run would be the wrong answer.
 """
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -18,6 +20,10 @@ from stepscope.report.formats import Format
 from stepscope.report.markup import render_latex, render_markdown
 from stepscope.report.sheet import lay_out
 from stepscope.report.text import render_text
+
+# What spreadsheets take for the start of a formula. A number with a sign is none.
+_FORMULA = re.compile(r"[=+@\t\r]|-.")
+_NUMBER = re.compile(r"[+-]?(\d[\d,]*)?\.?\d+([eE][+-]?\d+)?\s?%?")
 
 
 class _JsonTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +53,15 @@ def render(table: Table, format: Format, *, detail: bool = False, width: int | N
             return _render_json(table)
 
 
+def render_all(tables: Sequence[Table], format: Format, *, detail: bool = False, width: int | None = None) -> str:  # noqa: A002
+    """Tables as one file: below each other, with an empty line in between. In JSON one table is an object, and several
+    are an array of such objects."""
+    parts = [render(table, format, detail=detail, width=width) for table in tables]
+    if format is Format.JSON and len(parts) != 1:
+        return f"[{','.join(parts)}]\n"
+    return "\n".join(parts)
+
+
 def _render_csv(table: Table) -> str:
     return "".join(map(_csv_line, ([column.key for column in table.columns], *table.rows)))
 
@@ -54,8 +69,12 @@ def _render_csv(table: Table) -> str:
 def _csv_line(cells: Sequence[Cell]) -> str:
     """One line. Python 3.11 quotes a carriage return only where the line ending has one, hence the detour."""
     buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\r\n").writerow(cells)
+    csv.writer(buffer, lineterminator="\r\n").writerow([_harmless(cell) for cell in cells])
     return buffer.getvalue().removesuffix("\r\n") + "\n"
+
+
+def _harmless(cell: Cell) -> Cell:
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) and not _NUMBER.fullmatch(cell) else cell
 
 
 def _render_json(table: Table) -> str:

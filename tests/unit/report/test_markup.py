@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from stepscope.findings import Column, Table
-from stepscope.report.formats import Format
+from stepscope.report.formats import Format, visible
 from stepscope.report.tables import render
 
 from .examples import bench_table
@@ -41,7 +41,7 @@ def one_cell(text: str) -> Table:
 def printed(text: str) -> str:
     """What a reader sees of a cell: one line, without what cannot be printed."""
     joined = " ".join(text.split())
-    return "".join(character if character.isprintable() else "\ufffd" for character in joined)
+    return visible(joined)
 
 
 def read_markdown(source: str) -> list[str]:
@@ -164,7 +164,7 @@ def test_any_cell_reads_back_from_latex(text: str) -> None:
         ("μ", r"$\mu$"),
         ("≤", r"$\leq$"),
         ("…", r"\ldots{}"),
-        ("\x07", "?"),
+        ("\x07", r"\textbackslash{}u0007"),
     ],
 )
 def test_each_special_character_in_caption_label_cell_and_note(character: str, written: str) -> None:

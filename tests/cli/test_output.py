@@ -1,0 +1,80 @@
+"""Where the output goes: a full disk, a reader that leaves, a stream that is closed."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.kineto_files import kernel, launch, training_step, write_trace
+
+
+def shell(folder: Path, command: str) -> "subprocess.CompletedProcess[str]":
+    """The exit status is that of stepscope, wherever its output goes."""
+    program = f"{shlex.quote(sys.executable)} -m stepscope"
+    script = f"{command.replace('stepscope', program)}\nexit ${{PIPESTATUS[0]}}"
+    return subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("command", ["--help", "explain --help", "--version", "kernel x", "bench --list --format json"])
+def test_a_full_disk_is_an_error_that_names_it(tmp_path: Path, command: str) -> None:
+    done = shell(tmp_path, f"stepscope {command} >/dev/full")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: cannot write to standard output: No space left on device"]
+
+
+@pytest.mark.parametrize("command", ["--help", "explain --help", "--version", "bench --list"])
+def test_a_reader_that_leaves_early_ends_it_quietly(tmp_path: Path, command: str) -> None:
+    done = shell(tmp_path, f"stepscope {command} | true")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_leaves_early_does_not_change_the_verdict(tmp_path: Path) -> None:
+    write_trace(tmp_path / "a.json", training_step())
+    slow = [launch("1700.000", "5.000", 7), kernel("ampere_sgemm_128x64_tn", "1800.000", "9000.000", 7)]
+    write_trace(tmp_path / "b.json", [*training_step(), *slow])
+    assert shell(tmp_path, "stepscope compare a.json b.json --fail-on 5% >/dev/null").returncode == 1
+    done = shell(tmp_path, "stepscope compare a.json b.json --fail-on 5% | true")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-"])
+def test_an_error_that_cannot_be_said_has_its_status_all_the_same(tmp_path: Path, where: str) -> None:
+    for command in ("explain missing.json", "--no-such-option"):
+        done = shell(tmp_path, f"stepscope {command} {where}")
+        assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "explain /dev/zero",
+        "bench --from /dev/zero",
+        "bench --config /dev/zero",
+        "explain PATH",
+        "explain PATH --bounded",
+        "compare PATH PATH",
+        "recover PATH",
+        "verify trace.json --claim PATH",
+        "verify --signed PATH --public-key trace.json",
+        "verify --signed trace.json --public-key PATH",
+        "recover trace.json --study --settings PATH",
+        "report PATH",
+        "bench --from PATH",
+        "memory --from PATH",
+        "attention --from PATH",
+        "comm --from PATH",
+        "precision --from PATH",
+        "precision --from precision.json --bench PATH",
+        "train --from PATH",
+        "bench --config PATH",
+        "train --config PATH",
+    ],
+)
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, command: str) -> None:
+    write_trace(tmp_path / "trace.json", training_step())
+    done = shell(tmp_path, f"mkfifo pipe; ulimit -v 8000000; stepscope {command.replace('PATH', 'pipe')}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
