@@ -4,6 +4,11 @@ import signal
 
 from hypothesis import settings
 
+from stepscope.jobs.instructions import limit_instructions
+
+# Before any test imports torch, and for every command that a test starts.
+limit_instructions()
+
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("stepscope", deadline=None)
 settings.load_profile("stepscope")

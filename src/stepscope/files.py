@@ -1,22 +1,35 @@
-"""Files that somebody names, and the JSON in them, read without surprises.
+"""Files and folders on disk: read without surprises, written whole or not at all, and nothing of anybody else's lost.
 
-A name may lead to a pipe that never ends, to a device, or to a document that was damaged on its way here or made to do
-damage. So only regular files are opened, at once, and up to a bound, and whatever is wrong with a document of ours is
-one kind of error.
+Four questions are answered here and nowhere else. How is a file read that somebody names: `open_plain`, `read_plain`
+and `decode`, because a name may lead to a pipe that never ends, to a device, or to a document that was damaged or made
+to do damage. How is something written so that a kill leaves the old version or the new one: `replacing`,
+`write_atomically`. Whose is it: `is_ours` for figures, pages and traces, by what they say of themselves; `read_schema`
+and `claim` for data. And may it be replaced: `check_target`, `find_foreign`.
+
+What is being made lies in a scratch folder, whose name says so and which its process keeps locked. One that nobody has
+locked was left by a process that was killed. The next process that writes to the same place removes it, and moves back
+what had been moved out of the way. A lock, unlike a process id, holds across containers and machines that share a disk;
+where the file system has no locks, scratch folders are left alone.
 """
 
 import errno
+import fcntl
+import gzip
 import io
 import os
 import re
+import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from stepscope import __version__
 from stepscope.errors import StepscopeError
 
 MOST_BYTES = 1 << 30  # of what is read whole: a sweep writes kilobytes per case
@@ -27,6 +40,30 @@ _WHOLE_NUMBERS = range(-(2**63), 2**63)
 
 T = TypeVar("T")
 File = tuple["io.BufferedReader[io.FileIO]", os.stat_result]
+
+_SCRATCH = ".stepscope-scratch"
+_SCRATCH_NAME = re.compile(rf"\.(.+)\.\w{{8}}{re.escape(_SCRATCH)}")
+_NEW, _OLD = "new", "old"  # in a scratch folder: what is being made, and what it takes the place of
+MARKER_NAME = ".stepscope"  # in a folder that was made by us
+_HINT = "--out FOLDER"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_LARGEST_DOCUMENT = 64 << 20  # bytes that are read to find out what a document is
+
+GENERATOR = f"stepscope {__version__}"
+PERFETTO_MARK = b'"stepscope":"a picture"'
+_PNG, _PNG_HEADER_BYTES = b"\x89PNG\r\n\x1a\n", 33  # the signature, and with it the one chunk that must come first
+_LOOKED_AT = 2048  # bytes at either end of a file, in which one of ours names its generator
+
+
+class _Versioned(msgspec.Struct):
+    schema: str
+
+
+class _Result(_Versioned):
+    command: str
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -81,3 +118,272 @@ def _open(path: Path) -> Iterator[File]:
 def _open_at_once(path: str, flags: int) -> int:
     """A pipe is refused, not waited for."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(
+    path: Path,
+    *,
+    if_full: str = "the rows that were there are whole; free some space and the same command goes on",
+    hint: str = _HINT,
+) -> Iterator[None]:
+    """Turns an operating system's refusal to write at `path` into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise StepscopeError(
+            f"cannot write to `{path}`: {error.strerror}",
+            detail=if_full if full else "",
+            hint=hint,
+        ) from None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The old content or the new, whoever reads and whatever happens meanwhile. It is on the disk when this returns."""
+    with replacing(path) as new, new.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields where to write the file or folder that takes the place of `path` when the block ends without an error.
+    Until then, and after an error or a kill, `path` is as it was. A symbolic link is followed: what it points to is
+    replaced, and the link stays."""
+    place = Path(os.path.realpath(path))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(place.parent, place.name) as scratch:
+        yield scratch / _NEW
+        _put_in_place(scratch / _NEW, place)
+
+
+def restore(path: Path) -> None:
+    """Moves back a folder that a killed process had moved out of the way and not yet replaced."""
+    place = Path(os.path.realpath(path))
+    if not place.exists() and place.parent.is_dir():
+        _remove_abandoned(place.parent)
+
+
+def _put_in_place(new: Path, place: Path) -> None:
+    """A folder cannot replace one with files in it, so the old one steps aside first and goes last. One that is empty
+    is filled: somebody's shell may be in it."""
+    if not new.is_dir() or not place.is_dir():
+        new.replace(place)
+    elif any(place.iterdir()):
+        place.rename(new.with_name(_OLD))
+        new.rename(place)
+    else:
+        for child in sorted(new.iterdir()):
+            child.rename(place / child.name)
+
+
+@contextmanager
+def scratch_folder(parent: Path | None = None, name: str = "stepscope") -> Iterator[Path]:
+    """A private folder inside `parent`, or where the system keeps temporary files. It is gone when the block is left,
+    and if the process is killed, when the next one asks for a folder in the same parent."""
+    parent = parent or Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    folder, descriptor = _make_locked(parent, name)
+    try:
+        yield folder
+    finally:
+        _discard(folder, parent / name)
+        os.close(descriptor)
+
+
+def _make_locked(parent: Path, name: str) -> tuple[Path, int]:
+    """Again when another process took the folder for abandoned before it was locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=_SCRATCH, dir=parent))
+        with suppress(FileNotFoundError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            with suppress(BlockingIOError):
+                try_lock(descriptor)
+                if folder.exists():
+                    return folder, descriptor
+            os.close(descriptor)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for folder, found in [(one, _SCRATCH_NAME.fullmatch(one.name)) for one in parent.iterdir()]:
+        if found is None:
+            continue
+        with suppress(OSError):  # gone meanwhile, in use (BlockingIOError), or somebody else's
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(descriptor).st_uid == os.getuid() and try_lock(descriptor):
+                    _discard(folder, parent / found[1])
+            finally:
+                os.close(descriptor)
+
+
+def _discard(scratch: Path, place: Path) -> None:
+    """With what is in it, unless that is a folder that was moved out of the way of one that never came."""
+    if (scratch / _OLD).exists() and (scratch / _NEW).exists():
+        if os.path.lexists(place):
+            return
+        (scratch / _OLD).rename(place)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Whether the lock was had, without waiting; BlockingIOError where another process has it. False on network file
+    systems that lock no files, where it is up to the user to run one command per folder."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+# --- Whose it is ------------------------------------------------------------------------------------------------------
+
+
+def stamp(content: bytes, suffix: str) -> bytes:
+    """A figure with a note of what made it, by which `is_ours` knows it again. Pages (`.html`) carry their own."""
+    match suffix:
+        case ".png":
+            chunk = b"tEXtSoftware\0" + GENERATOR.encode()
+            packed = (len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+            return content[:_PNG_HEADER_BYTES] + packed + content[_PNG_HEADER_BYTES:]
+        case ".svg":
+            return content.rstrip() + f"\n<!-- Generator: {GENERATOR} -->\n".encode()
+        case ".pdf":  # before the pointer to the table of offsets, so that nothing it points to moves
+            head, pointer, tail = content.rpartition(b"startxref")
+            return head + f"% Generator: {GENERATOR}\n".encode() + pointer + tail
+        case _:
+            return content
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file is a figure, a page or a Perfetto trace that stepscope wrote, as it says itself."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            head = file.read(_LOOKED_AT)
+            file.seek(max(0, path.stat().st_size - _LOOKED_AT))
+            tail = file.read(_LOOKED_AT)
+        if head.startswith(b"\x1f\x8b"):
+            with gzip.open(path) as unpacked:
+                head = unpacked.read(_LOOKED_AT)
+    except (OSError, EOFError, zlib.error):
+        return False
+    marks = (
+        (_PNG, b"tEXtSoftware\0stepscope ", head),
+        (b"<svg", b"<!-- Generator: stepscope ", tail),
+        (b"%PDF-", b"% Generator: stepscope ", tail),
+        (b"<!DOCTYPE html>", b'<meta name="generator" content="stepscope ', head),
+        (b"{", PERFETTO_MARK, head),
+    )
+    return any(head.startswith(start) and mark in where for start, mark, where in marks)
+
+
+def read_schema(path: Path) -> str:
+    """What a JSON document, or the first of JSON lines, says it is; empty where it says nothing."""
+    if not path.is_file():
+        return ""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_DOCUMENT)
+    except OSError:
+        return ""
+    for text in (content, content.partition(b"\n")[0]):
+        with suppress(msgspec.DecodeError):
+            return decode(text, _Versioned).schema
+    return ""
+
+
+def is_of_kind(path: Path, schema: str) -> bool:
+    """Whether a document is of this schema, in whatever version."""
+    return read_schema(path).partition("/")[0] == schema.partition("/")[0]
+
+
+def is_result_of(path: Path, command: str) -> bool:
+    """Whether a document of ours was measured by this very command; `--force` in it makes no difference."""
+    try:
+        with path.open("rb") as file:
+            found = decode(file.read(_LARGEST_DOCUMENT), _Result)
+    except (OSError, msgspec.DecodeError):
+        return False
+    return found.schema.startswith("stepscope.") and _without_force(found.command) == _without_force(command)
+
+
+def _without_force(command: str) -> list[str]:
+    return [word for word in command.split() if word != "--force"]
+
+
+def claim(folder: Path, schema: str, *, knows: Callable[[Path], bool] = lambda _: False, hint: str = _HINT) -> None:
+    """Makes `folder` one of ours, for data of `schema`: gives it a marker, unless it has one or `knows` it. Several
+    processes may claim one folder at a time. StepscopeError, and nothing is touched, where `require_own` raises it."""
+    require_own(folder, schema, knows=knows, hint=hint)
+    if not is_of_kind(folder / MARKER_NAME, schema) and not knows(folder):
+        with writing(folder, hint=hint):
+            write_atomically(folder / MARKER_NAME, msgspec.json.encode(_Versioned(schema=schema)) + b"\n")
+
+
+def require_own(
+    folder: Path, schema: str, *, knows: Callable[[Path], bool] = lambda _: False, hint: str = _HINT
+) -> None:
+    """StepscopeError unless `folder` is new or empty, has our marker for data of `schema`, or, as folders of earlier
+    versions have none, `knows` it by its content."""
+    if folder.exists() and not folder.is_dir():
+        raise StepscopeError(f"`{folder}` is not a directory", hint=hint)
+    with writing(folder, hint=hint):
+        foreign = find_foreign(folder, lambda _: False) if folder.is_dir() else None
+    # In this order: it may be claimed between the two looks, and then the second one shows it.
+    if foreign is not None and not is_of_kind(folder / MARKER_NAME, schema) and not knows(folder):
+        raise StepscopeError(
+            f"`{folder}` has files in it that stepscope did not put there: `{foreign}`",
+            detail="nothing in it was changed; only a folder of its own is written to",
+            hint=f"a folder that is new or empty: {hint}",
+        )
+
+
+# --- May it be replaced? ----------------------------------------------------------------------------------------------
+
+
+def check_target(path: Path, *, force: bool, flag: str, command: str | None = None) -> None:
+    """Refuses, before anything runs, a file that could not or should not be written afterwards. `force` replaces
+    whatever is there; without it a figure or page of ours is replaced, and what was measured, for which `command` is
+    given, if the same command measured it."""
+    if path.is_dir():
+        raise StepscopeError(f"`{path}` is a directory", detail="expected the name of a file", hint=f"{flag} FILE")
+    if not path.parent.is_dir():
+        raise StepscopeError(f"there is no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")
+    if path.exists() and not force and not (is_ours(path) if command is None else is_result_of(path, command)):
+        detail = "it is not a file that stepscope wrote" if command is None else "another command wrote it"
+        raise StepscopeError(
+            f"`{path}` exists", detail=detail, hint=f"--force replaces it, or another name: {flag} FILE"
+        )
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise StepscopeError(f"cannot write to `{path.parent}`", hint=f"{flag} FILE")
+
+
+def find_foreign(folder: Path, is_own: Callable[[str], bool]) -> str | None:
+    """The first thing in a folder that is not ours, by its path there; None where there is none. `is_own` judges paths,
+    those of folders with a slash at their end. Symbolic links are never ours, and what a process is just writing, or
+    left when it was killed, always is."""
+    waiting = [folder]
+    while waiting:
+        for path in sorted(waiting.pop().iterdir()):
+            name = path.relative_to(folder).as_posix()
+            if path.name.endswith(_SCRATCH):
+                continue
+            if path.is_symlink() or not is_own(f"{name}/" if path.is_dir() else name):
+                return name
+            if path.is_dir():
+                waiting.append(path)
+    return None

@@ -8,20 +8,21 @@ lacks is absent rather than zero. Anything not listed here is measured (`measure
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 Source = Literal["datasheet", "measured"]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """A device's limits. Rates in operations and bytes a second, memory in bytes."""
 
     name: str
-    peak_flops: Mapping[str, float]
-    bandwidth: float | None = None
-    memory_bytes: int | None = None
+    peak_flops: Mapping[str, Rate]
+    bandwidth: Rate | None = None
+    memory_bytes: Annotated[int, msgspec.Meta(gt=0, le=2**62)] | None = None
     source: Source = "datasheet"
 
     def __post_init__(self) -> None:

@@ -5,9 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# How long anything may take on a machine that is busy with other things: a bound on what hangs, not a measure of speed.
+PATIENCE_S = 240
 TINY = ["--d-model", "16", "--d-ff", "32", "--num-layers", "1", "--num-heads", "2", "--vocab", "50"]
 TINY += ["--batch", "1", "--device", "cpu", "--warmup", "1", "--steps", "2"]
 
@@ -19,7 +23,7 @@ def stepscope(folder: Path, *arguments: str, **environment: str) -> "subprocess.
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=PATIENCE_S,
         env=os.environ | environment,
     )
 
@@ -62,4 +66,11 @@ def workers(folder: Path, nursery: str = "stepscope.jobs.nursery") -> list[int]:
 
 def kill(process: "subprocess.Popen[bytes]", with_signal: signal.Signals = signal.SIGKILL) -> int:
     process.send_signal(with_signal)
-    return process.wait(timeout=30)
+    return process.wait(timeout=PATIENCE_S)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.cli.command import PATIENCE_S
+
 _NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "sinfo")
 _PR_SET_PDEATHSIG = 1
 _NODE_CPUS = 4  # that many jobs at once, whatever the machine has
@@ -124,12 +126,12 @@ def _configure(folder: Path) -> Path:
 
 
 def _say(command: list[str], environment: dict[str, str]) -> str:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     return done.stdout
 
 
 def _wait_for(complaint: str, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(complaint)

@@ -2,12 +2,11 @@
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import kill, rows, start, stepscope, workers
+from tests.cli.command import kill, rows, start, stepscope, wait_until, workers
 
 OUT = "runs/attention"
 TINY = ["attention", "--device", "cpu", "--batch", "1", "--head-dim", "8", "--repetitions", "2"]
@@ -51,10 +50,7 @@ def _check_what_is_shown(folder: Path) -> None:
 def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path) -> None:
     lengths = ",".join(str(16 * number) for number in range(1, 40))
     sweep = start(tmp_path, *TINY[:-1], "1000", "--seconds", "0.1", "--implementation", "naive", "--length", lengths)
-    deadline = time.monotonic() + 120
-    while len(rows(tmp_path, OUT)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(rows(tmp_path, OUT)) >= 2)
     assert kill(sweep, signal.SIGINT) == 130
     assert "interrupted: what is done is kept" in (tmp_path / "stderr.txt").read_text()
     assert workers(tmp_path) == []

@@ -6,13 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import kill, rows, start, stepscope, workers
+from tests.cli.command import PATIENCE_S, kill, rows, start, stepscope, wait_until, workers
 
 OUT = "runs/comm"
 TINY = ["comm", "--device", "cpu", "--ranks", "2", "--repetitions", "2"]
@@ -23,11 +21,11 @@ def test_a_rank_that_is_killed_costs_its_case_and_an_interrupt_leaves_no_process
     sweep = start(
         tmp_path, *TINY[:-1], "1000", "--seconds", "1", "--sizes", sizes, "--collective", "broadcast", "--timeout", "20"
     )
-    _wait_for(lambda: len(rows(tmp_path, OUT)) > 0)
+    wait_until(lambda: len(rows(tmp_path, OUT)) > 0)
     ranks = sorted(_ranks(tmp_path))
     assert len(ranks) == 3  # and the process that they were forked from
     os.kill(ranks[-1], signal.SIGKILL)
-    _wait_for(lambda: any(row["status"] != "ok" for row in rows(tmp_path, OUT)))
+    wait_until(lambda: any(row["status"] != "ok" for row in rows(tmp_path, OUT)))
     assert kill(sweep, signal.SIGINT) == 130
     assert "interrupted: what is done is kept" in (tmp_path / "stderr.txt").read_text()
     assert _ranks(tmp_path) == []
@@ -35,13 +33,6 @@ def test_a_rank_that_is_killed_costs_its_case_and_an_interrupt_leaves_no_process
     assert failed["status"] == "killed"
     assert "rank 1 was killed by SIGKILL" in failed["reason"] or "rank 0 was killed by SIGKILL" in failed["reason"]
     assert (tmp_path / OUT / "logs" / f"{failed['key']}.log").exists()
-
-
-def _wait_for(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def _ranks(folder: Path) -> list[int]:
@@ -67,7 +58,7 @@ def test_ranks_that_somebody_else_started_are_served_and_rank_0_alone_speaks(tmp
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=240) for rank in ranks]
+    said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert said[1] == ("", "")
     assert "all-reduce, 2 ranks, gloo:" in said[0][0]

@@ -7,13 +7,12 @@ import pickle
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.command import kill, rows, start, stepscope, workers
+from tests.cli.command import kill, rows, start, stepscope, wait_until, workers
 from tests.unit.snapshot_files import MIB, Model, frame, write
 
 TINY = ["--d-model", "32", "--d-ff", "64", "--num-layers", "2", "--num-heads", "2", "--vocab", "50"]
@@ -192,10 +191,7 @@ def test_a_recording_that_is_gone_is_said(
 
 def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     sweep = start(tmp_path, "memory", *TINY, "--batch", "1,2,3,4,5,6,7,8")
-    deadline = time.monotonic() + 120
-    while not rows(tmp_path, "runs/memory"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: bool(rows(tmp_path, "runs/memory")))
     assert kill(sweep, signal.SIGINT) == 130
     said = (tmp_path / "stderr.txt").read_text()
     assert "interrupted: what is done is kept" in said

@@ -2,14 +2,13 @@
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepscope.recording.store import load
-from tests.cli.command import TINY, kill, start, stepscope, workers
+from tests.cli.command import TINY, kill, start, stepscope, wait_until, workers
 
 FACTORY = """
 import os, time
@@ -123,10 +122,7 @@ def test_an_interrupt_leaves_nothing_and_nobody(folder: Path, monkeypatch: Any) 
     (folder / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
     process = start(folder, "profile", "--model", "mine:hangs", "--device", "cpu")
-    deadline = time.monotonic() + 60
-    while len(workers(folder)) < 2:  # the nursery and the worker
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(workers(folder)) == 2)  # the nursery and the worker
     assert kill(process, signal.SIGINT) == 130
     assert "nothing was kept" in (folder / "stderr.txt").read_text()
     assert workers(folder) == []

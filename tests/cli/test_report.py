@@ -3,13 +3,12 @@
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from stepscope.report.site import is_site
-from tests.cli.command import TINY, kill, rows, start, stepscope, workers
+from tests.cli.command import TINY, kill, rows, start, stepscope, wait_until, workers
 
 ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "docs/examples/trace.json.gz"
@@ -103,29 +102,19 @@ def test_its_folder_is_told_again_without_running(
 
 
 def wait_for(text: str, folder: Path, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + 120
-    while text not in (folder / "stderr.txt").read_text():
-        assert process.poll() is None, (folder / "stderr.txt").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: text in (folder / "stderr.txt").read_text() or process.poll() is not None)
+    assert process.poll() is None, (folder / "stderr.txt").read_text()
 
 
 def wait_until_gone(folder: Path) -> None:
-    deadline = time.monotonic() + 30
-    while workers(folder):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: workers(folder) == [])
 
 
-@pytest.mark.timeout(400)
 def test_a_kill_and_ctrl_c_leave_a_page_and_the_same_command_goes_on(tmp_path: Path) -> None:
     command = ["report", *TINY, "--data", "data"]
     process = start(tmp_path, *command)
     wait_for("bench: ", tmp_path, process)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "report.html").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((tmp_path / "report.html").exists)
     kill(process)
     wait_until_gone(tmp_path)
     assert is_site(tmp_path / "report.html")

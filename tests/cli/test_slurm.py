@@ -15,7 +15,7 @@ from stepscope.errors import StepscopeError
 from stepscope.jobs.slurm.ranks import SlurmRanks
 from stepscope.jobs.slurm.resources import Resources
 from stepscope.jobs.slurm.watch import Counts
-from tests.cli.command import TINY, kill, rows, start, stepscope
+from tests.cli.command import PATIENCE_S, TINY, kill, rows, start, stepscope, wait_until
 from tests.cli.slurm_cluster import cluster, why_not
 
 pytest.importorskip("submitit", reason="submitit is not installed")
@@ -111,8 +111,8 @@ def test_a_job_that_is_queued_again_goes_on_and_so_does_a_command_that_was_inter
     command = ["bench", "--model", "mine:build", "--context", "16,32,64", "--device", "cpu", "--warmup", "1"]
     command += ["--steps", "2", *JOB]
     waiting = start(tmp_path, *command)
-    _wait_until(lambda: len(rows(tmp_path)) == 2)
-    _wait_until(partial(_has_hung, tmp_path, 1))
+    wait_until(lambda: len(rows(tmp_path)) == 2)
+    wait_until(partial(_has_hung, tmp_path, 1))
     assert kill(waiting, signal.SIGINT) == 130
     said = (tmp_path / "stderr.txt").read_text()
     number = _manifest(tmp_path)["job_id"]
@@ -124,7 +124,7 @@ def test_a_job_that_is_queued_again_goes_on_and_so_does_a_command_that_was_inter
     _slurm("scancel", "--signal=USR2", number)
     (tmp_path / "go").touch()
     _begin_again(number)
-    assert waiting.wait(timeout=60) == 0
+    assert waiting.wait(PATIENCE_S) == 0
     assert f"submitted before and not collected yet: job {number}" in (tmp_path / "stderr.txt").read_text()
     assert [row["status"] for row in rows(tmp_path)] == ["ok", "error", "ok"]
     assert "not at 32" in rows(tmp_path)[1]["reason"]
@@ -138,15 +138,15 @@ def test_jobs_of_before_are_waited_for_and_a_cancelled_one_is_named_with_its_log
     assert left.stdout == ""
     number = _manifest(tmp_path)["job_id"]
     waiting = start(tmp_path, *command, *NEVER)
-    _wait_until(lambda: "jobs: 2 queued (BeginTime)" in (tmp_path / "stderr.txt").read_text())
+    wait_until(lambda: "jobs: 2 queued (BeginTime)" in (tmp_path / "stderr.txt").read_text())
     assert len(_slurm("squeue", "--noheader", "--array").splitlines()) == 2, "submitted once"
     locked = stepscope(tmp_path, *command, *NEVER)
     assert locked.returncode == 2
     assert "another sweep is writing" in locked.stderr
     _slurm("scancel", f"{number}_1")  # forgotten at once
-    _wait_until(lambda: f"job {number}_1" in (tmp_path / "stderr.txt").read_text())
+    wait_until(lambda: f"job {number}_1" in (tmp_path / "stderr.txt").read_text())
     _slurm("scancel", number)
-    assert waiting.wait(timeout=60) == 2
+    assert waiting.wait(PATIENCE_S) == 2
     said = (tmp_path / "stderr.txt").read_text()
     assert f"job {number}_1 is no longer known to Slurm" in said
     assert f"job {number}_0 ended as CANCELLED" in said
@@ -215,11 +215,11 @@ def test_training_that_is_queued_again_goes_on_from_its_checkpoint(tmp_path: Pat
     command = ["train", *TRAINED, "--ranks", "2", "--save-every", "2", "--steps", "400", *JOB]
     waiting = start(tmp_path, *command)
     log, checkpoints = tmp_path / "runs/train/log.jsonl", tmp_path / "runs/train/checkpoints"
-    _wait_until(lambda: len(list(checkpoints.glob("*.json"))) == 2)
+    wait_until(lambda: len(list(checkpoints.glob("*.json"))) == 2)
     number = _manifest(tmp_path, verb="train")["job_id"]
     _slurm("scontrol", "requeue", number)
     _begin_again(number)
-    assert waiting.wait(timeout=90) == 0, (tmp_path / "stderr.txt").read_text()
+    assert waiting.wait(PATIENCE_S) == 0, (tmp_path / "stderr.txt").read_text()
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, 401))
     logs = "".join(path.read_text() for path in tmp_path.glob(f"runs/train/slurm/1/{number}_*.out"))
     assert "Traceback" not in logs
@@ -234,9 +234,9 @@ def test_a_fresh_training_that_is_typed_again_is_collected_and_not_deleted(tmp_p
     first = stepscope(tmp_path, *command, "--no-wait")
     assert first.returncode == 0, first.stderr
     manifest, log = tmp_path / "runs/train/checkpoints/step-00000003.json", tmp_path / "runs/train/log.jsonl"
-    _wait_until(manifest.exists)
+    wait_until(manifest.exists)
     number = _manifest(tmp_path, verb="train")["job_id"]
-    _wait_until(lambda: "JobState=COMPLETED" in _slurm("scontrol", "show", "job", number))
+    wait_until(lambda: "JobState=COMPLETED" in _slurm("scontrol", "show", "job", number))
     written = log.read_text()
     shown = stepscope(tmp_path, *command, "--print-sbatch")
     assert shown.returncode == 0, shown.stderr
@@ -256,7 +256,7 @@ def test_a_job_that_is_cancelled_while_it_runs_is_named_with_its_log(
 ) -> None:
     job = ranks("wait_for_a_second_life")
     assert not job.run(_Watcher(), wait=False)
-    _wait_until((tmp_path / "life00").exists)
+    wait_until((tmp_path / "life00").exists)
     (log,) = tmp_path.glob("run/slurm/1/*_0_log.out")
     number = log.name.partition("_")[0]
     _slurm("scancel", number)
@@ -275,20 +275,13 @@ def _has_hung(folder: Path, times: int) -> bool:
 
 
 def _slurm(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
 
 
 def _begin_again(number: str) -> None:
     """A job that is queued again waits for two minutes, unless somebody says otherwise. Nobody may before its last life
     is over, nor in the second after: the node would take its new credential for the one that was just revoked."""
     show = ["squeue", "--noheader", "--format=%T %r", f"--jobs={number}"]
-    _wait_until(lambda: _slurm(*show).strip() == "PENDING BeginTime")
+    wait_until(lambda: _slurm(*show).strip() == "PENDING BeginTime")
     time.sleep(2)
     _slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
-
-
-def _wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -59,8 +59,9 @@ def test_phases_add_up_to_the_step() -> None:
 
 
 def test_what_happens_between_steps_is_off_the_clock() -> None:
+    began = time.perf_counter_ns()
     found = time_steps(sleeper(forward=0.001), 3, after_step=lambda: time.sleep(0.05))
-    assert min(found.step_ns) < 50 * MS
+    assert sum(found.step_ns) <= time.perf_counter_ns() - began - 3 * 50 * MS
 
 
 def test_a_quiet_run_is_not_doubted() -> None:

@@ -17,7 +17,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.saved import compare_saved, held_storages, saved_beside_closed_form
 from stepscope.measure.saved_tensors import LOSS, ModuleNumbers, SavedTensor, audit, audit_case, saved_frame
 from stepscope.nn.model import SwiGLU
-from stepscope.recording.tables import SAVED
+from stepscope.recording.tables import SCHEMAS
 from stepscope.spec import Case, Factory, Workload, build_case
 from stepscope.step import Step, build
 from stepscope.step.own import Parts
@@ -112,7 +112,7 @@ def test_a_feed_forward_alone_keeps_what_is_counted_by_hand() -> None:
 
 def test_rows_name_node_module_and_owner() -> None:
     frame = saved()
-    assert frame.schema == pl.Schema(SAVED)
+    assert frame.schema == pl.Schema(SCHEMAS["saved"])
     assert frame["node"].is_sorted()
     by = {(row["module"], row["op"], row["argument"]): row for row in frame.iter_rows(named=True)}
     weight = by["blocks.1.ffn.down", "MmBackward0", "mat2"]

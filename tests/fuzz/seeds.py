@@ -213,7 +213,7 @@ def _precision() -> bytes:
 def _training() -> dict[str, bytes]:
     times: dict[str, Any] = {"step_ns": (500, 510), "communication_ns": (100, 90), "exposed_ns": (0, 5)}
     log = [
-        TrainRow(step=step, loss=10.0 / step, tokens=512, learning_rate=1e-3, strategy="bucketed", **times)
+        TrainRow(step=step, kept_loss=10.0 / step, tokens=512, learning_rate=1e-3, strategy="bucketed", **times)
         for step in range(1, 6)
     ]
     training = Training(workload=build_case({"size": "nano", "device": "cpu"}).workload, ranks=2, strategy="bucketed")

@@ -6,12 +6,15 @@ even what Rust or a fault handler writes is found there.
 """
 
 import faulthandler
+import hashlib
+import json
 import os
 import random
 import resource
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,11 +22,12 @@ import msgspec
 from stepscope.cli.main import main
 from stepscope.errors import Exit
 from tests.fuzz.commands import choose_command
-from tests.fuzz.mutators import mutate
+from tests.fuzz.mutators import damage_parquet, mutate
 from tests.fuzz.seeds import Seed, build_seeds, companions
 
 ADDRESS_BYTES = 64 << 30  # a backstop: what counts is what is resident, which the parent watches
 STDOUT, STDERR = "stdout.txt", "stderr.txt"
+SIGNED = 0.7  # share of the changed tables that keep a digest which fits
 UNTOUCHED = 0.02  # share of the inputs that are left whole: they must be read
 
 
@@ -77,12 +81,24 @@ def write_input(
         name = chance.choice(sorted(files))
         if len(files) > 1 and chance.random() < 0.03:
             del files[name]
+        elif name.endswith(".parquet") and chance.random() < SIGNED:
+            files[name] = damage_parquet(seed.files[name], chance)
+            _sign(files, name)
         else:
             files[name] = mutate(name, seed.files.get(name, b""), chance)
     for name, content in (good | files).items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(content)
     return seed, choose_command(seed, chance)
+
+
+def _sign(files: dict[str, bytes], name: str) -> None:
+    """Gives the manifest the digest of a table that was changed: what follows the digest is to be reached as well."""
+    manifest = str(Path(name).with_name("manifest.json"))
+    with suppress(ValueError, KeyError, TypeError):  # the manifest may be damaged already, or gone
+        content = json.loads(files[manifest])
+        content["digests"][Path(name).stem] = hashlib.blake2b(files[name], digest_size=16).hexdigest()
+        files[manifest] = json.dumps(content).encode()
 
 
 def _run_command(command: list[str], main: Callable[[], object]) -> Outcome:

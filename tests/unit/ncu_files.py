@@ -44,11 +44,13 @@ elif settings.get("answer"):
     request.with_suffix(".answer.json").write_text(settings["answer"])
 for stage in settings.get("stages", ()):
     request.with_suffix(".progress").write_text(stage)
-    time.sleep(0.7)
+    heard = Path(__file__).with_name("heard.txt")
+    while not heard.exists() or stage not in heard.read_text():
+        time.sleep(0.02)
 if settings.get("hangs"):
-    program = subprocess.Popen(["sleep", "60"])
+    program = subprocess.Popen(["sleep", "3600"])
     Path(__file__).with_name("started.txt").write_text(str(program.pid))
-    time.sleep(60)
+    time.sleep(3600)
 if settings.get("says"):
     print(settings["says"], flush=True)
 if settings.get("writes_nothing"):
@@ -83,6 +85,11 @@ class StandIn:
     def set(self, **settings: object) -> None:
         self._settings |= settings
         (self._folder / "settings.json").write_text(msgspec.json.encode(self._settings).decode())
+
+    def hear(self, stage: str) -> None:
+        """It stays at a stage until that was heard."""
+        with (self._folder / "heard.txt").open("a") as heard:
+            heard.write(f"{stage}\n")
 
     def calls(self) -> list[tuple[dict[str, str], list[str]]]:
         """Its options and the program it was to run, one call after the other."""

@@ -17,6 +17,7 @@ from stepscope.jobs.messages import (
     MeasureAttention,
     Probe,
     Probed,
+    ProbedModel,
     Result,
 )
 from stepscope.jobs.process import Died, Ended
@@ -65,7 +66,8 @@ class Workers:
 
     def run(self, request: Any, *, on_part: Callable[[AttentionMeasured], None] = lambda _: None, **_: object) -> Ended:
         if isinstance(request, Probe):
-            return Ended(answer=Probed(environment=ENVIRONMENT, sources=(None,)), log=b"")
+            builtin = ProbedModel(source=None, takes_context=True)
+            return Ended(answer=Probed(environment=ENVIRONMENT, models=(builtin,)), log=b"")
         self.requests.append(request)
         for case in request.cases:
             if (ended := self._end(case)) is not None:

@@ -141,6 +141,16 @@ def test_what_a_kill_left_behind_goes_with_the_next_one(tmp_path: Path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, later.name]
 
 
+def test_what_somebody_else_put_there_is_never_deleted(tmp_path: Path) -> None:
+    for name in ("step-best.pt", "step-by-step.json", "step-00000001.txt", "step-1.pt", "step-00000001.pt.bak"):
+        (tmp_path / name).write_text("theirs")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for step in (1, 2, 3):
+        _save(tmp_path, step)
+    forget_all(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
 def _kill_after(unlinked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed when one more file is to be deleted than so many."""
     left, unlink = unlinked, Path.unlink

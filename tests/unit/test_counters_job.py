@@ -26,7 +26,12 @@ from stepscope.spec import Case, Grid, grid_from_flags
 from tests.unit.ncu_files import COUNTED, StandIn
 from tests.unit.rows import ENVIRONMENT
 
-ANSWER = Counted(environment=ENVIRONMENT, parameters=1000, forward_flops={"gemm": 10**9, "attention": 10**6})
+ANSWER = Counted(
+    environment=ENVIRONMENT,
+    parameters=1000,
+    optimizer="adamw",
+    forward_flops={"gemm": 10**9, "attention": 10**6},
+)
 REFUSED = RefusedError(message="out of memory", detail="tried to allocate 1 TiB")
 
 
@@ -55,8 +60,13 @@ class Bench:
         return [Planned(case=case, environment=self.environment, source=self.source) for case in cases]
 
     def count(self, flags: dict[str, str], *, force: bool = False, **more: object) -> list[CountedCase]:
-        job = Counters(folder=self.out, command="stepscope profile", force=force, **more)  # type: ignore[arg-type]
-        return job.run(grid_from_flags({"device": "cuda", **flags}), self.stages.append, self.done.append)
+        given = {"command": "stepscope profile"} | more
+        job = Counters(folder=self.out, force=force, **given)  # type: ignore[arg-type]
+        return job.run(grid_from_flags({"device": "cuda", **flags}), self._hear, self.done.append)
+
+    def _hear(self, stage: str) -> None:
+        self.stages.append(stage)
+        self.ncu.hear(stage)
 
     def left(self) -> set[str]:
         """What is in the folder, hidden files too."""
@@ -162,21 +172,23 @@ def test_a_recording_of_something_else_is_neither_taken_nor_replaced(bench: Benc
     assert len(bench.ncu.calls()) == 4
 
 
-def test_one_case_does_not_replace_what_is_there(bench: Bench) -> None:
+def test_one_case_replaces_only_what_the_same_command_counted(bench: Bench) -> None:
     bench.count(ONE)
     with pytest.raises(StepscopeError, match="out` exists"):
-        bench.count(ONE)
+        bench.count(ONE, command="stepscope profile --stacks")
     assert len(bench.ncu.calls()) == 1
     with pytest.raises(StepscopeError, match="is no folder for the 2 recordings of a grid"):
         bench.count(GRID)
-    bench.count(ONE, force=True)
+    bench.count(ONE, command="stepscope profile --stacks", force=True)
     assert len(bench.ncu.calls()) == 2
+    bench.count(ONE, command="stepscope profile --stacks")
+    assert len(bench.ncu.calls()) == 3
 
 
 def test_a_folder_of_somebody_elses_is_refused_before_anything_runs(bench: Bench) -> None:
     (bench.out / "context-128").mkdir(parents=True)
     for force in (False, True):
-        with pytest.raises(StepscopeError, match=r"context-128` (exists|is no recording)"):
+        with pytest.raises(StepscopeError, match=r"context-128` exists"):
             bench.count(GRID, force=force)
     assert bench.ncu.calls() == []
 
@@ -329,10 +341,8 @@ def test_ctrl_c_ends_ncu_and_its_program_and_keeps_what_was_done(bench: Bench) -
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         bench.count(GRID)
-    assert time.monotonic() - began < 8
     assert bench.left() == {"context-64"}
     assert list((bench.out.parent / "tmp").iterdir()) == []
     status = Path(f"/proc/{started.read_text()}/stat")

@@ -1,111 +1,336 @@
-"""Files that somebody names: regular ones, up to a bound, and documents whose damage is one kind of error."""
+"""Writing whole or not at all, and knowing what is ours."""
 
+import errno
 import os
-import threading
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
+from stepscope import files
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, open_plain, read_plain
-from stepscope.jobs.report_data import STATE_NAME, read_state
-from stepscope.jobs.slurm.rows import read_own
-from stepscope.jobs.slurm.submissions import _read_outcome
-from stepscope.recording import checkpoints
-from stepscope.recording.bench import BenchRow
-from stepscope.recording.lines import ResultsFile, read_rows
-from stepscope.recording.links import read_links
-from stepscope.recording.precision import read_report
-from stepscope.recording.train import read_log, read_memory, read_run
-from stepscope.recover.study.truths import read_truths
-from stepscope.spec import grid_from_toml
+from stepscope.files import (
+    check_target,
+    claim,
+    find_foreign,
+    is_of_kind,
+    is_ours,
+    is_result_of,
+    read_schema,
+    replacing,
+    restore,
+    scratch_folder,
+    write_atomically,
+)
 
-DEEP = 100_000
+# Newer Pythons warn of forking a process that has threads, as polars gives it. These children only write files.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 
-def open_results(path: Path) -> None:
-    with ResultsFile.open(path, BenchRow):
+def die_in(work: Callable[[], None]) -> None:
+    """Runs `work` in a process that is killed, as by SIGKILL, where it calls `kill`."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "it was to be killed"
+
+
+def kill(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def make_folder(folder: Path, content: str) -> Path:
+    folder.mkdir()
+    (folder / "file").write_text(content)
+    return folder
+
+
+def replace_folder(folder: Path, content: str) -> None:
+    with replacing(folder) as new:
+        make_folder(new, content)
+
+
+def test_a_file_is_replaced_whole_and_nothing_stays_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    write_atomically(path, b"first")
+    write_atomically(path, b"second")
+    assert path.read_bytes() == b"second"
+    assert names(path.parent) == ["file"]
+
+
+def test_an_error_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write() -> None:
+        with replacing(path) as new:
+            new.write_text("half")
+            raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def write() -> None:
+        with replacing(path) as new:
+            new.write_text("half")
+            kill()
+
+    die_in(write)
+    assert len(names(tmp_path)) == 1
+    write_atomically(path, b"whole")
+    assert names(tmp_path) == ["file"]
+
+
+def test_what_a_living_writer_has_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replacing(path) as slow:
+        slow.write_text("slow")
+        write_atomically(path, b"quick")
+        assert slow.read_text() == "slow"
+    assert path.read_text() == "slow"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_folder_is_the_old_one_or_the_new_one_wherever_its_writer_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """Killed before, between and after the two renames."""
+    folder = make_folder(tmp_path / "kept", "old")
+    rename, left = Path.rename, [renames]
+
+    def rename_or_die(self: Path, target: Path) -> Path:
+        if not left[0]:
+            kill()
+        left[0] -= 1
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_or_die)
+        if renames == 2:
+            patch.setattr(files, "_discard", kill)
+        die_in(lambda: replace_folder(folder, "new"))
+    assert folder.exists() == (renames != 1)
+    restore(folder)
+    assert (folder / "file").read_text() == ("new" if renames == 2 else "old")
+    replace_folder(folder, "newer")
+    assert names(tmp_path) == ["kept"]
+    assert (folder / "file").read_text() == "newer"
+
+
+def test_a_folder_is_not_taken_back_from_a_living_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "kept", "old")
+    rename, seen = Path.rename, []
+
+    def rename_and_look(self: Path, target: Path) -> Path:
+        result = rename(self, target)
+        if not seen:
+            restore(folder)
+            seen.append(folder.exists())
+        return result
+
+    monkeypatch.setattr(Path, "rename", rename_and_look)
+    replace_folder(folder, "new")
+    assert seen == [False]
+    assert (folder / "file").read_text() == "new"
+
+
+def test_a_refused_second_rename_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "kept", "old")
+    rename = Path.rename
+
+    def refuse_new(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise OSError(errno.EIO, "refused")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_new)
+    with pytest.raises(OSError, match="refused"):
+        replace_folder(folder, "new")
+    assert (folder / "file").read_text() == "old"
+    assert names(tmp_path) == ["kept"]
+
+
+def test_what_was_moved_aside_is_never_lost_to_what_came_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path / "kept", "old")
+    rename, left = Path.rename, [1]
+
+    def rename_or_die(self: Path, target: Path) -> Path:
+        if not left[0]:
+            kill()
+        left[0] -= 1
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_or_die)
+        die_in(lambda: replace_folder(folder, "new"))
+    make_folder(folder, "somebody's")
+    replace_folder(folder, "newest")
+    assert [path.read_text() for path in tmp_path.glob(".kept.*/old/file")] == ["old"]
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_is_written_through(tmp_path: Path, dangling: bool) -> None:
+    target = tmp_path / "target"
+    if not dangling:
+        make_folder(target, "old")
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    replace_folder(link, "new")
+    assert link.readlink() == target
+    assert (target / "file").read_text() == "new"
+    assert names(tmp_path) == ["link", "target"]
+
+
+def test_a_scratch_folder_that_a_kill_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    def work() -> None:
+        with scratch_folder(tmp_path) as folder:
+            (folder / "large").write_text("much")
+            kill()
+
+    die_in(work)
+    assert len(names(tmp_path)) == 1
+    with scratch_folder(tmp_path) as folder:
+        assert names(tmp_path) == [folder.name]
+        with scratch_folder(tmp_path) as second:
+            assert folder.is_dir()
+            assert second != folder
+    assert names(tmp_path) == []
+
+
+def test_folders_that_only_look_like_scratch_stay(tmp_path: Path) -> None:
+    for name in (".stepscope.abcdefgh", "stepscope-abcdefgh", "a.abcdefgh.stepscope-scratch", ".stepscope.a.b"):
+        (tmp_path / name).mkdir()
+    elsewhere = make_folder(tmp_path / "elsewhere", "precious")
+    (tmp_path / ".stepscope.abcdefgh.stepscope-scratch").symlink_to(elsewhere)
+    before = names(tmp_path)
+    with scratch_folder(tmp_path):
         pass
+    assert names(tmp_path) == before
+    assert (elsewhere / "file").read_text() == "precious"
 
 
-# A document of ours, the name that it has in its folder, and who reads it.
-READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "results": ("results.jsonl", read_rows),
-    "results to resume": ("results.jsonl", open_results),
-    "a job's results": ("results.jsonl", read_own),
-    "a job's outcome": ("outcome-0.json", _read_outcome),
-    "links": ("links.json", read_links),
-    "precision": ("precision.json", read_report),
-    "log": ("log.jsonl", read_log),
-    "run": ("run.json", lambda path: read_run(path.parent)),
-    "memory": ("memory.json", lambda path: read_memory(path.parent)),
-    "checkpoint": ("step-1.json", lambda path: checkpoints.newest(path.parent)),
-    "report": (STATE_NAME, lambda path: read_state(path.parent)),
-    "settings of a study": ("settings.json", read_truths),
-}
-DAMAGE = {
-    "nested deeply": b'{"schema": "stepscope.bench/1", "key": ' + b"[" * DEEP + b"]" * DEEP + b"}\n",
-    "nested deeply all over": b"[" * DEEP + b"]" * DEEP + b"\n",
-    "not UTF-8": b'{"schema": "\xff\xfe"}\n',
-    "not UTF-8 under a known name": b'{"step": 1, "schema": "stepscope.bench/1", "key": "\xc3\x28"}\n',
-    "another document": b'{"schema": 5, "a": [1e400, -1, null]}\n',
-    "no object": b"17\n",
-}
+def test_without_locks_nothing_is_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with scratch_folder(tmp_path) as first, scratch_folder(tmp_path):
+        assert first.is_dir()
+    assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", READERS)
-def test_a_damaged_document_is_an_error_that_names_it(tmp_path: Path, name: str, damage: str) -> None:
-    file, read = READERS[name]
-    (tmp_path / file).write_bytes(DAMAGE[damage])
-    with pytest.raises(StepscopeError) as raised:
-        read(tmp_path / file)
-    assert str(tmp_path) in raised.value.message
+def test_the_schema_of_a_document_and_of_lines_is_read_and_of_anything_else_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for content, expected in (
+        (b'{\n "schema": "stepscope.x/1"\n}\n', "stepscope.x/1"),
+        (b'{"a": 1, "schema": "stepscope.x/2"}\n{"cut', "stepscope.x/2"),
+        (b'{"name": "web app"}', ""),
+        (b'{"schema": 3}', ""),
+        (b"[" * 100_000, ""),
+        (b"\xff\xfe", ""),
+        (b"", ""),
+    ):
+        path.write_bytes(content)
+        assert read_schema(path) == expected
+    assert read_schema(tmp_path / "missing") == read_schema(tmp_path) == ""
 
 
-@pytest.mark.parametrize("name", sorted(set(READERS) - {"results to resume"}))
-def test_a_pipe_in_place_of_a_document_is_refused_at_once(tmp_path: Path, name: str) -> None:
-    file, read = READERS[name]
-    os.mkfifo(tmp_path / file)
-    done = threading.Event()
-
-    def look() -> None:
-        with pytest.raises((StepscopeError, OSError)):
-            read(tmp_path / file)
-        done.set()
-
-    threading.Thread(target=look, daemon=True).start()
-    assert done.wait(60)
+def test_a_result_is_known_by_the_command_that_made_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"schema": "stepscope.precision/1", "command": "stepscope precision --out a.json --force"}')
+    assert is_result_of(path, "stepscope precision --out a.json")
+    assert not is_result_of(path, "stepscope precision --size small --out a.json")
+    check_target(path, force=False, flag="--out", command="stepscope precision --out a.json")
+    with pytest.raises(StepscopeError, match="exists"):
+        check_target(path, force=False, flag="--out", command="stepscope precision")
+    path.write_text('{"schema": "theirs", "command": "stepscope precision --out a.json"}')
+    assert not is_result_of(path, "stepscope precision --out a.json")
 
 
-def test_settings_are_read_from_a_file_that_ends(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path, why in ((tmp_path / "pipe", "not a regular file"), (Path("/dev/zero"), "not a regular file")):
-        with pytest.raises(StepscopeError, match="cannot read the settings file") as raised:
-            grid_from_toml(path)
-        assert why in raised.value.detail
+def test_a_target_is_refused_where_it_could_not_or_should_not_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    check_target(path, force=False, flag="--out")
+    path.write_text("precious")
+    with pytest.raises(StepscopeError, match="exists") as caught:
+        check_target(path, force=False, flag="--out")
+    assert "--force" in caught.value.hint
+    check_target(path, force=True, flag="--out")
+    with pytest.raises(StepscopeError, match="is a directory"):
+        check_target(tmp_path, force=True, flag="--out")
+    with pytest.raises(StepscopeError, match="there is no folder"):
+        check_target(tmp_path / "b" / "a.json", force=True, flag="--out")
 
 
-def test_a_file_larger_than_the_bound_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "large"
-    path.write_bytes(b"x" * 11)
-    assert read_plain(path, most_bytes=11) == b"x" * 11
-    with pytest.raises(OSError, match="larger than"):
-        read_plain(path, most_bytes=10)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x89PNG\r\n\x1a\n", b"<svg></svg>", b"<!DOCTYPE html><title>stepscope</title>", b"%PDF-1.7", b"\x1f\x8bno"],
+)
+def test_files_of_others_are_not_ours(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(content)
+    assert not is_ours(path)
+    assert not is_ours(tmp_path)
+    assert not is_ours(tmp_path / "missing")
 
 
-def test_a_folder_and_a_device_are_no_regular_files(tmp_path: Path) -> None:
-    for path in (tmp_path, Path("/dev/zero")):
-        with pytest.raises(StepscopeError, match="cannot read a claim"), open_plain(path, what="a claim"):
-            pass
+def has_run(folder: Path) -> bool:
+    return is_of_kind(folder / "run.json", "stepscope.train/1")
 
 
-def test_only_what_may_be_cut_short_is_told_apart_from_other_damage() -> None:
-    with pytest.raises(msgspec.DecodeError) as raised:
-        decode(b'{"a": "b', dict[str, str])
-    assert not isinstance(raised.value, msgspec.ValidationError)
-    for content in (b"[" * DEEP, b'{"a": "\xff"}', b'{"a": 1}'):
-        with pytest.raises(msgspec.ValidationError):
-            decode(content, dict[str, str])
+def test_a_new_and_an_empty_folder_are_claimed_once_for_one_kind(tmp_path: Path) -> None:
+    for folder in (tmp_path / "new" / "folder", tmp_path / "empty"):
+        if folder.name == "empty":
+            folder.mkdir()
+        claim(folder, "stepscope.train/1")
+        (folder / "more").touch()
+        claim(folder, "stepscope.train/2")
+        with pytest.raises(StepscopeError, match="did not put there"):
+            claim(folder, "stepscope.comm/1")
+
+
+def test_a_folder_of_somebody_else_is_refused_and_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(StepscopeError, match=r"notes\.txt"):
+        claim(tmp_path, "stepscope.train/1", knows=has_run)
+    assert names(tmp_path) == ["notes.txt"]
+    with pytest.raises(StepscopeError, match="is not a directory"):
+        claim(tmp_path / "notes.txt", "stepscope.train/1")
+
+
+def test_a_folder_of_an_earlier_version_is_known_by_a_document_in_it(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"name": "theirs"}')
+    with pytest.raises(StepscopeError):
+        claim(tmp_path, "stepscope.train/1", knows=has_run)
+    (tmp_path / "run.json").write_text('{"schema": "stepscope.train/1"}')
+    claim(tmp_path, "stepscope.train/1", knows=has_run)
+    assert names(tmp_path) == ["run.json"]
+
+
+def test_the_first_foreign_thing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a").touch()
+    assert find_foreign(tmp_path, {"own/", "own/a"}.__contains__) is None
+    (tmp_path / "own" / "b").touch()
+    assert find_foreign(tmp_path, {"own/", "own/a"}.__contains__) == "own/b"
+    (tmp_path / "own" / "b").unlink()
+    (tmp_path / "own" / "a").unlink()
+    (tmp_path / "own" / "a").symlink_to(tmp_path)
+    assert find_foreign(tmp_path, {"own/", "own/a"}.__contains__) == "own/a"

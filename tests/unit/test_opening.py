@@ -8,6 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from stepscope import files
 from stepscope.errors import StepscopeError
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
@@ -40,11 +41,74 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["kept"]
 
 
+def test_somebody_elses_folder_with_a_manifest_is_never_replaced(tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    (app / "src").mkdir(parents=True)
+    (app / "manifest.json").write_text('{"name": "web app", "start_url": "/"}')
+    (app / "src" / "index.js").write_text("work")
+    with pytest.raises(StepscopeError, match="not a recording"):
+        store.save(Recording(manifest=Manifest(source="stepscope")), app, force=True)
+    assert (app / "src" / "index.js").read_text() == "work"
+    assert [one.name for one in tmp_path.iterdir()] == ["app"]
+
+
+@pytest.mark.parametrize("name", ["notes.md", "figures/a.png", "kernels.csv", "attributed.parquet"])
+def test_a_recording_with_something_else_in_it_is_never_replaced(tmp_path: Path, name: str) -> None:
+    recording = Recording(manifest=Manifest(source="stepscope"))
+    store.save(recording, tmp_path / "kept")
+    (tmp_path / "kept" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "kept" / name).write_text("work")
+    with pytest.raises(StepscopeError, match="not part of the recording") as caught:
+        store.save(recording, tmp_path / "kept", force=True)
+    assert name.split("/")[0] in caught.value.message
+    assert (tmp_path / "kept" / name).read_text() == "work"
+
+
+def test_what_was_found_out_about_a_recording_goes_with_it(tmp_path: Path) -> None:
+    raw = tmp_path / "trace.json.gz"
+    raw.touch()
+    recording = Recording(manifest=Manifest(source="stepscope"))
+    store.save(recording, tmp_path / "kept", raw=raw)
+    for name in ("attributed-0123456789ab.parquet", "findings-0123456789ab.json"):
+        (tmp_path / "kept" / name).touch()
+    store.save(recording, tmp_path / "kept", force=True)
+    assert [one.name for one in (tmp_path / "kept").iterdir()] == ["manifest.json"]
+
+
+def test_the_same_command_replaces_its_own_recording(tmp_path: Path) -> None:
+    recording = Recording(manifest=Manifest(source="stepscope", command="stepscope profile --force"))
+    store.save(recording, tmp_path / "kept")
+    with pytest.raises(StepscopeError, match="exists"):
+        store.save(recording, tmp_path / "kept", command="stepscope profile --size small")
+    store.save(recording, tmp_path / "kept", command="stepscope profile")
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_to_a_recording_is_written_through(tmp_path: Path, dangling: bool) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    if not dangling:
+        store.save(Recording(manifest=Manifest(source="stepscope", file="old")), target)
+    link.symlink_to(target)
+    store.save(Recording(manifest=Manifest(source="stepscope", file="new")), link, force=True)
+    assert link.is_symlink()
+    assert store.load(target).manifest.file == "new"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "target"]
+
+
+def test_a_recording_that_a_kill_left_moved_aside_is_read_again(tmp_path: Path) -> None:
+    store.save(Recording(manifest=Manifest(source="stepscope", file="old")), tmp_path / "kept")
+    scratch = tmp_path / ".kept.abcdefgh.stepscope-scratch"
+    (scratch / "new").mkdir(parents=True)
+    (tmp_path / "kept").rename(scratch / "old")
+    assert open_recording(tmp_path / "kept").manifest.file == "old"
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+
+
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "put_in_place", fail)
+    monkeypatch.setattr(files, "_put_in_place", fail)
     with pytest.raises(StepscopeError, match="No space left"):
         store.save(Recording(manifest=Manifest(source="stepscope")), tmp_path / "kept")
     assert list(tmp_path.iterdir()) == []
@@ -139,6 +203,21 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
     assert folder is None
 
 
+def test_a_cache_that_can_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
+    path = write_trace(tmp_path / "t.json", training_step())
+    _, folder = read_cached(path, open_recording)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("os.utime", refuse)
+    again, same = read_cached(path, open_recording)
+    assert same == folder
+    assert again.kernels.height == 7
+
+
 def test_a_full_disk_is_said_by_save_and_forgiven_by_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise pl.exceptions.ComputeError("No space left on device (os error 28)")
@@ -152,3 +231,18 @@ def test_a_full_disk_is_said_by_save_and_forgiven_by_the_cache(tmp_path: Path, m
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
     assert read_cached(path, open_recording)[1] is None
+
+
+def test_a_cache_full_of_somebody_elses_folders_deletes_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
+    monkeypatch.setattr("stepscope.recording.cache._MOST_BYTES", 0)
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    for name in ("app", "0" * 24):
+        (tmp_path / "cache" / name).mkdir(parents=True)
+        (tmp_path / "cache" / name / "manifest.json").write_text('{"name": "web app"}')
+        (tmp_path / "cache" / name / "index.js").write_text("work")
+    read_cached(write_trace(tmp_path / "t.json", training_step()), open_recording)
+    for name in ("app", "0" * 24):
+        assert (tmp_path / "cache" / name / "index.js").read_text() == "work"

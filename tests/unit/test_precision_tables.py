@@ -24,7 +24,6 @@ from stepscope.recording.precision import (
     Sum,
     Truth,
     Underflow,
-    check_target,
     encode_report,
     read_report,
     write_report,
@@ -276,19 +275,6 @@ def test_a_file_is_read_as_ours_or_refused(tmp_path: Path) -> None:
             read_report(tmp_path / "a.json")
     with pytest.raises(StepscopeError, match="cannot read"):
         read_report(tmp_path / "missing.json")
-
-
-def test_nothing_is_replaced_without_force(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    check_target(path, force=False)
-    path.write_text("precious")
-    with pytest.raises(StepscopeError, match="exists"):
-        check_target(path, force=False)
-    check_target(path, force=True)
-    with pytest.raises(StepscopeError, match="is a folder"):
-        check_target(tmp_path, force=True)
-    with pytest.raises(StepscopeError, match="there is no folder"):
-        check_target(tmp_path / "b" / "a.json", force=True)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from stepscope.cli.report_progress import Display, Forecast
 from stepscope.errors import StepscopeError
 from stepscope.explain.story.materials import Materials
 from stepscope.jobs import report, report_page, report_stages
-from stepscope.jobs.messages import Failed, Probed
+from stepscope.jobs.messages import Failed, Probed, ProbedModel
 from stepscope.jobs.process import RefusedError, Workers
 from stepscope.jobs.report import Ending, Interrupted, Made, ReportJob, parse_stages, without_flags
 from stepscope.jobs.report_data import STAGES, is_data, read_state, write_state
@@ -108,7 +108,12 @@ class Bench:
         monkeypatch.setattr(report, "require_torch", lambda: None)
         monkeypatch.setattr(report, "Workers", NoWorkers)
         monkeypatch.setattr(
-            report, "look_at", lambda cases, *_: Probed(environment=ENVIRONMENT, sources=(self.source,) * len(cases))
+            report,
+            "look_at",
+            lambda cases, *_: Probed(
+                environment=ENVIRONMENT,
+                models=(ProbedModel(source=self.source, takes_context=True),) * len(cases),
+            ),
         )
         monkeypatch.setattr(report, "write_page", self._write)
 
@@ -332,7 +337,7 @@ def test_a_command_is_typed_again_without_some_flags() -> None:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("page.txt", "a page, not `.txt`"), ("missing/page.html", "no folder"), ("folder.html", "is a folder")],
+    [("page.txt", "a page, not `.txt`"), ("missing/page.html", "no folder"), ("folder.html", "is a directory")],
 )
 def test_a_page_that_cannot_be_is_refused_early(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "folder.html").mkdir()
@@ -343,7 +348,7 @@ def test_a_page_that_cannot_be_is_refused_early(tmp_path: Path, name: str, says:
 def test_only_a_page_of_ours_is_replaced_without_force(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<html>mine</html>")
-    with pytest.raises(StepscopeError, match="no page of ours"):
+    with pytest.raises(StepscopeError, match="not a file that stepscope wrote"):
         report_page.check_page(page, force=False)
     report_page.check_page(page, force=True)
     with pytest.raises(StepscopeError, match="a file it reads"):
@@ -371,7 +376,8 @@ def test_without_settings_the_device_chooses_the_case(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, device: str, size: str, context: int
 ) -> None:
     environment = msgspec.structs.replace(ENVIRONMENT, device=device)
-    monkeypatch.setattr(report, "look_at", lambda *_: Probed(environment=environment, sources=(None, None)))
+    builtin = ProbedModel(source=None, takes_context=True)
+    monkeypatch.setattr(report, "look_at", lambda *_: Probed(environment=environment, models=(builtin,) * 2))
     monkeypatch.chdir(bench.folder)
     made = ReportJob(page=bench.page, words=["stepscope", "report"]).run(Grid(), Heard())
     assert made.data.parent == Path("runs/report")

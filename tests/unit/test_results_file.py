@@ -69,12 +69,31 @@ def test_damage_in_the_middle_is_not_ours_to_mend(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("line", [b'{"schema":"stepscope.bench/9"}\n', b'{"a":1}\n'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"schema":"stepscope.bench/9"}\n',
+        b'{"a":1}\n',
+        b"[1,2]\n",
+        b"my notes",
+        b'{"schema":"mine',
+        b"\0" * 99,
+    ],
+)
 def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path, line: bytes) -> None:
     path = write(tmp_path / "results.jsonl", [line])
     with pytest.raises(StepscopeError, match="not a results file of this version"), ResultsFile.open(path, BenchRow):
         pass
     assert path.read_bytes() == line
+
+
+@pytest.mark.parametrize("kept_bytes", [1, 20, 500])
+def test_a_first_line_cut_short_is_known_by_how_it_begins(tmp_path: Path, kept_bytes: int) -> None:
+    path = write(tmp_path / "results.jsonl", [lines()[0][:kept_bytes]])
+    with ResultsFile.open(path, BenchRow) as results:
+        assert results.damaged_bytes == kept_bytes
+        results.append(ROWS[0])
+    assert read_rows(path) == ((ROWS[0],), ())
 
 
 def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:

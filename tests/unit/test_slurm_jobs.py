@@ -304,7 +304,8 @@ def test_a_main_thread_that_waits_hears_signals(tmp_path: Path) -> None:
 
     def work() -> tuple[str, ...]:
         os.kill(os.getpid(), signal.SIGUSR2)
-        time.sleep(0.1)
+        while not heard:
+            time.sleep(0.01)
         return tuple(map(str, heard))
 
     try:

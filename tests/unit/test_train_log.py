@@ -1,16 +1,23 @@
 """The log of a training run goes on where its checkpoint is, whatever was written after it."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.train import LogFile, TrainRow, read_log
+from stepscope.recording.train import LogFile, TrainRow, keep_loss, read_log
 
 
-def _row(step: int) -> TrainRow:
+def _row(step: int, loss: float = 2.0) -> TrainRow:
     return TrainRow(
-        step=step, loss=float(step), tokens=8, learning_rate=0.1, step_ns=(5,), communication_ns=(1,), exposed_ns=(0,)
+        step=step,
+        kept_loss=keep_loss(loss),
+        tokens=8,
+        learning_rate=0.1,
+        step_ns=(5,),
+        communication_ns=(1,),
+        exposed_ns=(0,),
     )
 
 
@@ -40,6 +47,26 @@ def test_a_last_line_cut_short_is_left_out_and_counted(tmp_path: Path) -> None:
     assert ([row.step for row in rows], cut_bytes) == ([1, 2], 10)
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e308, 0.0])
+def test_any_loss_comes_back_as_it_was_written(tmp_path: Path, loss: float) -> None:
+    path = tmp_path / "log.jsonl"
+    with LogFile(path, after=0) as log:
+        log.append(_row(1, loss))
+    with LogFile(path, after=1) as log:
+        log.append(_row(2))
+    rows, _ = read_log(path)
+    assert repr([row.loss for row in rows]) == repr([loss, 2.0])
+    assert rows[0].is_finite == math.isfinite(loss)
+
+
+def test_a_loss_that_an_earlier_version_wrote_as_null_is_nan(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    _write(path, range(1, 2))
+    path.write_bytes(path.read_bytes().replace(b'"loss":2.0', b'"loss":null'))
+    ((row,), _) = read_log(path)
+    assert math.isnan(row.loss)
+
+
 def test_a_log_that_lacks_steps_of_the_checkpoint_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     _write(path, range(1, 3))
@@ -49,7 +76,9 @@ def test_a_log_that_lacks_steps_of_the_checkpoint_is_an_error(tmp_path: Path) ->
         LogFile(tmp_path / "none.jsonl", after=1)
 
 
-@pytest.mark.parametrize("content", [b"not json\n", b'{"step": 1}\n', b'{"schema": "other"}\n{}\n'])
+@pytest.mark.parametrize(
+    "content", [b"not json\n", b'{"step": 1}\n', b'{"schema": "other"}\n{}\n', b"my notes", b'{"a": 1']
+)
 def test_another_file_is_no_log(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(content)

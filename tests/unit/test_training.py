@@ -106,8 +106,9 @@ def test_the_same_text_elsewhere_is_the_same_run_and_another_text_is_not(tmp_pat
 
 def test_a_request_holds_no_fresh_start_and_deletes_nothing(tmp_path: Path) -> None:
     training = Training(workload=NANO, steps=3)
-    save(tmp_path / FOLDER_NAME, 3, training, "", _write)
     job = _job(tmp_path, training, fresh=True)
+    job.claim_folder()
+    save(tmp_path / FOLDER_NAME, 3, training, "", _write)
     assert job.as_request() == _job(tmp_path, training).as_request()
     assert _job(tmp_path, training).is_done
     job.prepare()
@@ -159,13 +160,15 @@ def test_a_run_does_not_read_what_ranks_of_before_left(
 ) -> None:
     """Rank 0 forgets the ranks there no longer are, and each rank itself: another may have joined by now."""
     folder = tmp_path / "journal"
+    job = _job(tmp_path, Training(workload=NANO, ranks=2, strategy="flat"))
+    job.claim_folder()
     for old in range(4):
         Journal(folder, old).leave("ValueError: of before")
     monkeypatch.setattr("stepscope.jobs.rank.serve_here", lambda *_: None)
     monkeypatch.setattr("stepscope.jobs.train.read_result", lambda _: None)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    _job(tmp_path, Training(workload=NANO, ranks=2, strategy="flat")).run_here(lambda _: None)
+    job.run_here(lambda _: None)
     assert [entry.rank for entry in read_journals(folder)] == {0: [1], 1: [0, 2, 3]}[rank]
 
 

@@ -84,7 +84,7 @@ def attention(
     from stepscope.explain.attention import describe_attention, make_tables, outcome_of, parse_peer
     from stepscope.explain.attention_figure import attention_figure
     from stepscope.jobs.attention_grid import grid_from_texts, refuse_texts
-    from stepscope.report.figures import check_target, save
+    from stepscope.report.figures import check_figure, save
 
     flags = {
         "implementation": implementation,
@@ -103,7 +103,7 @@ def attention(
     texts = {name: text for name, text in flags.items() if text is not None}
     named = parse_peer(peer)
     if plot is not None:
-        check_target(plot, force=force)
+        check_figure(plot, force=force)
     if from_ is not None:
         refuse_texts(texts, "--from shows a file as it is")
         from stepscope.recording.attention import AttentionRow

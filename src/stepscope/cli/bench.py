@@ -46,7 +46,7 @@ def bench(
     in its own process and is kept as soon as it is done: run the same command again to go on.
     """
     from stepscope.explain.bench import bench_figure, bench_table, sizes_table
-    from stepscope.report.figures import check_target, save
+    from stepscope.report.figures import check_figure, save
     from stepscope.report.tables import render
 
     width = terminal_width()
@@ -56,7 +56,7 @@ def bench(
         show(render(sizes_table(), format_, detail=detail, width=width))
         return
     if plot is not None:
-        check_target(plot, force=force)
+        check_figure(plot, force=force)
     if from_ is not None:
         refuse_settings(grid, "--from shows a file as it is")
         refuse_slurm(slurm, "--from shows a file as it is")

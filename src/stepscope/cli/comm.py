@@ -65,7 +65,7 @@ def comm(
     from stepscope.explain.comm_figure import comm_figure
     from stepscope.jobs.comm_grid import grid_from_texts, refuse_texts
     from stepscope.recording.comm import CommRow
-    from stepscope.report.figures import check_target, save
+    from stepscope.report.figures import check_figure, save
     from stepscope.report.tables import render
 
     flags = {
@@ -80,7 +80,7 @@ def comm(
     }
     texts = {name: text for name, text in flags.items() if text is not None}
     if plot is not None:
-        check_target(plot, force=force)
+        check_figure(plot, force=force)
     rows: tuple[CommRow, ...] | None
     if from_ is not None:
         refuse_texts(texts, "--from shows a file as it is")

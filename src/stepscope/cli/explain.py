@@ -78,13 +78,13 @@ def explain(
     """Where does the time go, or the memory, and why? Reads a recording and answers; nothing is run and torch is not
     needed."""
     from stepscope.jobs import explain as job
-    from stepscope.report.figures import check_target
+    from stepscope.report.figures import check_figure
     from stepscope.report.page import render_page
 
     width = terminal_width()
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
-        check_target(plot, force=force)
+        check_figure(plot, force=force)
     all_columns = detail == "yes"
     if bounded:
         asked = (("--questions", questions), ("--save", save), ("--perfetto", perfetto), ("--plot", plot))

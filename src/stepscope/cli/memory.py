@@ -64,11 +64,11 @@ def memory(
     from stepscope.explain.memory.grid import grid_figure, outcome_of
     from stepscope.jobs import memory_view
     from stepscope.jobs.memory import recording_folder
-    from stepscope.report.figures import check_target, save
+    from stepscope.report.figures import check_figure, save
 
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
-        check_target(plot, force=force)
+        check_figure(plot, force=force)
     alone = "--questions" if questions else f"--table {table}" if table not in (None, MemoryPart.SAVED) else ""
     if alone and (checkpoint_study or len(grid.cases()) > 1):
         raise StepscopeError(f"`{alone}` is of one case, not of several", hint="leave it out")

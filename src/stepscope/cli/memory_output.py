@@ -68,9 +68,9 @@ def draw(
     force: bool,
 ) -> None:
     from stepscope.jobs import memory_view
-    from stepscope.report.figures import check_target, save
+    from stepscope.report.figures import check_figure, save
 
-    check_target(path, force=force)
+    check_figure(path, force=force)
     save(memory_view.draw_profile(profile, by=by, step=step), path, detail=parse_detail(detail))
     say(f"picture: {path}")
 

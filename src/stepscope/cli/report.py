@@ -42,7 +42,7 @@ def report(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run everything again.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a file at --out that is no page of ours, and an older --export.")
+        bool, typer.Option("--force", help="Replace a file at --out that stepscope did not write.")
     ] = False,
     cache: Annotated[bool, typer.Option(help="Keep what large files were read into, for the next look.")] = True,
 ) -> None:
@@ -58,13 +58,13 @@ def report(
     if export is not None:
         from stepscope.report.export import check_folder
 
-        check_folder(export, force=force)
+        check_folder(export)
     if files:
         _refuse_flags({"--data": data, "--without": without, "--fresh": fresh})
         refuse_settings(grid, "the report is of the files, and nothing is run")
-        _read(files, out, export, force=force, cached=cache)
+        _read(files, out, export, cached=cache)
     else:
-        _run(grid, out, export, data=data, without=without, fresh=fresh, force=force)
+        _run(grid, out, export, data=data, without=without, fresh=fresh)
 
 
 def _refuse_flags(flags: dict[str, object]) -> None:
@@ -74,18 +74,16 @@ def _refuse_flags(flags: dict[str, object]) -> None:
         )
 
 
-def _read(files: list[Path], out: Path, export: Path | None, *, force: bool, cached: bool) -> None:
+def _read(files: list[Path], out: Path, export: Path | None, *, cached: bool) -> None:
     from stepscope.jobs.report_files import read_runs
     from stepscope.jobs.report_page import write_page
 
     runs = read_runs(files, command=shlex.join(_words()), cached=cached)
     next_ = f"{shlex.join(_words())} --export figures" if export is None else "stepscope report --help"
-    _end(write_page(out, runs), out, export, force=force, next_=next_)
+    _end(write_page(out, runs), out, export, next_=next_)
 
 
-def _run(
-    grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, fresh: bool, force: bool
-) -> None:
+def _run(grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, fresh: bool) -> None:
     from stepscope.cli.report_progress import watching
     from stepscope.jobs.report import Interrupted, ReportJob, parse_stages
 
@@ -107,19 +105,19 @@ def _run(
         f"report {folder} --out {page} --export figures" if export is None else f"explain {folder}/profile --questions"
     )
     if made.num_done:
-        _end(made.report, out, export, force=force, next_=f"stepscope {next_}")
+        _end(made.report, out, export, next_=f"stepscope {next_}")
     else:
         say("every stage failed, and the page says why")
-        _end(made.report, out, export, force=force, next_="stepscope doctor")
+        _end(made.report, out, export, next_="stepscope doctor")
         raise typer.Exit(Exit.GATE_FAILED)
 
 
-def _end(report: "Report", out: Path, export: Path | None, *, force: bool, next_: str) -> None:
+def _end(report: "Report", out: Path, export: Path | None, *, next_: str) -> None:
     show(f"{out}\n")
     if export is not None:
         from stepscope.report.export import export as write_files
 
-        say(f"exported: {len(write_files(report, export, force=force))} files in {export}")
+        say(f"exported: {len(write_files(report, export))} files in {export}")
     say(f"next: {next_}")
 
 

@@ -11,6 +11,7 @@ import typer
 from stepscope.cli.options import refuse_settings, takes_workload
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, run_on_slurm, takes_slurm
+from stepscope.errors import Exit
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
 
@@ -64,6 +65,9 @@ def train(
         Path | None, typer.Option("--from", metavar="FOLDER", help="Show a run and train nothing.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew: what is in the folder is deleted.")] = False,
+    stop_on_nan: Annotated[
+        bool, typer.Option("--stop-on-nan", help="Stop at a loss that is NaN or infinite, and exit with 1.")
+    ] = False,
     backend: Annotated[Backend, typer.Option(help="Who moves the messages.")] = Backend.AUTO,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="How long a collective may take.")
@@ -79,13 +83,13 @@ def train(
     --batch is the batch of all ranks together. The same command goes on where a run stopped, also with another number
     of ranks or another strategy. Under torchrun each process is a rank.
     """
-    from stepscope.explain.train import loss_figure, memory_table, train_table
+    from stepscope.explain.train import loss_figure, memory_table, say_not_finite, train_table
     from stepscope.jobs.train import TrainJob, build_training, read_result
-    from stepscope.report.figures import check_target, save
+    from stepscope.report.figures import check_figure, save
     from stepscope.report.tables import render
 
     if plot is not None:
-        check_target(plot, force=force)
+        check_figure(plot, force=force)
     result: TrainResult | None
     if from_ is not None:
         refuse_settings(grid, "--from shows a run as it is")
@@ -108,7 +112,13 @@ def train(
         # A job is known again by its request, this command among it: also by whoever left it and now waits for it.
         command = shlex.join(["stepscope", *(word for word in sys.argv[1:] if word != "--no-wait")])
         job = TrainJob(
-            training=training, folder=out, command=command, backend=backend.value, fresh=fresh, timeout_s=timeout
+            training=training,
+            folder=out,
+            command=command,
+            backend=backend.value,
+            fresh=fresh,
+            stop_on_nan=stop_on_nan,
+            timeout_s=timeout,
         )
         result = _run(job) if slurm is None else _submit(job, slurm)
     if result is None:  # another rank shows it, or nothing ran
@@ -120,6 +130,9 @@ def train(
         say(f"chart: {plot}")
     else:
         say(f"next: stepscope train --from {shlex.quote(str(from_ or out))} --plot loss.png")
+    if stop_on_nan and (diverged := say_not_finite(result.rows)):
+        say(f"--stop-on-nan: {diverged[0]}")
+        raise typer.Exit(Exit.GATE_FAILED)
 
 
 def _run(job: "TrainJob") -> "TrainResult | None":
@@ -137,6 +150,8 @@ def _run(job: "TrainJob") -> "TrainResult | None":
 def _submit(job: "TrainJob", slurm: SlurmChoice) -> "TrainResult | None":
     from stepscope.jobs.train import ENTRY, read_result
 
+    if not slurm.print_only:
+        job.claim_folder()
     done = job.is_done or run_on_slurm(
         slurm,
         entry=ENTRY,

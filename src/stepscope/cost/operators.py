@@ -17,6 +17,7 @@ from stepscope.cost.calls import OperatorCost, UnknownCost, parse_call
 from stepscope.cost.products import Form
 
 SOFTMAX_OPERATIONS = 5
+_MOST = 2**56  # operations or bytes of one call: hours of any device. What says more is no cost
 SOFTMAX_CONVENTION = (
     "5 operations an element of a softmax: compare for the maximum, subtract it, exponential, add, divide. Where the "
     "notes of a course count 3 (exponential, add, divide), theirs is 3/5 of ours. It is no part of the FLOPs of a step"
@@ -31,7 +32,8 @@ def operator_cost(name: str, shapes: str | None, dtypes: str | None, arguments: 
     if form is None or not shapes or not dtypes:
         return None
     try:
-        return form(parse_call(bare, shapes, dtypes, arguments))
+        found = form(parse_call(bare, shapes, dtypes, arguments))
+        return found if max(found.flops, found.bytes) <= _MOST else None
     except (UnknownCost, msgspec.DecodeError, msgspec.ValidationError, IndexError, ValueError, OverflowError):
         return None
 

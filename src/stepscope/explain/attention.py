@@ -19,7 +19,7 @@ from stepscope.cost.attention import (
     need_of_attention,
 )
 from stepscope.errors import StepscopeError, nearest
-from stepscope.explain.cases import brief, doubt_notes
+from stepscope.explain.cases import brief, doubt_notes, limit_notes
 from stepscope.explain.statistics import Summary, summarise
 from stepscope.findings import Cell, Column, Table
 from stepscope.recording.attention import (
@@ -344,6 +344,7 @@ _WORDS: tuple[Callable[[AttentionRow], str], ...] = (
 _FINER_WORDS: tuple[Callable[[AttentionRow], str], ...] = (
     lambda row: f"{row.case.repetitions} times or {row.case.seconds:g} s",
     lambda row: f"seed {row.case.seed}",
+    lambda row: row.environment.cpu_limits,
 )
 
 
@@ -374,7 +375,7 @@ def _notes(rows: Sequence[AttentionRow], part: Part, peers: _Peers) -> list[str]
         notes.append(f"FLOP: {ATTENTION_CONVENTION}")
         if any(one.clock == "cuda events" for one in measured):
             notes.append("times from CUDA events, the cache flushed before each repetition")
-        notes += doubt_notes(rows, DOUBTS)
+        notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, DOUBTS)
     if part != "time":
         notes += _memory_notes(rows, measured)
     return notes + _failure_notes(rows)

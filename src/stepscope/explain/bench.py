@@ -5,7 +5,7 @@ since one interrupted step should not decide a comparison; means and deviations 
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -18,6 +18,7 @@ from stepscope.explain.cases import (
     brief,
     doubt_notes,
     find_setting,
+    limit_notes,
     say_setting,
     say_shared,
     varies,
@@ -27,8 +28,15 @@ from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.bench import BenchRow, CaseRow, Environment
 from stepscope.spec import SIZES
 
+# A column of ratios, and a column of what makes each of them doubtful.
+_Filled = tuple[Column, list[Cell]]
+_Ratio = tuple[_Filled, _Filled]
+
 PHASES = ("forward", "backward", "optimizer")
 _STATISTICS = ("mean", "sd", "median", "p20", "p80", "min", "max")
+
+# Doubts that leave the times as they are; all others make them uncertain.
+_NOT_OF_TIMES = ("host-bound", "uncounted")
 
 DOUBTS = {
     "throttled": "the GPU held its clocks back",
@@ -54,24 +62,25 @@ def bench_table(rows: Sequence[BenchRow]) -> Table:
         for setting in CASE_SETTINGS
     ]
     columns += _phase_columns(rows) + _step_columns(rows) + _rate_columns(rows)
-    for setting in shown:
-        if setting.baseline is not None and varies(setting, rows):
-            columns.append(_speedup_column(setting, rows))
+    ratios = [_speedup_columns(s, rows) for s in shown if s.baseline is not None and varies(s, rows)]
     if varies(find_setting("warmup"), rows):
-        columns.append(_warmup_column(rows))
+        ratios.append(_warmup_columns(rows))
+    columns += [one for pair in ratios for one in pair]
     columns += _remark_columns(rows)
     return Table(
         title=_title(rows),
         columns=tuple(column for column, _ in columns),
         rows=tuple(zip(*(values for _, values in columns), strict=True)),
-        notes=tuple(_notes(rows)),
+        notes=(*_notes(rows), *_doubt_note(doubts for _, (_, doubts) in ratios)),
+        doubted_by={ratio.key: doubts.key for (ratio, _), (doubts, _) in ratios},
     )
 
 
 def bench_figure(rows: Sequence[BenchRow]) -> Figure:
     """Step time against context where contexts differ, and against the number of parameters where they do not."""
     by_context = varies(find_setting("context"), rows)
-    measured = [row for row in rows if row.measurement is not None]
+    # A model without tokens has no place on an axis of contexts.
+    measured = [row for row in rows if row.measurement and (row.case.workload.context or not by_context)]
     inside = ("context", "precision") if by_context else ("model", "precision", "vocab")
     told_apart = [s for s in CASE_SETTINGS if varies(s, rows) or (by_context and s.key == "model")]
     series = [setting for setting in told_apart if setting.key not in inside]
@@ -154,8 +163,12 @@ def _statistic_columns(
 
 
 def _rate_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
+    """Tokens a second; samples a second where a case has no tokens and all have samples."""
+    measured = [row.measurement for row in rows if row.measurement]
+    has_tokens = all(one.has_tokens or not one.has_samples for one in measured)
     kinds: tuple[tuple[Column, Callable[[BenchRow], Cell]], ...] = (
-        (Column(key="tokens_per_s", label="tokens/s", kind="count"), tokens_per_s),
+        (Column(key="tokens_per_s", label="tokens/s", kind="count", detail=not has_tokens), tokens_per_s),
+        (Column(key="samples_per_s", label="samples/s", kind="number", detail=has_tokens), samples_per_s),
         (Column(key="tflops", label="TFLOP/s", kind="number"), _tflops),
         (Column(key="mfu", label="MFU", kind="share"), mfu_of),
         (Column(key="peak_bytes", label="peak", kind="bytes"), lambda row: _of(row, "peak_bytes")),
@@ -184,6 +197,14 @@ def tokens_per_s(row: BenchRow) -> int | None:
     return round(row.case.workload.tokens / step.median * 1e3)
 
 
+def samples_per_s(row: BenchRow) -> float | None:
+    """Sequences, images or recordings: whatever the batch counts."""
+    step = step_ms(row)
+    if step is None or row.measurement is None or not (row.measurement.has_tokens or row.measurement.has_samples):
+        return None
+    return row.case.workload.batch / step.median * 1e3
+
+
 def _tflops(row: BenchRow) -> float | None:
     step = step_ms(row)
     if row.measurement is None or row.measurement.forward_flops is None or step is None:
@@ -203,29 +224,48 @@ def _of(row: BenchRow, name: str) -> Cell:
     return value
 
 
-def _speedup_column(setting: CaseSetting, rows: Sequence[BenchRow]) -> tuple[Column, list[Cell]]:
+def _speedup_columns(setting: CaseSetting, rows: Sequence[BenchRow]) -> _Ratio:
     """Step time of the baseline over this row's, all else equal. Without the usual baseline the first value is it."""
     values = [setting.read(row) for row in rows]
     baseline = setting.baseline if setting.baseline in values else values[0]
-    others = {all_else(row, setting): step_ms(row) for row in rows if setting.read(row) == baseline}
-    cells: list[Cell] = []
-    for row in rows:
-        base, step = others.get(all_else(row, setting)), step_ms(row)
-        cells.append(base.median / step.median if base and step else None)
     named = baseline if setting.kind == "text" and setting.key != "compile" else f"{setting.label} {baseline}"
-    return Column(key=f"speedup_{setting.key}", label=f"vs {named}", kind="ratio"), cells
+    column = Column(key=f"speedup_{setting.key}", label=f"vs {named}", kind="ratio")
+    return _ratio_columns(column, setting, rows, baseline, lambda base, step: base.median / step.median)
 
 
-def _warmup_column(rows: Sequence[BenchRow]) -> tuple[Column, list[Cell]]:
+def _warmup_columns(rows: Sequence[BenchRow]) -> _Ratio:
     """The mean against that of the longest warm-up: what skipping it does to the figure people quote."""
-    setting = find_setting("warmup")
     longest = max(row.case.timing.warmup for row in rows)
-    others = {all_else(row, setting): step_ms(row) for row in rows if row.case.timing.warmup == longest}
-    cells: list[Cell] = []
+    column = Column(key="mean_vs_warm", label=f"mean vs {longest} warm-ups", kind="ratio")
+    return _ratio_columns(column, find_setting("warmup"), rows, longest, lambda base, step: step.mean / base.mean)
+
+
+def _ratio_columns(
+    column: Column,
+    setting: CaseSetting,
+    rows: Sequence[BenchRow],
+    baseline: Cell,
+    divide: Callable[[Summary, Summary], float],
+) -> _Ratio:
+    """Each row against the one with the baseline's value and all else equal, and what makes the times of either
+    uncertain."""
+    others = {all_else(row, setting): row for row in rows if setting.read(row) == baseline}
+    ratios: list[Cell] = []
+    doubts: list[Cell] = []
     for row in rows:
-        base, step = others.get(all_else(row, setting)), step_ms(row)
-        cells.append(step.mean / base.mean if base and step else None)
-    return Column(key="mean_vs_warm", label=f"mean vs {longest} warm-ups", kind="ratio"), cells
+        base = others.get(all_else(row, setting))
+        steps = (step_ms(base), step_ms(row)) if base else (None, None)
+        ratios.append(divide(steps[0], steps[1]) if steps[0] and steps[1] else None)
+        both = (base, row) if base and base is not row and ratios[-1] is not None else ()
+        codes = dict.fromkeys(doubt.code for one in both for doubt in one.doubts if doubt.code not in _NOT_OF_TIMES)
+        doubts.append(", ".join(codes) or None)
+    said = Column(key=f"{column.key}_doubts", label=f"{column.label}: doubts", detail=True)
+    return (column, ratios), (said, doubts)
+
+
+def _doubt_note(doubts: Iterable[Sequence[Cell]]) -> list[str]:
+    codes = dict.fromkeys(code for cells in doubts for cell in cells if cell for code in str(cell).split(", "))
+    return [f"?: a ratio of times that are doubtful: {', '.join(codes)}"] if codes else []
 
 
 def _remark_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
@@ -259,7 +299,7 @@ def _notes(rows: Sequence[BenchRow]) -> list[str]:
         notes.append("peak: the process's resident high-water mark above its start, code apart")
     if any(row.measurement and row.measurement.peak_kind == "cuda allocator" for row in rows):
         notes.append("peak: allocated bytes of CUDA's caching allocator; times from CUDA events")
-    notes += doubt_notes(rows, DOUBTS)
+    notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, DOUBTS)
     reasons = {row.status: row.reason for row in reversed(rows) if row.status != "ok"}
     notes += [f"{status}: {brief(reason)}" for status, reason in reasons.items()]
     return notes

@@ -106,7 +106,7 @@ def summarise_profile(profile: BoundedProfile) -> Summary:
 
 def _explain(facts: Facts, spills: Spills) -> BoundedProfile:
     groups = Groups()
-    on_host = not spills.kernels.num_rows
+    on_host = not (spills.kernels.num_rows or facts.repairs.lost_rows["kernels"])
     if on_host and not device_is_cut_off(facts.manifest.device, facts.manifest.notes):
         take_operators_for_kernels(facts, spills)
     else:
@@ -117,7 +117,9 @@ def _explain(facts: Facts, spills: Spills) -> BoundedProfile:
     if not spills.swept.num_rows:
         raise StepscopeError(
             "the recording holds no kernel timeline",
-            detail=f"`{facts.manifest.file}` has {facts.num_ops} operators and no kernels",
+            detail="; ".join(
+                (f"`{facts.manifest.file}` has {facts.num_ops} operators and no kernels", *facts.manifest.notes)
+            ),
             hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
         )
     join_flows(spills)

@@ -15,6 +15,7 @@ from stepscope.recording import kineto
 from stepscope.recording.kineto_stream import Names, TraceStream
 from stepscope.recording.spill import Spill
 from stepscope.recording.store import Manifest, Recording
+from stepscope.recording.validation import Repairs, repair
 
 _OURS, _FRAME = "module:", "nn.Module: "
 _TIMED = {"start_ns": pl.Int64, "end_ns": pl.Int64, "process": pl.Int64, "thread": pl.Int64, "name": pl.UInt32}
@@ -109,7 +110,7 @@ class Facts:
     manifest: Manifest = field(default_factory=lambda: Manifest(source="pytorch profiler"))
     num_ops: int = 0
     num_ranges: int = 0
-    odd: Counter[str] = field(default_factory=Counter)  # events that end before they start, by table
+    repairs: Repairs = field(default_factory=Repairs)
     launch_processes: Counter[int] = field(default_factory=Counter)
     devices: Counter[int] = field(default_factory=Counter)
     forward_threads: Counter[Thread] = field(default_factory=Counter)  # by operators that could make a node
@@ -131,19 +132,20 @@ def take_in(path: Path, spills: Spills) -> Facts:
     stream = TraceStream(path, facts.names)
     for tables in stream:
         if "op" in tables:
-            _take_ops(facts, spills, _valid(tables["op"], "op", facts))
+            _take_ops(facts, spills, repair("ops", tables["op"], facts.repairs))
         if "launch" in tables:
-            _take_launches(facts, spills, _valid(tables["launch"], "launch", facts))
+            _take_launches(facts, spills, repair("launches", tables["launch"], facts.repairs))
         for kind in _GPU_KINDS:
             if kind in tables:
-                _take_kernels(facts, spills, _valid(tables[kind], "kernel", facts))
+                _take_kernels(facts, spills, repair("kernels", tables[kind], facts.repairs))
         for kind in ("user", "python"):
             if kind in tables:
-                _take_ranges(facts, spills, _valid(tables[kind], "range", facts), kind)
+                _take_ranges(facts, spills, repair("ranges", tables[kind], facts.repairs), kind)
         for kind, spill in (("flow s", spills.flow_starts), ("flow f", spills.flow_ends)):
             if kind in tables:
-                spill.add(tables[kind].filter(pl.col("id").is_not_null()))
-    on_host = not spills.kernels.num_rows and facts.num_ops > 0
+                flows = kineto.repair_flows(tables[kind], facts.repairs)
+                spill.add(flows.filter(pl.col("id").is_not_null()))
+    on_host = not (spills.kernels.num_rows or facts.repairs.lost_rows["kernels"]) and facts.num_ops > 0
     facts.manifest = _manifest(path, stream, facts, on_host=on_host)
     if not (spills.kernels.num_rows or facts.num_ops or facts.num_ranges):
         raise StepscopeError(
@@ -152,12 +154,6 @@ def take_in(path: Path, spills: Spills) -> Facts:
             hint="was the profiler stopped before its schedule reached an active step?",
         )
     return facts
-
-
-def _valid(frame: pl.DataFrame, table: str, facts: Facts) -> pl.DataFrame:
-    valid = frame.filter(pl.col("end_ns") >= pl.col("start_ns"))
-    facts.odd[table] += frame.height - valid.height
-    return valid
 
 
 def _take_ops(facts: Facts, spills: Spills, ops: pl.DataFrame) -> None:
@@ -227,7 +223,4 @@ def _manifest(path: Path, stream: TraceStream, facts: Facts, *, on_host: bool) -
 def _notes(stream: TraceStream, facts: Facts, *, on_host: bool) -> tuple[str, ...]:
     """In the order in which `kineto.read` finds them."""
     notes = kineto.left_out_notes(stream.blocks, stream.lost_events, stream.lost_bytes, stream.set_aside)
-    notes += [kineto.odd_note(facts.odd[table]) for table in ("op", "launch", "kernel") if facts.odd[table]]
-    notes += [kineto.HOST_NOTE] if on_host else []
-    notes += [kineto.odd_note(facts.odd["range"])] if facts.odd["range"] else []
-    return tuple(notes)
+    return (*notes, *([kineto.HOST_NOTE] if on_host else []), *facts.repairs.notes())

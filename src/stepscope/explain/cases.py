@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stepscope.findings import Cell
-from stepscope.recording.bench import CaseRow, Row
+from stepscope.recording.bench import CaseRow, Environment, Row
 from stepscope.spec import SIZES, Case, Timing, Workload
 
 
@@ -25,16 +25,17 @@ class CaseSetting:
 CASE_SETTINGS = (
     CaseSetting(key="model", label="size", read=lambda row: row.case.workload.model.name),
     CaseSetting(key="batch", label="batch", read=lambda row: row.case.workload.batch, kind="count"),
-    CaseSetting(key="context", label="context", read=lambda row: row.case.workload.context, kind="count"),
+    CaseSetting(key="context", label="context", read=lambda row: row.case.workload.context or None, kind="count"),
     CaseSetting(key="mode", label="mode", read=lambda row: row.case.workload.mode),
     CaseSetting(key="precision", label="precision", read=lambda row: row.case.workload.precision, baseline="fp32"),
     CaseSetting(key="attention", label="attention", read=lambda row: row.case.workload.attention, baseline="naive"),
     CaseSetting(key="compile", label="compile", read=lambda r: _yes_no(r.case.workload.compile), baseline="no"),
     CaseSetting(key="checkpoint", label="checkpoint", read=lambda row: row.case.workload.checkpoint, baseline="none"),
-    CaseSetting(key="optimizer", label="optimized by", read=lambda row: row.case.workload.optimizer, baseline="adamw"),
+    CaseSetting(key="optimizer", label="optimized by", read=lambda row: row.optimizer, baseline="adamw"),
     CaseSetting(key="device", label="device", read=lambda row: row.environment.device),
     CaseSetting(key="device_name", label="device name", read=lambda row: row.environment.driver_name),
     CaseSetting(key="torch", label="torch", read=lambda row: row.environment.torch),
+    CaseSetting(key="cpu_limits", label="CPU limits", read=lambda row: row.environment.cpu_limits or None),
     CaseSetting(
         key="vocab",
         label="vocab",
@@ -62,8 +63,7 @@ def describe_case(case: Case) -> str:
     workload, timing = case.workload, case.timing
     words = [
         workload.model.name,
-        f"batch {workload.batch}",
-        f"context {workload.context}",
+        *say_sizes(workload),
         workload.precision,
     ]
     words.append(workload.mode)
@@ -73,14 +73,25 @@ def describe_case(case: Case) -> str:
         words.append("compiled")
     if workload.checkpoint != "none":
         words.append(f"checkpoint {workload.checkpoint}")
-    if workload.mode == "train" and workload.optimizer != Workload(model=workload.model).optimizer:
-        words.append(workload.optimizer)
+    if workload.mode == "train" and workload.optimizer not in (None, Workload(model=workload.model).optimizer):
+        words.append(str(workload.optimizer))
     vocab = getattr(workload.model, "vocab", SIZES["nano"].vocab)
     words += [f"vocab {vocab}"] * (vocab != SIZES["nano"].vocab) + [f"seed {workload.seed}"] * (workload.seed != 0)
     words += [f"{timing.steps} step{'s' * (timing.steps != 1)}"] * (timing.steps != Timing().steps)
     words += [f"warm-up {timing.warmup}"] * (timing.warmup != Timing().warmup)
     words += [f"limit {timing.memory_limit / 1e9:g} GB"] if timing.memory_limit else []
     return " ".join(words)
+
+
+def limit_notes(environments: Iterable[Environment]) -> list[str]:
+    """A remark for each set of limits on the CPU's instructions that something ran under."""
+    limits = dict.fromkeys(environment.cpu_limits for environment in environments if environment.cpu_limits)
+    return [f"CPU instructions limited by {limit}: matrix products may be slower" for limit in limits]
+
+
+def say_sizes(workload: Workload) -> list[str]:
+    """What a step works on; without a context where the model has no tokens."""
+    return [f"batch {workload.batch}"] + ([f"context {workload.context}"] if workload.context else [])
 
 
 def brief(reason: str) -> str:
@@ -102,7 +113,7 @@ def _say(setting: CaseSetting, row: CaseRow) -> str:
     match setting.key:
         case "device_name":
             return str(value)
-        case "device" | "seed" | "vocab":
+        case "device" | "seed" | "vocab" | "cpu_limits":
             return ""
         case "compile":
             return "compiled" if value == "yes" else ""
@@ -113,7 +124,7 @@ def _say(setting: CaseSetting, row: CaseRow) -> str:
         case "mode":
             return str(value)
         case "optimizer":
-            return str(value) if row.case.workload.mode == "train" else ""
+            return str(value) if value and row.case.workload.mode == "train" else ""
         case "memory_limit_bytes":
             return f"held to {value / 1e9:g} GB" if isinstance(value, int) else ""
         case "steps":
@@ -134,7 +145,10 @@ def find_setting(key: str) -> CaseSetting:
 
 
 def varies(setting: CaseSetting, rows: Sequence[CaseRow]) -> bool:
-    return len({setting.read(row) for row in rows}) > 1
+    values = {setting.read(row) for row in rows}
+    if setting.key == "optimizer" and any(row.optimizer is not None for row in rows):
+        values.discard(None)  # a failed case does not know what its factory would have brought
+    return len(values) > 1
 
 
 def all_else(row: CaseRow, setting: CaseSetting) -> tuple[Cell, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stepscope.cost.communication import bus_factor, fit_link
-from stepscope.explain.cases import brief, doubt_notes
+from stepscope.explain.cases import brief, doubt_notes, limit_notes
 from stepscope.explain.statistics import Summary, summarise
 from stepscope.findings import Cell, Column, Table
 from stepscope.recording.comm import CommCase, CommRow
@@ -257,6 +257,6 @@ def _notes(rows: Sequence[CommRow]) -> list[str]:
     ]
     for one in fit_links(rows):
         notes += [say_link(one.place, collective, link) for collective, link in one.links.items()]
-    notes += doubt_notes(rows, DOUBTS)
+    notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, DOUBTS)
     reasons = {(row.status, row.case.collective): row.reason for row in reversed(rows) if row.status != "ok"}
     return notes + [f"{status}: {name}: {brief(reason)}" for (status, name), reason in sorted(reasons.items())]

@@ -40,21 +40,22 @@ def _workloads(a: Manifest, b: Manifest) -> Iterator[str]:
         if a.file != b.file:
             yield "the workloads are not recorded in both: whether A and B run the same is for you to know"
         return
-    left, right = list_settings(a.case), list_settings(b.case)
+    left, right = list_settings(a.case, a.optimizer), list_settings(b.case, b.optimizer)
     differ = [name for name in dict.fromkeys((*left, *right)) if left.get(name) != right.get(name)]
     if differ:
         said = ", ".join(f"{name} {left.get(name, '–')} → {right.get(name, '–')}" for name in differ)
         yield f"the workloads differ: {said}"
 
 
-def list_settings(case: Case) -> dict[str, str]:
-    """What a workload is set to, in words, but for where it runs and its seed."""
+def list_settings(case: Case, optimizer: str | None) -> dict[str, str]:
+    """What a workload is set to, in words, but for where it runs and its seed. `optimizer` is the one that ran, where
+    the workload leaves it to a factory."""
     workload = case.workload
     settings = {"model": workload.model.name}
     for field in msgspec.structs.fields(workload):
         if field.name not in ("model", "device", "seed"):
             settings[field.name.replace("_", " ")] = _say(getattr(workload, field.name))
-    return settings
+    return settings | {"optimizer": _say(workload.optimizer or optimizer), "context": _say(workload.context or None)}
 
 
 def _say(value: object) -> str:
@@ -86,6 +87,7 @@ def list_versions(manifest: Manifest) -> dict[str, str]:
 
 def describe_software(environment: Environment) -> dict[str, str]:
     named = {name: getattr(environment, name) for name in ("torch", "triton", "cuda", "driver", "python", "stepscope")}
+    named["CPU limits"] = environment.cpu_limits
     return {**{name: str(version) for name, version in named.items() if version}, "threads": str(environment.threads)}
 
 

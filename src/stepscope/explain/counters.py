@@ -247,7 +247,7 @@ _SETTINGS = (
     _Setting(key="num_kv_heads", label="kv heads", read=_of_shape("num_kv_heads")),
     _Setting(key="vocab", label="vocab", read=_of_shape("vocab")),
     _Setting(key="batch", label="batch", read=lambda workload: workload.batch),
-    _Setting(key="context", label="context", read=lambda workload: workload.context, always=True),
+    _Setting(key="context", label="context", read=lambda workload: workload.context or None, always=True),
     _Setting(key="precision", label="precision", read=lambda workload: workload.precision, kind="text"),
     _Setting(key="attention", label="attention", read=lambda workload: workload.attention, kind="text"),
     _Setting(key="compile", label="compile", read=lambda one: "yes" if one.compile else "no", kind="text"),

@@ -5,7 +5,7 @@ from contextlib import suppress
 import msgspec
 
 from stepscope.explain.profile import Profile, code_digest
-from stepscope.files import decode, read_plain
+from stepscope.files import decode, read_plain, write_atomically
 from stepscope.findings import Finding
 
 
@@ -20,5 +20,5 @@ def find_once(profile: Profile) -> tuple[Finding, ...]:
     found = find(profile)
     if path is not None:
         with suppress(OSError):  # a full disk costs the next look some time, and nothing else
-            path.write_bytes(msgspec.json.encode(found))
+            write_atomically(path, msgspec.json.encode(found))
     return found

@@ -7,7 +7,8 @@ import polars as pl
 
 _OURS = "module:"
 _FRAME = "nn.Module: "
-_INDEX = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_INDEX = re.compile(r"(?:^|\.)(\d{1,9})(?:\.|$)")
+_LONGEST_PATH = 4096  # characters; deeper calls go by the path of the last one that fits
 _CLASS_NUMBER = re.compile(r"^(.*)_(\d+)$")
 
 
@@ -35,6 +36,7 @@ def _join_ancestors(frames: pl.DataFrame) -> pl.Series:
         while open_calls and open_calls[-1][0] <= start:
             open_calls.pop()
         path = f"{open_calls[-1][1]}.{label}" if open_calls else label
+        path = path if len(path) <= _LONGEST_PATH or not open_calls else open_calls[-1][1]
         open_calls.append((end, path))
         paths.append(path)
     return ordered.with_columns(path=pl.Series(paths, dtype=pl.String)).sort("row")["path"]

@@ -16,6 +16,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.autocast import explain_dtype
+from stepscope.explain.cases import limit_notes, say_sizes
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.bench import BenchRow
@@ -215,7 +216,7 @@ def _error_notes(report: PrecisionReport) -> list[str]:
     narrowed = report.comparison.truth.narrowed
     if narrowed:
         notes.append(f"The truth is less than float64 in {len(narrowed)} places, such as {narrowed[0]}.")
-    return notes
+    return notes + limit_notes([report.environment])
 
 
 # --- Underflow ------------------------------------------------------------------------------------------------------
@@ -436,7 +437,7 @@ def _speed_row(report: PrecisionReport, speed: Speed) -> tuple[Cell, ...]:
     return (
         timed.model.name,
         timed.batch,
-        timed.context,
+        timed.context or None,
         timed.mode,
         timed.attention,
         "yes" if timed.compile else "no",
@@ -468,7 +469,7 @@ def _title(report: PrecisionReport) -> str:
 def _where(report: PrecisionReport) -> str:
     workload, environment = report.case.workload, report.environment
     attention = f" {workload.attention}" if workload.attention else ""
-    name = f"{workload.model.name} batch {workload.batch} context {workload.context}{attention}"
+    name = f"{workload.model.name} {' '.join(say_sizes(workload))}{attention}"
     return f"{name} on {environment.device} ({environment.driver_name})"
 
 

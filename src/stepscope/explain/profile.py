@@ -2,7 +2,6 @@
 comparison starts from."""
 
 import hashlib
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,9 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.accounting import DeviceAccount, account_devices
 from stepscope.explain.attribution import attribute_kernels, attribute_ops
 from stepscope.explain.phases import step_ranges
+from stepscope.files import replacing
 from stepscope.hardware import Hardware
+from stepscope.recording.parquet import DamagedTableError, pack, unpack
 from stepscope.recording.store import Recording
 
 UNKNOWN = "unknown"
@@ -37,8 +38,12 @@ class Profile:
 
     @cached_property
     def gpu_time_ns(self) -> int:
-        """All kernels' durations added up: what shares are of. Kernels side by side count each."""
-        return int(self.kernels["time_ns"].sum())
+        """All kernels' durations added up: what shares are of. Kernels side by side count each. Raises StepscopeError
+        where none lasts: then there is no time to take apart."""
+        total = int(self.kernels["time_ns"].sum())
+        if not total:
+            raise _no_time(self.recording)
+        return total
 
     @cached_property
     def window(self) -> tuple[int, int]:
@@ -152,15 +157,25 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
     return Profile(recording=recording, kernels=kernels, kept_in=kept_in)
 
 
+def _no_time(recording: Recording) -> StepscopeError:
+    manifest = recording.manifest
+    is_counted = manifest.source == "nsight compute"
+    return StepscopeError(
+        f"no kernel in `{manifest.file}` has a duration",
+        detail="; ".join(manifest.notes),
+        hint=f"count `gpu__time_duration.sum` as well, or: stepscope explain {manifest.file} --table counters"
+        if is_counted
+        else "record it again: torch.profiler.profile(activities=[CPU, CUDA])",
+    )
+
+
 def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:
-    if path.is_file():
-        with suppress(OSError, pl.exceptions.PolarsError):  # damaged: made again below
-            return pl.read_parquet(path)
+    with suppress(OSError, DamagedTableError):  # not there yet, or damaged: made below
+        return unpack(path)
     kernels = attribute_kernels(recording)
-    with suppress(OSError, pl.exceptions.PolarsError):  # a full disk costs the next look its second, and nothing else
-        part = path.with_suffix(f".{os.getpid()}")
-        kernels.write_parquet(part, compression="zstd", compression_level=1)
-        part.rename(path)
+    # A full disk costs the next look its second, and nothing else.
+    with suppress(OSError, pl.exceptions.PolarsError), replacing(path) as new:
+        pack(kernels, new)
     return kernels
 
 

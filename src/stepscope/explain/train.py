@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from stepscope import cost
 from stepscope.cost.sharding import ADAM_STATE_BYTES
+from stepscope.explain.cases import limit_notes
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.train import TrainMemory, TrainRow, TrainRun
@@ -39,10 +40,12 @@ def train_table(run: TrainRun, rows: Sequence[TrainRow]) -> Table:
     """A line for each way in which the run was done, in their order: how it went, and where the median step's time
     went."""
     notes = (
+        *say_not_finite(rows),
         f"medians without the first {_SETTLED} steps of a line, which warm up",
         "compute is the step less the communication that was not hidden; all of the slowest rank",
         f"MFU: {cost.FLOP_CONVENTION}; against ranks × the peak of {run.environment.hardware.name}"
         f" ({run.environment.hardware.source})",
+        *limit_notes([run.environment]),
     )
     parts = [list(part) for _, part in itertools.groupby(rows, key=lambda row: (row.strategy, len(row.step_ns)))]
     return Table(title=_title(run), columns=_COLUMNS, rows=tuple(_line(run, part) for part in parts), notes=notes)
@@ -95,6 +98,16 @@ def loss_figure(run: TrainRun, rows: Sequence[TrainRow]) -> Figure:
         y=Axis(label="loss", log=True),  # a linear axis begins at 0, where a loss never is
         points=tuple(Point(panel="", series=row.strategy, x=row.step, y=row.loss) for row in drawn),
         series_label="strategy",
+    )
+
+
+def say_not_finite(rows: Sequence[TrainRow]) -> tuple[str, ...]:
+    """A sentence where training diverged."""
+    bad = [row for row in rows if not row.is_finite]
+    if not bad:
+        return ()
+    return (
+        f"the loss of {len(bad)} of {len(rows)} steps is not finite; the first is {bad[0].loss}, at step {bad[0].step}",
     )
 
 

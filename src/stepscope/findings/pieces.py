@@ -33,10 +33,14 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
+    # Columns whose cells are to be doubted, each with the column that says why: where that has a text, a question mark
+    # follows the cell. Both are keys.
+    doubted_by: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         keys = [column.key for column in self.columns]
         assert len(set(keys)) == len(keys), f"two columns of one name among {keys}"
+        assert {*self.doubted_by, *self.doubted_by.values()} <= set(keys), f"no such columns: {self.doubted_by}"
         for row in self.rows:
             assert len(row) == len(self.columns), f"{len(row)} cells under {len(self.columns)} columns"
 

@@ -21,7 +21,9 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.comm import fit_links
+from stepscope.files import MARKER_NAME, claim, find_foreign, require_own
 from stepscope.jobs.comm_grid import CommGrid, Machine
+from stepscope.jobs.instructions import limit_instructions
 from stepscope.jobs.messages import Inspect, Inspected
 from stepscope.jobs.process import Workers, require_torch
 from stepscope.jobs.rank import serve_here
@@ -36,6 +38,10 @@ from stepscope.recording.links import LINKS_NAME, keep_links, links_path, read_l
 from stepscope.spec import build_case
 
 RANKS_NAME = "ranks"  # the folder in which ranks keep what they are doing, while they do it
+_RANKS_SCHEMA = "stepscope.ranks/1"
+_RANK_FILES = re.compile(
+    rf"{re.escape(MARKER_NAME)}|{JOURNAL_NAME}/(\d+\.journal)?|{LOGS_NAME}/((rank-\d+|start)\.log)?"
+)
 # For the time left: what a case takes besides its repetitions.
 EXPECTED_EXTRA_S = 0.2
 
@@ -70,14 +76,19 @@ class CommSweep:
         """The rows of all cases in the grid's order, whether they were measured now or before. None on a rank that
         somebody else started and that is not the first."""
         require_torch()
-        read_links(links_path(), missing_ok=True)  # what cannot be read is said before anything is measured
+        require_own(self.folder / RANKS_NAME, _RANKS_SCHEMA)
+        for path in (links_path(), self.folder / LINKS_NAME):  # what cannot be read is said before anything is measured
+            read_links(path, missing_ok=True)
         world = _started_ranks()
         if world is not None:
             grid.refuse_other_ranks(world)
+            limit_instructions()
             if os.environ["RANK"] != "0":
                 self._serve_rank_0(grid)
                 return None
         with ResultsFile.open(self.folder / RESULTS_NAME, CommRow) as results, Workers() as workers:
+            if world is None:  # of a run that was killed: nobody else's, as the results file is locked
+                _forget_ranks(self.folder)
             machine, environment = _look(grid.device, workers) if world is None else _look_here(grid.device, world)
             planned = [PlannedComm(case=case, environment=environment) for case in grid.cases(machine)]
             kept = {row.key: row for row in results.rows}
@@ -111,6 +122,7 @@ class CommSweep:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         device = resolve_device(grid.device).type
         backend = grid.backend or ("gloo" if device == "cpu" else "nccl")
+        _claim_ranks(self.folder)
         serve_here(self.setup(backend, device), MeasureComm(cases=()), lambda _: None)
 
     def setup(self, backend: str, device: str) -> Setup:
@@ -155,22 +167,22 @@ class _Turn:
         return self._rows
 
     def serve(self, first: CommCase) -> None:
+        _claim_ranks(self.sweep.folder)
         setup = self.sweep.setup(first.backend, first.device)
         serve_here(setup, self._request(), lambda message: self._take(0, message))
-        shutil.rmtree(self.sweep.folder / RANKS_NAME, ignore_errors=True)
+        _forget_ranks(self.sweep.folder)
 
     def _run_ranks(self, first: CommCase) -> None:
-        folder = self.sweep.folder / RANKS_NAME
         run_ranks(
             self._request(),
             world=first.ranks,
             backend=first.backend,
             device=first.device,
-            folder=folder,
+            folder=_claim_ranks(self.sweep.folder),
             timeout_s=self.sweep.timeout_s,
             on_message=self._take,
         )
-        shutil.rmtree(folder, ignore_errors=True)
+        _forget_ranks(self.sweep.folder)
 
     def _request(self) -> MeasureComm:
         return MeasureComm(cases=tuple(one.case for one in self.waiting))
@@ -217,6 +229,19 @@ class _Turn:
         self.results.append(row)
         self._rows.append(row)
         self.listener.finish(row)
+
+
+def _claim_ranks(folder: Path) -> Path:
+    """Where the ranks of a run in `folder` keep their logs and journals, which is ours before any of them writes."""
+    claim(folder / RANKS_NAME, _RANKS_SCHEMA)
+    return folder / RANKS_NAME
+
+
+def _forget_ranks(folder: Path) -> None:
+    """What the ranks kept, unless somebody else put something there."""
+    ranks = folder / RANKS_NAME
+    if ranks.is_dir() and find_foreign(ranks, lambda name: _RANK_FILES.fullmatch(name) is not None) is None:
+        shutil.rmtree(ranks, ignore_errors=True)
 
 
 def _judge(error: StepscopeError) -> tuple[Status, str]:

@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import scratch_folder, writing
 from stepscope.jobs.ncu import CaseRefusedError, choose_metrics, count_with_ncu, require_ncu
 from stepscope.jobs.process import Workers, require_torch
 from stepscope.jobs.profile import check_folder
 from stepscope.jobs.sweep import Planned, plan_cases
 from stepscope.measure.ncu_target import MOST_LAYERS, Counted, no_gpu, too_many_layers
-from stepscope.recording.lines import writing
 from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
 
 if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
@@ -87,7 +86,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
         from stepscope.recording.store import is_recording
 
         if len(named) == 1:
-            check_folder(self.folder, force=self.force)
+            check_folder(self.folder, force=self.force, command=self.command)
             return
         if is_recording(self.folder) or (self.folder.exists() and not self.folder.is_dir()):
             raise StepscopeError(
@@ -97,7 +96,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
         for one in named:
             folder = self.folder / one.name
             if not is_recording(folder):
-                check_folder(folder, force=self.force)
+                check_folder(folder, force=self.force, command=self.command)
 
     def _find(self, one: _Named, planned: Planned, metrics: Sequence[str]) -> "Recording | None":
         """The recording of a case of a grid, where it is there already."""
@@ -123,11 +122,11 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
         from stepscope.recording.store import save
 
         started = datetime.now(UTC)
-        with TemporaryDirectory(prefix="stepscope-") as scratch:
-            csv, counted = count_with_ncu(planned.case, metrics=metrics, scratch=Path(scratch), on_stage=on_stage)
+        with scratch_folder() as scratch:
+            csv, counted = count_with_ncu(planned.case, metrics=metrics, scratch=scratch, on_stage=on_stage)
             on_stage("reading the counters")
             recording = _describe(ncu.read(csv), planned, counted, command=self.command, started=started)
-            save(recording, self.folder / one.name, raw=_compress(csv), force=self.force)
+            save(recording, self.folder / one.name, raw=_compress(csv), force=self.force, command=self.command)
         seconds = (datetime.now(UTC) - started).total_seconds()
         return recording, f"{recording.kernels.height} kernels in {seconds:.0f} s"
 
@@ -236,6 +235,7 @@ def _describe(
         command=command,
         started=started.isoformat(timespec="seconds"),
         parameters=counted.parameters,
+        optimizer=counted.optimizer,
         forward_flops=counted.forward_flops,
         compiled=planned.case.workload.compile,
     )

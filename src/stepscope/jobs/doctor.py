@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -16,11 +17,14 @@ from typing import Literal
 import msgspec
 import pynvml
 
+from stepscope.errors import StepscopeError
 from stepscope.findings import Column, Table
 from stepscope.hardware import find
-from stepscope.jobs.messages import Failed, Inspect, Inspected, OutOfMemory
+from stepscope.jobs.instructions import Limits, limit_instructions
+from stepscope.jobs.messages import Failed, Inspect, Inspected, OutOfMemory, Result
 from stepscope.jobs.ncu import PERMISSION, PERMISSION_ADVICE
 from stepscope.jobs.process import Died, Workers
+from stepscope.measure.instructions import read_limits, say_limits
 from stepscope.recording.inspection import DeviceState, Inspection
 
 Verdict = Literal["fine", "limited", "broken"]
@@ -93,8 +97,36 @@ def _check_host() -> list[Check]:
 
 
 def _check_torch() -> list[Check]:
+    instructions = _check_instructions()
+    if instructions.verdict == "broken":  # and so is whatever would load torch
+        return [instructions]
     with Workers() as workers:
         answer = workers.run(Inspect()).answer
+    return [instructions, *_judge_answer(answer)]
+
+
+def _check_instructions() -> Check:
+    try:
+        limits = limit_instructions()
+    except StepscopeError as error:
+        return Check(subject="cpu instructions", verdict="broken", found=error.message, advice=error.hint)
+    return judge_instructions(limits, read_limits(os.environ))
+
+
+def judge_instructions(limits: Limits, in_effect: Mapping[str, str]) -> Check:
+    """Which of the CPU's instructions PyTorch may use: what we had to set, and what somebody else has set."""
+    subject, slower = "cpu instructions", "CPU timings are those of older instructions"
+    if limits.settings:
+        found = f"{'; '.join(limits.deaths)}: set {say_limits(limits.settings)}"
+        advice = f"advertised, but not allowed on this machine: {slower}"
+        return Check(subject=subject, verdict="limited", found=found, advice=advice)
+    if in_effect:
+        advice = f"{slower}; unset {' '.join(in_effect)} to use all"
+        return Check(subject=subject, verdict="limited", found=f"{say_limits(in_effect)}, as set by you", advice=advice)
+    return Check(subject=subject, verdict="fine", found="not limited")
+
+
+def _judge_answer(answer: Result | Died) -> list[Check]:
     if isinstance(answer, Inspected):
         return _judge_torch(answer.inspection)
     assert isinstance(answer, Failed | Died | OutOfMemory), "an inspection is answered by one or fails"

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.cases import describe_case
+from stepscope.explain.cases import describe_case, limit_notes
 from stepscope.explain.statistics import summarise
+from stepscope.files import scratch_folder
 from stepscope.jobs.messages import Failed, MemoryRecorded, RecordMemory
 from stepscope.jobs.process import Ended, Workers
 from stepscope.jobs.sweep import Listener, Planned, Sweep
@@ -53,14 +53,14 @@ class Weighed:
         self, planned: Planned, workers: Workers, on_stage: Callable[[str], None], timeout_s: float | None
     ) -> tuple[Ended, dict[str, object]]:
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        with TemporaryDirectory(prefix="stepscope-") as scratch:
-            request = RecordMemory(case=planned.case, folder=scratch)
+        with scratch_folder() as scratch:
+            request = RecordMemory(case=planned.case, folder=str(scratch))
             ended = workers.run(request, on_stage=on_stage, timeout_s=timeout_s)
             if not isinstance(ended.answer, MemoryRecorded):
                 return ended, {}
             on_stage("reading the snapshot")
             try:
-                return ended, self._keep(Path(scratch) / SNAPSHOT_NAME, planned, ended.answer.run, started)
+                return ended, self._keep(scratch / SNAPSHOT_NAME, planned, ended.answer.run, started)
             except StepscopeError as error:  # it costs this case, not those after it
                 failed = Failed(message=error.message, detail=error.detail, hint=error.hint)
                 return msgspec.structs.replace(ended, answer=failed), {}
@@ -95,13 +95,14 @@ def _describe(recording: "Recording", planned: Planned, run: MemoryRun, *, comma
         versions=versions,
         command=command,
         started=started,
-        notes=(*recording.manifest.notes, *run.notes),
+        notes=(*recording.manifest.notes, *run.notes, *limit_notes([environment])),
         overhead=Overhead(
             plain_ns=_median(run.step_ns),
             recorded_ns=_median(run.recorded_step_ns),
             annotated_ns=_median(run.watched_step_ns),
         ),
         parameters=run.parameters,
+        optimizer=run.optimizer,
         compiled=planned.case.workload.compile,
     )
 

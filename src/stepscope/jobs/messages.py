@@ -73,11 +73,19 @@ class AttentionMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="attentio
     outcome: AttentionOutcome
 
 
+class ProbedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """`source` is the digest of the files behind a model, None for the built-in one; `takes_context` is false where a
+    step has no tokens."""
+
+    source: str | None
+    takes_context: bool
+
+
 class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
-    """`sources` holds, for each case, the digest of the file behind its model, and None for the built-in one."""
+    """`models` are those of the cases, one for each."""
 
     environment: Environment
-    sources: tuple[str | None, ...]
+    models: tuple[ProbedModel, ...]
 
 
 class Inspected(msgspec.Struct, frozen=True, kw_only=True, tag="inspected"):

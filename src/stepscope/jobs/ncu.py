@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import writing
 from stepscope.jobs.outside import Finished, hear, run_outside
 from stepscope.measure.ncu_target import Counted, NcuAnswer, NcuRequest, progress_path
 from stepscope.measure.target import RefusedError, answer_path
 from stepscope.recording.counter_metrics import FEW, FULL
-from stepscope.recording.lines import writing
 from stepscope.spec import Case
 
 PERMISSION = "ERR_NVGPUCTRPERM"

@@ -15,14 +15,16 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import require_own, write_atomically, writing
 from stepscope.jobs.outside import hear, run_outside
 from stepscope.jobs.process import require_torch
 from stepscope.measure.nsys_target import NsysAnswer, NsysRequest, Recorded
 from stepscope.measure.target import RefusedError, answer_path
-from stepscope.recording.lines import writing
 from stepscope.recording.nsys_export import REPORT_ENDING, export
 from stepscope.spec import Case
 
+_SCHEMA = "stepscope.nsys/1"
+_REQUEST_NAME = "request.json"
 PYTORCH_OPTIONS = ("autograd-nvtx", "autograd-shapes-nvtx", "functions-trace")  # of nsys profile --pytorch
 
 
@@ -61,11 +63,11 @@ def record_with_nsys(
         record_steps=record_steps,
         emit_operators=not any(option.startswith("autograd") for option in asked),
     )
-    request_path = out_folder.absolute() / "request.json"
+    request_path = out_folder.absolute() / _REQUEST_NAME
     report = request_path.with_name("report" + REPORT_ENDING)
+    require_own(out_folder, _SCHEMA, knows=_has_request)
     with writing(out_folder):
-        out_folder.mkdir(parents=True, exist_ok=True)
-        request_path.write_bytes(msgspec.json.format(msgspec.json.encode(request), indent=2) + b"\n")
+        write_atomically(request_path, msgspec.json.format(msgspec.json.encode(request), indent=2) + b"\n")
         for old in (report, report.with_suffix(".qdstrm"), answer_path(request_path)):
             old.unlink(missing_ok=True)
     command = nsys_command(nsys, request_path, report, python_backtrace=python_backtrace, pytorch=pytorch)
@@ -76,6 +78,15 @@ def record_with_nsys(
     on_stage("exporting the report")
     exported = export(report, report.parent)
     return NsysRun(report=report, exported=exported, command=tuple(command), recorded=recorded)
+
+
+def _has_request(folder: Path) -> bool:
+    """Whether it holds the report of an earlier request, which may be replaced."""
+    try:
+        msgspec.json.decode((folder / _REQUEST_NAME).read_bytes(), type=NsysRequest)
+    except (OSError, msgspec.DecodeError):
+        return False
+    return True
 
 
 def nsys_command(

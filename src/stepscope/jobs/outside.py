@@ -18,6 +18,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import decode, read_plain
+from stepscope.jobs.instructions import limit_instructions
 
 _LAST_WORDS = 1000  # characters of what was printed, for the error
 _LEAVE_S = (10.0, 3.0)  # how long a profiler gets to end its program, after being asked and after being told
@@ -37,6 +38,7 @@ class Finished(NamedTuple):
 
 def run_outside(command: list[str], on_look: Callable[[], None] | None = None) -> Finished:
     """Runs to the end. `on_look` is called twice a second meanwhile."""
+    limit_instructions()
     with TemporaryFile() as output:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)

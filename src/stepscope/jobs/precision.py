@@ -12,12 +12,13 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.precision import find_speeds
+from stepscope.files import check_target
 from stepscope.jobs.messages import ComparePrecisions, Failed, PrecisionsCompared
 from stepscope.jobs.process import Ended, RefusedError, Workers, require_torch
 from stepscope.jobs.profile import plan_case
 from stepscope.jobs.sweep import Planned, judge, look_at
 from stepscope.recording.bench import BenchRow
-from stepscope.recording.precision import Comparison, PrecisionReport, check_target, write_report
+from stepscope.recording.precision import Comparison, PrecisionReport, write_report
 from stepscope.spec import Case, Grid, Precision, Scalar
 
 # In the order of the tables.
@@ -43,7 +44,7 @@ class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
         require_torch()
         check_settings(grid)
         if self.out is not None:
-            check_target(self.out, force=self.force)
+            check_target(self.out, force=self.force, flag="--out", command=self.command)
         asked, rest = _take_precisions(grid)
         with Workers() as workers:
             planned = _plan(rest, workers)
@@ -88,12 +89,12 @@ def _take_precisions(grid: Grid) -> tuple[set[Scalar | None], Grid]:
 
 
 def _plan(grid: Grid, workers: Workers) -> Planned:
-    """A factory may take no context; for other models a CPU gets a short one unless it was set."""
+    """A CPU gets a short context unless one was set, or the model is a factory's or has no tokens."""
     names = [name for name, _ in grid.axes]
     if "context" not in names and "model" not in names:
-        short = grid.override(Grid(axes=(("context", (CONTEXT_ON_CPU,)),)))
-        if look_at(short.cases()[:1], workers, None).environment.device == "cpu":
-            return plan_case(short, workers)
+        found = look_at(grid.cases()[:1], workers, None)
+        if found.environment.device == "cpu" and found.models[0].takes_context:
+            return plan_case(grid.override(Grid(axes=(("context", (CONTEXT_ON_CPU,)),))), workers)
     return plan_case(grid, workers)
 
 

@@ -23,12 +23,14 @@ from typing import IO, Self
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.jobs.instructions import limit_instructions
 from stepscope.jobs.messages import Answer, AttentionMeasured, Failed, Request, Result, Stage
 from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.bench import Status
 
 _LOG_TAIL = 20_000
 _LEAVE_S = 0.5  # for a worker that has answered to leave by itself
+_IMPORT_S = 300.0  # for the nursery to import torch, before it is taken to hang
 
 
 class Died(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +129,7 @@ class _Nursery:
     """The process that workers are forked from."""
 
     def __init__(self) -> None:
+        limit_instructions()
         self._output = TemporaryFile()  # noqa: SIM115  # closed in `close`
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # -P: the current folder is put on the path when a factory is loaded, and not before: a stray `random.py` in it
@@ -198,11 +201,13 @@ class _Worker:
             self._kill()
 
     def listen(self, timeout_s: float | None) -> Iterator[Stage | AttentionMeasured]:
-        """The stages it comes to and the parts it is done with, until it has answered, has ended, or time is up."""
+        """The stages it comes to and the parts it is done with, until it has answered, has ended, or time is up. Time
+        counts from the fork: importing torch, which is slow on a busy machine, is not part of the case."""
         sources = {self._answers, self._nursery.socket.fileno()}
         since = time.monotonic()
         while self.answer is None and not self._gone:
-            remaining = max(0.0, since + timeout_s - time.monotonic()) if timeout_s else None
+            limit_s = timeout_s and (timeout_s if self._pid is not None else max(timeout_s, _IMPORT_S))
+            remaining = max(0.0, since + limit_s - time.monotonic()) if limit_s else None
             ready, _, _ = select.select(sources, [], [], remaining)
             if not ready:
                 self.timed_out = True
@@ -216,7 +221,10 @@ class _Worker:
                         since = time.monotonic()
                     yield said
             else:
+                is_born = self._pid is not None
                 self._hear()
+                if not is_born:
+                    since = time.monotonic()
         while self.answer is None and select.select([self._answers], [], [], 0)[0]:
             # It ended, and what it last said is still in the pipe.
             content = os.read(self._answers, 1 << 16)

@@ -9,16 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.cases import limit_notes
 from stepscope.explain.statistics import summarise
+from stepscope.files import scratch_folder
 from stepscope.jobs.messages import Failed, Record, Recorded
 from stepscope.jobs.process import Ended, RefusedError, Workers, require_torch
-from stepscope.jobs.sweep import Planned, judge, look_at
+from stepscope.jobs.sweep import Planned, judge, look_at, place_cases
 from stepscope.recording.recorded import RAW_NAME, RecordedRun
 from stepscope.spec import Case, Grid, grid_from_flags
 
@@ -44,23 +45,23 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def run(self, grid: Grid, on_stage: OnStage) -> "Recording":
         """An empty grid is the default case. Whatever goes wrong leaves no folder behind."""
         require_torch()
-        check_folder(self.folder, force=self.force)
+        check_folder(self.folder, force=self.force, command=self.command)
         with Workers() as workers:
             return self.run_planned(plan_case(grid, workers), workers, on_stage)
 
     def run_planned(self, planned: Planned, workers: Workers, on_stage: OnStage) -> "Recording":
         """The same for a case that was planned before, by whoever has other things for these workers to do."""
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        with TemporaryDirectory(prefix="stepscope-") as scratch:
-            run = self._record(planned, Path(scratch), workers, on_stage)
+        with scratch_folder() as scratch:
+            run = self._record(planned, scratch, workers, on_stage)
             on_stage("reading the trace")
             from stepscope.recording import kineto
 
-            raw = Path(scratch) / RAW_NAME
+            raw = scratch / RAW_NAME
             recording = describe_recording(
                 kineto.read(raw), planned=planned, run=run, command=self.command, started=started
             )
-            save_recording(recording, self.folder, raw=raw, force=self.force)
+            save_recording(recording, self.folder, raw=raw, force=self.force, command=self.command)
         return recording
 
     def _record(self, planned: Planned, scratch: Path, workers: Workers, on_stage: OnStage) -> RecordedRun:
@@ -98,7 +99,7 @@ class NsysProfile(msgspec.Struct, frozen=True, kw_only=True):
 
         require_nsys()
         require_torch()
-        check_folder(self.folder, force=self.force)
+        check_folder(self.folder, force=self.force, command=self.command)
         started = datetime.now(UTC).isoformat(timespec="seconds")
         with Workers() as workers:
             planned = plan_case(grid, workers)
@@ -117,22 +118,15 @@ class NsysProfile(msgspec.Struct, frozen=True, kw_only=True):
         recording = describe_recording(
             nsys.read(run.exported), planned=planned, run=run.recorded.run, command=self.command, started=started
         )
-        store.save(recording, self.folder, force=self.force)
+        store.save(recording, self.folder, force=self.force, command=self.command)
         return recording, run
 
 
-def check_folder(folder: Path, *, force: bool) -> None:
-    """Refuses, before anything runs, a place that the recording could not go to. `force` replaces a recording, never
-    anything else."""
-    from stepscope.recording.store import is_recording
+def check_folder(folder: Path, *, force: bool, command: str) -> None:
+    """Refuses, before anything runs, a place that the recording could not go to."""
+    from stepscope.recording.store import check_place
 
-    if folder.exists():
-        if not force:
-            raise StepscopeError(f"`{folder}` exists", hint="--force, or another folder: --out FOLDER")
-        if not is_recording(folder):
-            raise StepscopeError(
-                f"`{folder}` is no recording", detail="only a recording is replaced", hint="--out FOLDER"
-            )
+    check_place(folder, force=force, command=command)
     parent = next(parent for parent in folder.absolute().parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise StepscopeError(f"cannot write to `{parent}`", hint="--out FOLDER")
@@ -146,14 +140,8 @@ def plan_case(grid: Grid, workers: Workers) -> Planned:
             grid = grid_from_flags({"size": "nano", "context": "128"})
         else:
             grid = grid_from_flags({"size": "small", "context": "256"})
-    case = only_case(grid)
-    answer = look_at([case], workers, None)
-    here = msgspec.structs.replace(case.workload, device=answer.environment.device)
-    return Planned(
-        case=msgspec.structs.replace(case, workload=here),
-        environment=answer.environment,
-        source=answer.sources[0],
-    )
+    cases = [only_case(grid)]
+    return place_cases(cases, look_at(cases, workers, None))[0]
 
 
 def only_case(grid: Grid) -> Case:
@@ -202,13 +190,14 @@ def describe_recording(
         command=command,
         started=started,
         doubts=run.doubts,
-        notes=(*recording.manifest.notes, *run.notes),
+        notes=(*recording.manifest.notes, *run.notes, *limit_notes([environment])),
         overhead=Overhead(
             plain_ns=_median(run.step_ns) or 0,
             recorded_ns=_median(run.recorded_step_ns),
             annotated_ns=_median(run.annotated_step_ns),
         ),
         parameters=run.parameters,
+        optimizer=run.optimizer,
         compiled=planned.case.workload.compile,
     )
     return replace(described, steps=_steps_table(run))
@@ -232,7 +221,7 @@ def _median(samples_ns: Sequence[int]) -> int | None:
     return round(summarise(samples_ns).median) if samples_ns else None
 
 
-def save_recording(recording: "Recording", folder: Path, *, raw: Path, force: bool) -> None:
+def save_recording(recording: "Recording", folder: Path, *, raw: Path, force: bool, command: str) -> None:
     from stepscope.recording.store import save
 
-    save(recording, folder, raw=raw, force=force)
+    save(recording, folder, raw=raw, force=force, command=command)

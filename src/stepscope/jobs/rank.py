@@ -95,6 +95,7 @@ def _serve(request: RankRequest, setup: Setup, communicator: "Communicator", tel
                 device=setup.device,
                 command=request.command,
                 data_digest=request.data_digest,
+                stop_on_nan=request.stop_on_nan,
                 listener=_Telling(tell),
             )
         case MeasureComm():

@@ -19,12 +19,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag="train"):
-    """Train to the end, from the newest checkpoint in `folder` on."""
+    """Train to the end, or to a loss that is not finite, from the newest checkpoint in `folder` on."""
 
     training: Training
     folder: str
     command: str
     data_digest: str = ""
+    stop_on_nan: bool = False
 
 
 class MeasureComm(msgspec.Struct, frozen=True, kw_only=True, tag="measure-comm"):

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -22,10 +21,11 @@ from typing import Self
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import scratch_folder, writing
+from stepscope.jobs.instructions import limit_instructions
 from stepscope.jobs.process import require_torch
 from stepscope.jobs.rank_messages import Birth, RankDone, RankFailed, RankMessage, RankRequest, Setup
 from stepscope.parallel.journal import find_culprit, read_journals
-from stepscope.recording.lines import writing
 
 LOGS_NAME, JOURNAL_NAME = "logs", "journal"
 _GRACE_S = 3.0  # for the ranks that wait for a failed one to say so themselves
@@ -35,16 +35,17 @@ Heard = Callable[[int, RankMessage], None]
 def run_ranks(
     request: RankRequest, *, world: int, backend: str, device: str, folder: Path, timeout_s: float, on_message: Heard
 ) -> None:
-    """All ranks to their end. A `StepscopeError` names the rank that failed and its last collective; the others are
-    ended before it is raised."""
+    """All ranks to their end, with logs and journals in `folder`, which is ours. A `StepscopeError` names the rank that
+    failed and its last collective; the others are ended before it is raised."""
     require_torch()
+    limit_instructions()
     journal = folder / JOURNAL_NAME
     with writing(folder):
         journal.mkdir(parents=True, exist_ok=True)
         (folder / LOGS_NAME).mkdir(exist_ok=True)
-        for old in journal.glob("*.journal"):
+        for old in [path for path in journal.glob("*.journal") if path.stem.isdigit()]:
             old.unlink()
-    with tempfile.TemporaryDirectory(prefix="stepscope-") as meeting:
+    with scratch_folder() as meeting:
         setup = Setup(
             world=world,
             backend=backend,

@@ -27,7 +27,7 @@ from stepscope.jobs.profile import only_case
 from stepscope.jobs.report_data import STAGES, State, check_data, open_data, write_state
 from stepscope.jobs.report_page import write_page
 from stepscope.jobs.report_stages import Stage, UnavailableError, Work, other_precision
-from stepscope.jobs.sweep import Planned, look_at
+from stepscope.jobs.sweep import Planned, look_at, place_cases
 from stepscope.spec import Case, Grid, build_case
 
 _MOST_CHARACTERS = 100  # of a folder's name
@@ -297,16 +297,7 @@ def _plan(choose: Callable[[str], Case], workers: Workers) -> tuple[Planned, Pla
     first = choose("cpu")
     answer = look_at([first, _in_other_precision(first)], workers, None)
     case = choose(answer.environment.device)
-    planned, other = (
-        Planned(
-            case=msgspec.structs.replace(
-                one, workload=msgspec.structs.replace(one.workload, device=answer.environment.device)
-            ),
-            environment=answer.environment,
-            source=answer.sources[0],
-        )
-        for one in (case, _in_other_precision(case))
-    )
+    planned, other = place_cases((case, _in_other_precision(case)), answer)
     return planned, other
 
 

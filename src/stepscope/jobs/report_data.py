@@ -5,7 +5,6 @@ of, so `report.json` keeps, for every stage, the keys under which it was done: t
 source that sweeps go by. It also marks the folder as one of ours, and nothing is ever written into another.
 """
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -16,11 +15,10 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.cases import describe_case
-from stepscope.files import decode, read_plain
+from stepscope.files import decode, read_plain, try_lock, write_atomically, writing
 from stepscope.findings import Missing
 from stepscope.jobs.sweep import Planned
 from stepscope.recording.bench import Environment
-from stepscope.recording.lines import write_atomically, writing
 from stepscope.spec import Case
 
 SCHEMA = "stepscope.report/1"
@@ -129,7 +127,7 @@ def open_data(folder: Path, planned: Planned, *, command: str) -> Iterator[State
 
 def _lock(folder: Path, descriptor: int) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_lock(descriptor)
     except BlockingIOError:
         raise StepscopeError(
             f"another report is being made in `{folder}`",

@@ -18,6 +18,7 @@ import msgspec
 
 from stepscope import cost
 from stepscope.errors import StepscopeError
+from stepscope.files import writing
 from stepscope.jobs.messages import (
     AttentionDone,
     Failed,
@@ -34,8 +35,8 @@ from stepscope.jobs.messages import (
 )
 from stepscope.jobs.process import Died, Ended, RefusedError, Workers, require_torch
 from stepscope.recording.bench import BenchRow, CaseRow, Environment, Row, Status, case_key
-from stepscope.recording.lines import ResultsFile, writing
-from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
+from stepscope.recording.lines import ResultsFile
+from stepscope.spec import DEFAULT_CONTEXT, Case, Grid, ModelShape, grid_from_flags
 
 R = TypeVar("R", bound=CaseRow)
 R_co = TypeVar("R_co", bound=CaseRow, covariant=True)
@@ -232,14 +233,19 @@ def plan_cases(cases: Sequence[Case], workers: Workers, timeout_s: float | None)
     for device in dict.fromkeys(case.workload.device for case in cases):
         chosen = [case for case in cases if case.workload.device == device]
         answer = look_at(chosen, workers, timeout_s)
-        for case, source in zip(chosen, answer.sources, strict=True):
-            here = msgspec.structs.replace(case.workload, device=answer.environment.device)
-            planned[case] = Planned(
-                case=msgspec.structs.replace(case, workload=here),
-                environment=answer.environment,
-                source=source,
-            )
+        planned |= dict(zip(chosen, place_cases(chosen, answer), strict=True))
     return list({one.key: one for one in (planned[case] for case in cases)}.values())
+
+
+def place_cases(cases: Sequence[Case], probed: Probed) -> list[Planned]:
+    """The cases that were looked at, with what was found: their device, and a context where they left it open."""
+    planned = []
+    for case, model in zip(cases, probed.models, strict=True):
+        context = case.workload.context or (DEFAULT_CONTEXT if model.takes_context else 0)
+        here = msgspec.structs.replace(case.workload, device=probed.environment.device, context=context)
+        placed = msgspec.structs.replace(case, workload=here)
+        planned.append(Planned(case=placed, environment=probed.environment, source=model.source))
+    return planned
 
 
 def look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> Probed:

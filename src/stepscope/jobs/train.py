@@ -1,7 +1,5 @@
 """`stepscope train`: ranks started here, or this process as one of them."""
 
-import errno
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,14 +8,16 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import claim, is_of_kind, try_lock, writing
+from stepscope.jobs.instructions import limit_instructions
 from stepscope.jobs.rank_messages import RankMessage, Setup, Train
 from stepscope.jobs.ranks import JOURNAL_NAME, run_ranks
 from stepscope.recording.checkpoints import FOLDER_NAME, forget_all, newest
-from stepscope.recording.lines import writing
 from stepscope.recording.train import (
     LOG_NAME,
     MEMORY_NAME,
     RUN_NAME,
+    SCHEMA,
     TrainMemory,
     TrainRow,
     TrainRun,
@@ -39,17 +39,24 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run. `backend` is gloo, nccl, or auto: NCCL on GPUs and gloo on CPUs."""
+    """How to run. `backend` is gloo, nccl, or auto: NCCL on GPUs and gloo on CPUs. `stop_on_nan` ends the run at the
+    first loss that is not finite."""
 
     training: Training
     folder: Path
     command: str
     backend: str = "auto"
     fresh: bool = False
+    stop_on_nan: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
+
+    def claim_folder(self) -> None:
+        """Before anything is written or deleted there: the folder is one of a training run, or new, or empty."""
+        claim(self.folder, SCHEMA, knows=lambda folder: is_of_kind(folder / RUN_NAME, SCHEMA))
 
     def run(self, on_message: Callable[[RankMessage], None]) -> TrainResult:
         """With ranks of our own, all on this machine."""
+        self.claim_folder()
         with _only_one(self.folder):
             self._prepare()
             run_ranks(
@@ -67,6 +74,8 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
         """This process is a rank that somebody started. Rank 0 alone has the result."""
         from stepscope.jobs.rank import serve_here
 
+        limit_instructions()
+        self.claim_folder()
         with writing(self.folder):  # of a run before; whoever joins first must not delete what others write by then
             (self.folder / JOURNAL_NAME / f"{os.environ['RANK']}.journal").unlink(missing_ok=True)
         if os.environ["RANK"] == "0":
@@ -88,6 +97,7 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def prepare(self) -> None:
         """What a fresh start deletes, for ranks that somebody else starts and that know of no fresh start."""
+        self.claim_folder()
         with _only_one(self.folder):
             self._prepare()
 
@@ -108,7 +118,11 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def _request(self) -> Train:
         return Train(
-            training=self.training, folder=str(self.folder), command=self.command, data_digest=self._data_digest()
+            training=self.training,
+            folder=str(self.folder),
+            command=self.command,
+            data_digest=self._data_digest(),
+            stop_on_nan=self.stop_on_nan,
         )
 
     def _data_digest(self) -> str:
@@ -208,10 +222,6 @@ def _only_one(folder: Path) -> Iterator[None]:
 def lock_or_raise(descriptor: int, refusal: StepscopeError) -> None:
     """`refusal` is raised when another process has the lock."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_lock(descriptor)
     except BlockingIOError:
         raise refusal from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        # Some network file systems lock no files. There it is up to the user to run one command a folder.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.errors import StepscopeError
 from stepscope.findings import Cell, Column, Table
+from stepscope.jobs.instructions import limit_instructions
 from stepscope.jobs.process import require_torch
 from stepscope.spec import Precision
 
@@ -21,6 +22,7 @@ def tune_tiles(
 ) -> tuple[Table, Path]:
     """Every candidate of every pass with its time, and the file that holds the choice."""
     require_torch()
+    limit_instructions()
     import torch
 
     if not torch.cuda.is_available():

@@ -29,6 +29,7 @@ from stepscope.jobs.messages import (
     PrecisionsCompared,
     Probe,
     Probed,
+    ProbedModel,
     Record,
     Recorded,
     RecordMemory,
@@ -100,24 +101,25 @@ def _probe(request: Probe, on_stage: Callable[[str], None]) -> Probed:
 
     check_torch()
     device = resolve_device(request.cases[0].workload.device)
-    sources = tuple(_check_model(case, on_stage) for case in request.cases)
+    models = tuple(_check_model(case, on_stage) for case in request.cases)
     on_stage("looking at the device")
-    return Probed(environment=describe(device, {case.workload.precision for case in request.cases}), sources=sources)
+    return Probed(environment=describe(device, {case.workload.precision for case in request.cases}), models=models)
 
 
-def _check_model(case: Case, on_stage: Callable[[str], None]) -> str | None:
+def _check_model(case: Case, on_stage: Callable[[str], None]) -> ProbedModel:
     """Everything about a model of the user's own that can be refused before it is built."""
     from stepscope.step import hf, own
 
     on_stage(f"importing `{case.workload.model.name}`")
     match case.workload.model:
         case Factory() as factory:
-            own.check_arguments(case.workload, factory, own.load_factory(factory))
-            return own.source_digest()
+            takes_context = own.check_arguments(case.workload, factory, own.load_factory(factory))
+            return ProbedModel(source=own.source_digest(), takes_context=takes_context)
         case HuggingFace() as spec:
-            return hf.check_config(case.workload, spec)
+            digest, takes_context = hf.check_config(case.workload, spec)
+            return ProbedModel(source=digest, takes_context=takes_context)
         case ModelShape():
-            return None
+            return ProbedModel(source=None, takes_context=True)
 
 
 def _run(case: Case, on_stage: Callable[[str], None]) -> Measured:

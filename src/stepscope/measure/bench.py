@@ -56,6 +56,8 @@ def measure(
         warmup_ns=tuple(warmup.step_ns),
         parameters=step.parameters,
         has_tokens=step.has_tokens,
+        has_samples=step.has_samples,
+        optimizer=step.optimizer_name,
         forward_flops=flops,
         flops_source="closed form" if isinstance(case.workload.model, ModelShape) else "counted",
         peak_bytes=peak_bytes,

@@ -12,6 +12,7 @@ import torch
 import stepscope
 from stepscope.errors import StepscopeError
 from stepscope.hardware import Hardware, find
+from stepscope.measure.instructions import read_limits, say_limits
 from stepscope.measure.nvml import driver_version
 from stepscope.measure.peak import measure_peaks
 from stepscope.recording.bench import Environment
@@ -66,6 +67,7 @@ def describe(device: torch.device, precisions: Collection[Precision], *, known: 
         threads=torch.get_num_threads(),
         stepscope=stepscope.__version__,
         commit=_commit(),
+        cpu_limits=say_limits(read_limits(os.environ)) if device.type == "cpu" else "",
     )
 
 

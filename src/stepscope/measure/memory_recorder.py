@@ -79,6 +79,7 @@ def record_memory(case: Case, device: torch.device, *, folder: Path, on_stage: O
         recorded_step_ns=tuple(recorded_ns),
         watched_step_ns=tuple(watched_ns),
         parameters=step.parameters,
+        optimizer=step.optimizer_name,
         notes=tuple(dict.fromkeys(recorder.notes)),
     )
 

@@ -45,6 +45,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, tag="counted"):
 
     environment: Environment
     parameters: int
+    optimizer: str | None
     forward_flops: dict[str, int]
 
 
@@ -101,6 +102,7 @@ def count(case: Case, progress: Path) -> Counted:
     return Counted(
         environment=describe(device, {case.workload.precision}),
         parameters=step.parameters,
+        optimizer=step.optimizer_name,
         forward_flops=forward_flops,
     )
 

@@ -89,6 +89,7 @@ def record(request: NsysRequest) -> Recorded:
         recorded_step_ns=(),
         annotated_step_ns=tuple(annotated_ns),
         parameters=step.parameters,
+        optimizer=step.optimizer_name,
         doubts=doubts,
         notes=tuple(f"`{target}` was to be annotated and never ran under that name" for target in sorted(uncalled)),
     )

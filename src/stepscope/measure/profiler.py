@@ -84,6 +84,7 @@ def record(
         recorded_step_ns=tuple(recorded_ns),
         annotated_step_ns=tuple(annotated_ns),
         parameters=step.parameters,
+        optimizer=step.optimizer_name,
         doubts=doubts,
         notes=_describe_gaps(case, annotation.uncalled),
     )

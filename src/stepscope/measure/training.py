@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from stepscope.errors import StepscopeError
+from stepscope.files import write_atomically, writing
 from stepscope.measure.environment import describe
 from stepscope.measure.memory import HostMemory
 from stepscope.parallel import FSDP, Communicator
 from stepscope.parallel.agreement import require_agreement
 from stepscope.parallel.group import choose_device
 from stepscope.recording.checkpoints import FOLDER_NAME, IF_FULL, Checkpoint, newest, save
-from stepscope.recording.lines import write_atomically, writing
 from stepscope.recording.train import (
     LOG_NAME,
     MEMORY_NAME,
@@ -33,6 +33,7 @@ from stepscope.recording.train import (
     TrainMemory,
     TrainRow,
     TrainRun,
+    keep_loss,
     read_run,
 )
 from stepscope.spec import Training
@@ -60,9 +61,11 @@ def train(
     device: str,
     command: str,
     data_digest: str = "",
+    stop_on_nan: bool = False,
     listener: Listener,
 ) -> None:
-    """To the last step, from the newest checkpoint in `folder` on."""
+    """To the last step, from the newest checkpoint in `folder` on; with `stop_on_nan` to the first whose loss is not
+    finite, of which no checkpoint is kept."""
     local = int(os.environ.get("LOCAL_RANK", communicator.rank))
     place = choose_device(device, local_rank=local)
     if place.type == "cuda":
@@ -82,6 +85,8 @@ def train(
             if log is not None:
                 log.append(row)
                 listener.stepped(row)
+            if stop_on_nan and not row.is_finite:  # the same on all ranks
+                break
             if step == done + 1:
                 memory = run.share_memory()
                 if is_first:
@@ -113,7 +118,6 @@ def _keep_run(training: Training, folder: Path, device: torch.device, command: s
 
 def _keep(path: Path, value: object) -> None:
     with writing(path, if_full=IF_FULL):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(value))
 
 
@@ -207,7 +211,7 @@ class _Run:
         losses, steps, busy, exposed = all_R4.view(world, 4).T.tolist()
         return TrainRow(
             step=step,
-            loss=sum(losses) / world,
+            kept_loss=keep_loss(sum(losses) / world),
             tokens=self._training.workload.tokens,
             learning_rate=self._learning_rate(step),
             strategy=self._training.way,

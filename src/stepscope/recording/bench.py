@@ -19,7 +19,7 @@ Clock = Literal["cuda events", "host"]
 PeakKind = Literal["cuda allocator", "rss above start"]
 
 
-class Environment(msgspec.Struct, frozen=True, kw_only=True):
+class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a case ran."""
 
     device: str
@@ -33,13 +33,17 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     stepscope: str
     commit: str | None
+    # On a CPU: the variables that keep libraries from its newest instructions, as a shell would set them. Left out of
+    # what is written where nothing is limited, so that rows and keys from before this was kept are what they were.
+    cpu_limits: str = ""
 
     @property
     def identity(self) -> tuple[str, ...]:
         """What makes two runs of one case the same measurement. A peak that was measured is not part of it."""
         device = (self.device, self.driver_name, self.driver, self.threads)
         software = (self.python, self.torch, self.triton, self.cuda, self.stepscope)
-        return tuple(str(part) for part in (*device, *software))
+        limits = (self.cpu_limits,) if self.cpu_limits else ()
+        return tuple(str(part) for part in (*device, *software, *limits))
 
 
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +76,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     peak_kind: PeakKind
     reserved_bytes: int | None = None
     has_tokens: bool = True  # False where batch times context says nothing about the step
+    has_samples: bool = False  # where it has no tokens: the batch counts what a step works on
+    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
     attention_kernels: tuple[str, ...] = ()  # what `--attention flash` took
 
     def __post_init__(self) -> None:
@@ -101,12 +107,21 @@ class CaseRow(Row, frozen=True, kw_only=True):
     # Digest of the file behind a model of the user's own: edit the model and its cases are new ones.
     source: str | None = None
 
+    @property
+    def optimizer(self) -> str | None:
+        """What updates the weights. A factory may bring its own: then only a case that ran knows, and here is None."""
+        return self.case.workload.optimizer
+
 
 class BenchRow(CaseRow, frozen=True, kw_only=True):
     """One case, timed."""
 
     schema: str = SCHEMA
     measurement: Measurement | None = None
+
+    @property
+    def optimizer(self) -> str | None:
+        return self.case.workload.optimizer or (self.measurement.optimizer if self.measurement else None)
 
 
 def case_key(case: msgspec.Struct, environment: Environment, source: str | None) -> str:

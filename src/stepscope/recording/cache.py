@@ -6,7 +6,7 @@ going first. A cache that cannot be written costs a second reading and nothing e
 
 import hashlib
 import os
-import shutil
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +20,7 @@ from stepscope.recording.store import Recording
 
 _WORTH_S = 1.0
 _MOST_BYTES = 4 << 30
+_KEY = re.compile("[0-9a-f]{24}")  # what a folder of the cache is called
 
 
 def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recording, Path | None]:
@@ -31,9 +32,10 @@ def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recordin
         try:
             recording = store.load(folder)
         except StepscopeError:  # written by a version that is gone, or damaged: read the file itself again
-            shutil.rmtree(folder, ignore_errors=True)
+            store.delete(folder)
         else:
-            os.utime(folder)
+            with suppress(OSError):  # a cache that cannot be written is still read
+                os.utime(folder)
             return recording, folder
     started = time.monotonic()
     recording = read(path)
@@ -42,7 +44,7 @@ def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recordin
     try:
         store.save(recording, folder, force=True)
         _make_room(folder)
-    except StepscopeError:
+    except (StepscopeError, OSError):  # not to be written, or somebody else is making room
         return recording, None
     return recording, folder
 
@@ -57,9 +59,10 @@ def _key(path: Path) -> str:
 
 
 def _make_room(newest: Path) -> None:
-    folders = [folder for folder in newest.parent.iterdir() if store.is_recording(folder) and folder != newest]
+    kept = [folder for folder in newest.parent.iterdir() if _KEY.fullmatch(folder.name) and folder != newest]
+    folders = [folder for folder in kept if store.is_recording(folder)]
     room = _MOST_BYTES - store.folder_bytes(newest)
     for folder in sorted(folders, key=lambda one: one.stat().st_mtime, reverse=True):
         room -= store.folder_bytes(folder)
         if room < 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            store.delete(folder)

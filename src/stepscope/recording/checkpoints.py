@@ -9,6 +9,7 @@ is bytes.
 import hashlib
 import io
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -16,14 +17,14 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain
-from stepscope.recording.lines import write_atomically, writing
+from stepscope.files import decode, read_plain, write_atomically, writing
 from stepscope.spec import Training
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 FOLDER_NAME = "checkpoints"
+_OWN = re.compile(r"step-(\d{8,})\.(pt|json|part|json(\.\d+)?\.part)")
 _KEPT = 2  # the newest, and one to fall back on by hand
 IF_FULL = "the checkpoint before it is whole; free some space and the same command goes on from it"
 
@@ -90,10 +91,10 @@ def newest(folder: Path) -> Checkpoint | None:
 
 
 def forget_all(folder: Path) -> None:
-    """The manifests first: a kill on the way leaves none without its state."""
-    for pattern in ("step-*.json", "step-*"):
-        for path in sorted(folder.glob(pattern)):
-            path.unlink()
+    """The manifests first: a kill on the way leaves none without its state. What somebody else put there stays."""
+    own = [path for path in sorted(folder.glob("step-*")) if _OWN.fullmatch(path.name)]
+    for path in sorted(own, key=lambda path: path.suffix != ".json"):
+        path.unlink()
 
 
 def _damaged(folder: Path, steps: list[int], why: str) -> StepscopeError:
@@ -107,8 +108,7 @@ def _damaged(folder: Path, steps: list[int], why: str) -> StepscopeError:
 
 
 def _steps(folder: Path) -> list[int]:
-    found = [path.stem.removeprefix("step-") for path in folder.glob("step-*.json")]
-    return sorted(int(text) for text in found if text.isdigit())
+    return sorted(int(own[1]) for path in folder.glob("step-*.json") if (own := _OWN.fullmatch(path.name)))
 
 
 def _paths(folder: Path, step: int) -> tuple[Path, Path]:
@@ -128,10 +128,10 @@ def _forget_orphans(folder: Path, step: int) -> None:
     """What a kill left of checkpoints up to `step`: a part, or a state whose manifest never came or went first."""
     with_manifest = set(_steps(folder))
     for path in folder.glob("step-*"):
-        number = path.name.removeprefix("step-").partition(".")[0]
-        if not number.isdigit() or int(number) > step:
+        own = _OWN.fullmatch(path.name)
+        if own is None or int(own[1]) > step:
             continue
-        if path.suffix == ".part" or (path.suffix == ".pt" and int(number) not in with_manifest):
+        if path.suffix == ".part" or (path.suffix == ".pt" and int(own[1]) not in with_manifest):
             path.unlink(missing_ok=True)
 
 

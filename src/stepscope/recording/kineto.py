@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import polars as pl
@@ -21,6 +21,7 @@ from stepscope.recording.kineto_events import NONE, Columns, Decoded, EventDecod
 from stepscope.recording.kineto_workers import decode_block, decode_in_processes
 from stepscope.recording.store import Manifest, Recording
 from stepscope.recording.tables import conform
+from stepscope.recording.validation import Repairs, repair
 
 # Starting processes costs as much as decoding this many blocks.
 _INLINE_BLOCKS = 3
@@ -125,19 +126,21 @@ def _frame(columns: Columns, texts: pl.Series) -> pl.DataFrame:
 
 def _assemble(parts: _Parts, path: Path, blocks: Blocks) -> Recording:
     notes = left_out_notes(blocks, parts.lost_events, parts.lost_bytes, parts.set_aside)
-    ops = _valid(parts.table(["op"]), notes)
-    ops = _table("ops", ops.drop("kind") if ops.height else ops)
+    repairs = Repairs()
+    ops = repair("ops", parts.table(["op"]), repairs)
+    ops = conform("ops", ops.drop("kind", strict=False))
     # `Fwd thread id` is 0 on operators of the forward pass itself.
     ops = ops.with_columns(forward_thread=pl.when(pl.col("forward_thread") > 0).then(pl.col("forward_thread")))
-    launches = _valid(parts.table(["launch"]), notes)
-    launches = _table("launches", launches.drop("kind") if launches.height else launches)
-    kernels = _kernels(_valid(parts.table(_GPU_KINDS), notes), launches)
+    launches = repair("launches", parts.table(["launch"]), repairs)
+    launches = conform("launches", launches.drop("kind", strict=False))
+    kernels = _kernels(repair("kernels", parts.table(_GPU_KINDS), repairs), launches)
+    ranges = _ranges(repair("ranges", parts.table(["user", "python"]), repairs))
+    links = _links(repair_flows(parts.table(["flow s", "flow f"]), repairs))
     device = find_device(blocks.properties, kernels)
-    if not kernels.height and not device_is_cut_off(device.name, notes):
+    if not (kernels.height or repairs.lost_rows["kernels"] or device_is_cut_off(device.name, notes)):
         kernels = _host_kernels(ops)
         if kernels.height:
             notes.append(HOST_NOTE)
-    ranges = _ranges(_valid(parts.table(["user", "python"]), notes))
     names = ranges["name"]
     distributed = as_kind(blocks.properties.get("distributedInfo"), Distributed) or Distributed()
     manifest = Manifest(
@@ -150,7 +153,7 @@ def _assemble(parts: _Parts, path: Path, blocks: Blocks) -> Recording:
         versions=versions_of(blocks.properties),
         shapes_recorded=bool(ops["shapes"].is_not_null().any()),
         modules_recorded=bool((ranges["source"] == "module").any() or names.str.starts_with("module:").any()),
-        notes=tuple(notes),
+        notes=(*notes, *repairs.notes()),
     )
     return Recording(
         manifest=manifest,
@@ -158,7 +161,7 @@ def _assemble(parts: _Parts, path: Path, blocks: Blocks) -> Recording:
         launches=launches,
         ops=ops,
         ranges=ranges,
-        links=_links(parts.table(["flow s", "flow f"])),
+        links=links,
     )
 
 
@@ -177,31 +180,13 @@ def device_is_cut_off(device: str, notes: Sequence[str]) -> bool:
     return bool(device) and any("ends early" in note or "damaged" in note for note in notes)
 
 
-def odd_note(count: int) -> str:
-    return f"{count} events have impossible times and are left out"
-
-
-def _table(name: str, frame: pl.DataFrame) -> pl.DataFrame:
-    return conform(name, frame)
-
-
-def _valid(frame: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
-    """Rows whose times can be: an event that ends before it starts is damage, and is said to be."""
-    if not frame.height:
-        return frame
-    valid = frame.filter(pl.col("end_ns") >= pl.col("start_ns"))
-    if odd := frame.height - valid.height:
-        notes.append(odd_note(odd))
-    return valid
-
-
 def _kernels(frame: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
     if not frame.height:
-        return _table("kernels", frame)
+        return conform("kernels", frame)
     processes = launches["process"].drop_nulls().mode() if launches.height else pl.Series([], dtype=pl.Int64)
     graph = pl.col("graph_node").fill_null(0) > 0
     frame = frame.with_columns(process=pl.lit(processes.min(), dtype=pl.Int64), graph=graph).drop("graph_node")
-    return _table("kernels", frame).sort("start_ns", "end_ns", maintain_order=True)
+    return conform("kernels", frame).sort("start_ns", "end_ns", maintain_order=True)
 
 
 def _host_kernels(ops: pl.DataFrame) -> pl.DataFrame:
@@ -234,24 +219,31 @@ def _host_kernels(ops: pl.DataFrame) -> pl.DataFrame:
             inside[row] = True
             taken.append(row)
     kernels = ordered[taken].select("name", "start_ns", "end_ns", "process", stream="thread", kind=pl.lit("cpu"))
-    return _table("kernels", kernels.with_columns(device=pl.lit(-1), graph=pl.lit(value=False))).sort("start_ns")
+    return conform("kernels", kernels.with_columns(device=pl.lit(-1), graph=pl.lit(value=False))).sort("start_ns")
 
 
 def _ranges(frame: pl.DataFrame) -> pl.DataFrame:
     if not frame.height:
-        return _table("ranges", frame)
+        return conform("ranges", frame)
     is_module = (pl.col("kind") == "python") & pl.col("name").str.starts_with(_MODULE_FRAME)
     source = pl.when(is_module).then(pl.lit("module")).otherwise(pl.col("kind"))
-    return _table("ranges", frame.with_columns(source=source).drop("kind"))
+    return conform("ranges", frame.with_columns(source=source).drop("kind"))
+
+
+def repair_flows(flows: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
+    """Either end of an arrow."""
+    if not flows.height:
+        return flows
+    return repair("links", flows.rename({"ns": "forward_ns"}), repairs).rename({"forward_ns": "ns"})
 
 
 def _links(frame: pl.DataFrame) -> pl.DataFrame:
     if not frame.height:
-        return _table("links", frame)
+        return conform("links", frame)
     forward = frame.filter(pl.col("kind") == "flow s").unique("id", keep="first", maintain_order=True)
     backward = frame.filter(pl.col("kind") == "flow f")
     joined = backward.join(forward, on=["process", "id"], how="inner", suffix="_forward", maintain_order="left")
-    return _table(
+    return conform(
         "links",
         joined.select(
             "process",
@@ -263,15 +255,18 @@ def _links(frame: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
 class _DeviceProperties(msgspec.Struct):
-    id: int = 0
+    id: _Count = 0
     name: str = ""
-    num_sms: int | None = msgspec.field(default=None, name="numSms")
+    num_sms: _Count | None = msgspec.field(default=None, name="numSms")
 
 
 class Distributed(msgspec.Struct):
-    rank: int | None = None
-    world_size: int | None = None
+    rank: _Count | None = None
+    world_size: _Count | None = None
 
 
 def find_device(properties: dict[str, object], kernels: pl.DataFrame) -> _DeviceProperties:

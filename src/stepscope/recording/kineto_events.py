@@ -394,16 +394,14 @@ def _decode_event(text: bytes) -> Event | None:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
     args = fields.get("args")
-    kept = {
-        key: value for key, value in fields.items() if key in ("ts", "dur") or isinstance(value, _FIELDS.get(key, ()))
-    }
+    kept = {key: value for key, value in fields.items() if key in ("ts", "dur") or type(value) in _FIELDS.get(key, ())}
     if isinstance(args, dict):
         kept["args"] = {key: value for key, value in args.items() if key in _NUMBERS_IN_ARGS and type(value) is int}
     return msgspec.json.decode(msgspec.json.encode(kept), type=Event)
 
 
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("ph", "cat", "name"), str),
+_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("ph", "cat", "name"), (str,)),
     **dict.fromkeys(("pid", "tid", "id"), (int, str)),
 }
 _NUMBERS_IN_ARGS = {_RENAMED.get(field.name, field.name) for field in msgspec.structs.fields(Args) if field.type is int}

@@ -4,10 +4,9 @@ A sweep runs for hours and dies at the worst moment, so the file is built for th
 row is on the disk before the next case starts, and one process writes at a time. A last line that a crash or a full
 disk cut short is moved aside when the file is next opened for writing; any other damage is not ours, and is an error.
 Rows of a later version, with a setting or a word that this one does not know, stay in the file and are left out.
+So is a file whose first line is not a row: it is somebody else's, and stays as it is.
 """
 
-import errno
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain
+from stepscope.files import decode, read_plain, try_lock, writing
 from stepscope.recording.bench import BenchRow, Row
 
 R = TypeVar("R", bound=Row)
@@ -73,7 +72,7 @@ class ResultsFile(Generic[R]):
         self._descriptor = descriptor
         parsed = parse_rows(path, _read(path), kind)
         self.rows = parsed.newest
-        self.damaged_bytes = self._repair(parsed.good_bytes)
+        self.damaged_bytes = self._repair(parsed.good_bytes, kind)
 
     @classmethod
     @contextmanager
@@ -104,9 +103,11 @@ class ResultsFile(Generic[R]):
                 os.ftruncate(self._descriptor, size)
                 raise
 
-    def _repair(self, good_bytes: int) -> int:
+    def _repair(self, good_bytes: int, kind: type[R]) -> int:
         content = _read(self.path)
         rest = content[good_bytes:]
+        if not self.rows and not _begins_as_row(rest, kind):
+            raise _not_of_this_version(self.path, 1, "", kind)
         with writing(self.path):
             if rest:
                 with self.path.with_name(self.path.name + ".damaged").open("ab") as aside:
@@ -133,6 +134,8 @@ def parse_rows(path: Path, content: bytes, kind: type[R]) -> Parsed[R]:
                     later += 1
                     good_bytes += len(line)
                     continue
+                if not rows and not _begins_as_row(line, kind):
+                    raise _not_of_this_version(path, number, "", kind) from None
                 raise StepscopeError(
                     f"damaged results file: `{path}`, line {number}",
                     detail=f"{error}; only a last line can be cut short by a crash, so this is other damage",
@@ -140,6 +143,20 @@ def parse_rows(path: Path, content: bytes, kind: type[R]) -> Parsed[R]:
                 ) from None
         good_bytes += len(line)
     return Parsed(rows=tuple(rows), good_bytes=good_bytes, later=later)
+
+
+def _begins_as_row(line: bytes, kind: type[Row]) -> bool:
+    """Whether a line that cannot be read, perhaps because it was cut short, is one of ours."""
+    beginning = b'{"schema":"' + _schema_of(kind).encode() + b'"'
+    return line[: len(beginning)] == beginning[: len(line)]
+
+
+def _not_of_this_version(path: Path, number: int, schema: str, kind: type[Row]) -> StepscopeError:
+    return StepscopeError(
+        f"not a results file of this version: `{path}`, line {number}",
+        detail=f"expected rows of schema `{_schema_of(kind)}`, found `{schema[:60] or 'none'}`",
+        hint=f"write elsewhere: {_verb_of(kind)} --out FOLDER",
+    )
 
 
 def _schema_of(kind: type[Row]) -> str:
@@ -155,11 +172,7 @@ def _verb_of(kind: type[Row]) -> str:
 def _decode(path: Path, number: int, line: bytes, kind: type[R]) -> R:
     schema = decode(line, _Versioned).schema
     if schema != _schema_of(kind):
-        raise StepscopeError(
-            f"not a results file of this version: `{path}`, line {number}",
-            detail=f"expected rows of schema `{_schema_of(kind)}`, found `{schema[:60] or 'none'}`",
-            hint=f"write elsewhere: {_verb_of(kind)} --out FOLDER",
-        )
+        raise _not_of_this_version(path, number, schema, kind)
     return decode(line, kind)
 
 
@@ -199,57 +212,15 @@ def _open_locked(path: Path, hint: str) -> int:
 
 def _lock(path: Path, descriptor: int, hint: str) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_lock(descriptor)
     except BlockingIOError:
         raise StepscopeError(
             f"another sweep is writing to `{path}`",
             detail="two would disturb each other's timings as well as the file",
             hint=f"wait for it, or write elsewhere: {hint}",
         ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        # Some network file systems lock no files. There it is up to the user to run one sweep a folder.
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
-
-
-@contextmanager
-def writing(
-    path: Path,
-    *,
-    if_full: str = "the rows that were there are whole; free some space and the same command goes on",
-    hint: str = "--out FOLDER",
-) -> Iterator[None]:
-    """Turns an operating system's refusal to write at `path` into an error that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise StepscopeError(
-            f"cannot write to `{path}`: {error.strerror}",
-            detail=if_full if full else "",
-            hint=hint,
-        ) from None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The old content or the new, whoever reads and whatever happens meanwhile."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

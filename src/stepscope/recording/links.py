@@ -13,9 +13,8 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain
+from stepscope.files import decode, read_plain, write_atomically, writing
 from stepscope.folders import cache_folder
-from stepscope.recording.lines import write_atomically, writing
 
 # In the order of tables.
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
@@ -127,6 +126,5 @@ def keep_links(found: Iterable[Links], path: Path | None = None) -> Path:
         known[one.place] = msgspec.structs.replace(one, links={**before, **one.links})
     content = msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1)
     with writing(path, if_full="what was known before is still there"):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
     return path

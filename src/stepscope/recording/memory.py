@@ -21,6 +21,7 @@ from stepscope.recording.allocator import Replayed, replay
 from stepscope.recording.memory_labels import NOBODY, SCHEMA, MemoryLabels
 from stepscope.recording.snapshot import Snapshot, Trace, read_segments, read_snapshot
 from stepscope.recording.store import Manifest, MemoryFacts, Recording
+from stepscope.recording.validation import Repairs, repair
 
 # Memory is of the first of these that anything says it is.
 RANKED = (
@@ -89,30 +90,33 @@ def _all_fit(labels: MemoryLabels) -> bool:
 
 def _read_foreign(path: Path, snapshot: Snapshot) -> Recording:
     """Several devices are told apart by their number, each with events of its own."""
+    repairs = Repairs()
     replayed = [replay(trace) for trace in snapshot.traces]
     events = sum(trace.events.height for trace in snapshot.traces)
     estimated = sum(one.estimated_bytes for one in replayed)
+    allocations, segments = (_stack(replayed, table, repairs) for table in ("allocations", "segments"))
     return Recording(
         manifest=Manifest(
             source="memory snapshot",
             file=path.name,
-            notes=tuple(note for one in replayed for note in one.notes),
+            notes=(*(note for one in replayed for note in one.notes), *repairs.notes()),
             memory=MemoryFacts(events=events, estimated_bytes=estimated),
         ),
-        allocations=_stack(replayed, "allocations"),
-        segments=_stack(replayed, "segments"),
+        allocations=allocations,
+        segments=segments,
         stacks=_stacks_table(snapshot.stacks),
     )
 
 
-def _stack(replayed: list[Replayed], table: str) -> pl.DataFrame:
+def _stack(replayed: list[Replayed], table: str, repairs: Repairs) -> pl.DataFrame:
     frames = [getattr(one, table) for one in replayed]
-    return _to_table(table, pl.concat(frames) if frames else pl.DataFrame())
+    return _to_table(table, pl.concat(frames) if frames else pl.DataFrame(), repairs)
 
 
-def _to_table(name: str, frame: pl.DataFrame) -> pl.DataFrame:
+def _to_table(name: str, frame: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
     """Without the columns that only reading needed."""
-    return tables.conform(name, frame.select([column for column in frame.columns if column in tables.SCHEMAS[name]]))
+    known = frame.select([column for column in frame.columns if column in tables.SCHEMAS[name]])
+    return tables.conform(name, repair(name, known, repairs))
 
 
 def _stacks_table(stacks: tuple[str, ...]) -> pl.DataFrame:
@@ -132,15 +136,22 @@ def _read_ours(path: Path, snapshot: Snapshot, labels: MemoryLabels) -> Recordin
     allocations = _label(replayed.allocations if replayed else _pair(trace, labels), timeline, labels)
     allocations, unmatched = _lend(allocations, timeline, labels, trace.events)
     origin_ns = labels.marks[0].time_ns if labels.marks else 0
-    notes = list(replayed.notes) if replayed else []
+    notes, repairs = list(replayed.notes) if replayed else [], Repairs()
     if unmatched:
         many = f"{len(unmatched)} steps differ" if len(unmatched) > 1 else "1 step differs"
         notes.append(f"{many} from the one that was watched: who took the memory is not known")
+    by_name = {
+        "allocations": _shift(allocations, origin_ns),
+        "segments": _shift(replayed.segments, origin_ns) if replayed else pl.DataFrame(),
+        "spans": _shift(timeline.spans, origin_ns),
+        "saved": pl.DataFrame([msgspec.structs.asdict(row) for row in labels.saved]),
+    }
+    made = {name: _to_table(name, frame, repairs) for name, frame in by_name.items()}
     return Recording(
         manifest=Manifest(
             source="memory snapshot",
             file=path.name,
-            notes=tuple(notes),
+            notes=(*notes, *repairs.notes()),
             memory=MemoryFacts(
                 events=trace.events.height,
                 estimated_bytes=replayed.estimated_bytes if replayed else 0,
@@ -151,11 +162,8 @@ def _read_ours(path: Path, snapshot: Snapshot, labels: MemoryLabels) -> Recordin
                 unmatched_steps=tuple(unmatched),
             ),
         ),
-        allocations=_to_table("allocations", _shift(allocations, origin_ns)),
-        segments=_to_table("segments", _shift(replayed.segments, origin_ns) if replayed else pl.DataFrame()),
-        spans=tables.conform("spans", _shift(timeline.spans, origin_ns)),
         stacks=_stacks_table(tuple(_without_our_frames(text) for text in snapshot.stacks)),
-        saved=_saved_table(labels),
+        **made,
     )
 
 
@@ -165,11 +173,6 @@ def _without_our_frames(text: str) -> str:
 
 def _shift(frame: pl.DataFrame, origin_ns: int) -> pl.DataFrame:
     return frame.with_columns(pl.col("start_ns", "end_ns") - origin_ns)
-
-
-def _saved_table(labels: MemoryLabels) -> pl.DataFrame:
-    rows = [msgspec.structs.asdict(row) for row in labels.saved]
-    return tables.conform("saved", pl.DataFrame(rows) if rows else pl.DataFrame())
 
 
 # --- Where an event happened ----------------------------------------------------------------------------------------

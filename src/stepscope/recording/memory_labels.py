@@ -80,4 +80,5 @@ class MemoryRun(msgspec.Struct, frozen=True, kw_only=True):
     recorded_step_ns: tuple[int, ...]  # with the recorder, in turns with those alone
     watched_step_ns: tuple[int, ...]  # with every operator watched too
     parameters: int
+    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
     notes: tuple[str, ...] = ()

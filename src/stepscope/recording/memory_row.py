@@ -85,3 +85,7 @@ class MemoryRow(CaseRow, frozen=True, kw_only=True):
     schema: str = ROW_SCHEMA
     summary: MemorySummary | None = None
     run: MemoryRun | None = None
+
+    @property
+    def optimizer(self) -> str | None:
+        return self.case.workload.optimizer or (self.run.optimizer if self.run else None)

@@ -18,6 +18,7 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.recording import tables
 from stepscope.recording.store import Manifest, Recording
+from stepscope.recording.validation import Repairs, repair
 
 _GZIP = b"\x1f\x8b"
 _LINE_BYTES = 4 * 2**20
@@ -78,7 +79,9 @@ def read(path: Path) -> Recording:
     kernels, counters = _from_long(rows) if is_long else _from_raw(rows, seen.units)
     counters = _parse_values(counters)
     kernels, notes = _lay_out(kernels, counters)
-    notes += _explain(seen, counters)
+    repairs = Repairs()
+    kernels, counters = repair("kernels", kernels, repairs), repair("counters", counters, repairs)
+    notes += [*_explain(seen, counters), *repairs.notes()]
     return Recording(
         manifest=_describe(path, counters, notes),
         kernels=tables.conform("kernels", kernels),
@@ -227,16 +230,15 @@ def _lay_out(rows: pl.DataFrame, counters: pl.DataFrame) -> tuple[pl.DataFrame, 
         grid,
         block,
     ).unnest("Grid", "Block")
-    size = [f"{what}_{axis}" for what in ("grid", "block") for axis in "xyz"]
-    narrow = [name for name in (*size, "device") if name in frame.columns]
+    sizes = [f"{what}_{axis}" for what in ("grid", "block") for axis in "xyz"]
     ends = duration.fill_null(0).cum_sum()
     frame = frame.with_columns(
-        pl.col(narrow).cast(pl.Int32, strict=False),
+        pl.col(sizes).cast(pl.Int64, strict=False),
         pl.lit("kernel").alias("kind"),
         (ends - duration.fill_null(0)).alias("start_ns"),
         ends.alias("end_ns"),
-        registers.cast(pl.Int32, strict=False).alias("registers"),
-        (static + dynamic).cast(pl.Int32, strict=False).alias("shared_bytes"),
+        registers.alias("registers"),
+        (static + dynamic).alias("shared_bytes"),
     )
     notes = ["kernels ran one at a time under Nsight Compute: they are laid end to end, and gaps are not known"]
     if missing := duration.null_count():

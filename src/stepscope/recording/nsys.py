@@ -6,17 +6,18 @@ it and the ranges. The file also holds its recorder's environment, host, user an
 
 import re
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import polars as pl
 
 from stepscope.errors import StepscopeError
+from stepscope.files import scratch_folder
 from stepscope.recording import tables
 from stepscope.recording.nsys_database import Database, latest, set_aside
 from stepscope.recording.nsys_export import REPORT_ENDING, export
 from stepscope.recording.nsys_nvtx import read_nvtx
 from stepscope.recording.store import Manifest, Recording
+from stepscope.recording.validation import Repairs, repair
 
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
 _WORK_TABLES = tuple(_CUPTI + kind for kind in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE"))
@@ -42,7 +43,7 @@ def read(path: Path) -> Recording:
     missing stands in the manifest's notes."""
     if path.suffix != REPORT_ENDING:
         return _read(path)
-    with TemporaryDirectory(prefix="stepscope-") as folder:
+    with scratch_folder() as folder:
         return _read(export(path, Path(folder))).with_manifest(file=path.name)
 
 
@@ -51,15 +52,20 @@ def _read(path: Path) -> Recording:
         _require_export(path, database)
         strings = database.fetch("StringIds", ["id"], ["value"]).unique("id", keep="first")
         notes: list[str] = []
-        kernels = set_aside(_read_work(database, strings), "pieces of device work", notes)
+        kernels = set_aside("kernels", _read_work(database, strings), "pieces of device work", notes)
         if not kernels.height:
             raise StepscopeError(
                 f"no CUDA activity in `{path}`",
                 detail=f"expected rows in one of {', '.join(_WORK_TABLES)}",
                 hint=f"record it with CUDA tracing: {_RECORD}",
             )
-        launches = set_aside(_read_calls(database, strings), "CUDA calls", notes)
+        launches = set_aside("launches", _read_calls(database, strings), "CUDA calls", notes)
         ops, ranges = read_nvtx(database, strings, latest(kernels["end_ns"], launches["end_ns"]), notes)
+        repairs = Repairs()
+        kernels, launches, ops, ranges = (
+            tables.conform(name, repair(name, frame, repairs))
+            for name, frame in (("kernels", kernels), ("launches", launches), ("ops", ops), ("ranges", ranges))
+        )
         manifest = _describe(path, database, kernels)
     notes += _doubt(database.tables, kernels, launches, ops.height + ranges.height)
     return Recording(
@@ -67,12 +73,12 @@ def _read(path: Path) -> Recording:
             manifest,
             shapes_recorded=ops["shapes"].count() > 0,
             modules_recorded=bool(ranges["name"].str.starts_with("module:").any()),
-            notes=(*manifest.notes, *notes),
+            notes=(*manifest.notes, *notes, *repairs.notes()),
         ),
-        kernels=tables.conform("kernels", kernels),
-        launches=tables.conform("launches", launches),
-        ops=tables.conform("ops", ops),
-        ranges=tables.conform("ranges", ranges),
+        kernels=kernels,
+        launches=launches,
+        ops=ops,
+        ranges=ranges,
     )
 
 
@@ -93,9 +99,7 @@ def _read_work(database: Database, strings: pl.DataFrame) -> pl.DataFrame:
         _read_sets(database),
         _read_graphs(database),
     ]
-    narrow = [name for name, kind in tables.KERNELS.items() if kind == pl.Int32]
-    frame = pl.concat(work, how="diagonal")
-    return frame.with_columns(pl.col(name).cast(pl.Int32, strict=False) for name in narrow)
+    return pl.concat(work, how="diagonal")
 
 
 def _read_kernels(database: Database, strings: pl.DataFrame) -> pl.DataFrame:

@@ -14,12 +14,13 @@ from typing import Self
 import polars as pl
 
 from stepscope.errors import StepscopeError
+from stepscope.recording.tables import FARTHEST_NS
+from stepscope.recording.validation import fit_in_time
 
 NAME_BYTES = 16 * 1024  # of a text are kept; what was longer ends in an ellipsis and is longer than this
 _MAGIC = b"SQLite format 3\0"
 _BLOCK_ROWS = 1 << 16
 _LEAST_ROW_BYTES = 4  # a damaged tree can hand out the same page for ever; no file holds more rows than this allows
-_FARTHEST_NS = 2**61  # differences of times within it do not overflow
 _EXPORT = "nsys export --type sqlite --output FILE.sqlite FILE.nsys-rep"
 
 
@@ -81,15 +82,13 @@ class Database:
 
 def latest(*times: pl.Series) -> int:
     """The last of all times that can be."""
-    found = [series.filter(series <= _FARTHEST_NS).max() for series in times]
+    found = [series.filter(series <= FARTHEST_NS).max() for series in times]
     return max((time for time in found if isinstance(time, int)), default=0)
 
 
-def set_aside(frame: pl.DataFrame, what: str, notes: list[str]) -> pl.DataFrame:
+def set_aside(table: str, frame: pl.DataFrame, what: str, notes: list[str]) -> pl.DataFrame:
     """The rows whose times can be, in the order of their starts; `notes` says what is not among them."""
-    start, end = pl.col("start_ns"), pl.col("end_ns")
-    good = (end >= start) & start.is_between(-_FARTHEST_NS, _FARTHEST_NS) & (end <= _FARTHEST_NS)
-    kept = frame.filter(good.fill_null(value=False)).sort("start_ns", maintain_order=True)
+    kept = frame.filter(fit_in_time(table)).sort("start_ns", maintain_order=True)
     if bad := frame.height - kept.height:
         notes.append(f"{bad:,} {what} without a time, or that end before they begin, were set aside")
     if cut := kept.filter(pl.col("name").str.len_bytes() > NAME_BYTES).height:

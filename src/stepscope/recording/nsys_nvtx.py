@@ -44,7 +44,7 @@ def read_nvtx(
     if still_open := frame["end_ns"].null_count():
         notes.append(f"{still_open:,} NVTX ranges were open when the recording stopped, and end there")
         last_ns = max(last_ns, latest(frame["start_ns"], frame["end_ns"]))
-    frame = set_aside(frame.with_columns(pl.col("end_ns").fill_null(last_ns)), "NVTX ranges", notes)
+    frame = set_aside("ranges", frame.with_columns(pl.col("end_ns").fill_null(last_ns)), "NVTX ranges", notes)
     from_pytorch = frame["name"].str.contains(_MADE_BY_PYTORCH)
     parsed = _parse(frame.filter(from_pytorch).rename({"name": "text"}))
     is_operator = pl.col("sequence").is_not_null() | pl.col("name").str.contains(_OPERATOR)

@@ -1,11 +1,11 @@
 """Any file somebody hands us, as a recording: what it is shows in its first bytes, not in its name."""
 
 import stat
-import tempfile
 import zlib
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
+from stepscope.files import scratch_folder
 from stepscope.recording import kineto, memory, ncu, nsys, nsys_export, snapshot_pickle, store
 from stepscope.recording.store import Recording
 
@@ -26,8 +26,8 @@ def open_recording(path: Path) -> Recording:
     if start.startswith(b"SQLite format 3\0"):
         return nsys.read(path)
     if path.suffix in (".nsys-rep", ".qdrep"):
-        with tempfile.TemporaryDirectory() as folder:
-            return nsys.read(nsys_export.export(path, Path(folder))).with_manifest(file=path.name)
+        with scratch_folder() as folder:
+            return nsys.read(nsys_export.export(path, folder)).with_manifest(file=path.name)
     text = start.lstrip(_BLANK)
     if text[:1] in (b"{", b"["):
         return kineto.read(path)

@@ -9,16 +9,14 @@ overflowed, is None here, and the tables say so.
 """
 
 import math
-import os
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain
+from stepscope.files import decode, read_plain, write_atomically, writing
 from stepscope.recording.bench import Environment
-from stepscope.recording.lines import writing
 from stepscope.spec import Case, Precision, Workload
 
 SCHEMA = "stepscope.precision/1"
@@ -202,27 +200,10 @@ def read_report(path: Path) -> PrecisionReport:
         raise _not_ours(path, str(error)) from None
 
 
-def check_target(path: Path, *, force: bool) -> None:
-    """Refuses, before anything runs, a file that could not be written afterwards."""
-    if path.is_dir():
-        raise StepscopeError(f"`{path}` is a folder", hint=f"--out {path / 'precision.json'}")
-    if path.exists() and not force:
-        raise StepscopeError(f"`{path}` exists", hint="--force, or another file: --out FILE.json")
-    if not path.parent.is_dir():
-        raise StepscopeError(f"there is no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise StepscopeError(f"cannot write to `{path.parent}`", hint="--out FILE.json")
-
-
 def write_report(report: PrecisionReport, path: Path) -> None:
     """The file is there whole, or as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path, if_full="nothing was written", hint="stepscope precision --out FILE.json"):
-        try:
-            temporary.write_bytes(encode_report(report))
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomically(path, encode_report(report))
 
 
 def _not_ours(path: Path, why: str) -> StepscopeError:

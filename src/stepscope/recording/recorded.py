@@ -20,6 +20,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     recorded_step_ns: tuple[int, ...]
     annotated_step_ns: tuple[int, ...]
     parameters: int
+    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
     doubts: tuple[Doubt, ...] = ()
     # What is not in the trace, in words for the user.
     notes: tuple[str, ...] = ()

@@ -9,7 +9,6 @@ time into slices while reading would need less code, and the length of a trace i
 """
 
 import io
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from pathlib import Path
 
 import polars as pl
 
-from stepscope.recording.lines import writing
+from stepscope.files import scratch_folder, writing
 
 RUN_ROWS = 1 << 17
 CHUNK_ROWS = 1 << 13
-_PREFIX = "spill-"
 
 
 @contextmanager
@@ -29,9 +27,8 @@ def spill_folder(beside: Path) -> Iterator[Path]:
     """A folder for spilled tables inside `beside`, gone when the block is left in whatever way."""
     with _writing(beside):
         beside.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=beside, ignore_cleanup_errors=True)
-    with folder as name:
-        yield Path(name)
+    with scratch_folder(beside, "spill") as folder:
+        yield folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,55 +2,64 @@
 
 A folder holds `manifest.json` (what ran, where, with which versions, and what is missing or doubtful) and one Parquet
 file a table. It is written beside its place and moved there when it is whole, so that a folder with a manifest is
-complete. Foreign files become the same `Recording` in memory; what is asked of one can be asked of the other.
+complete. Only a recording is ever replaced, and only where nothing else is in its folder. Foreign files become the same
+`Recording` in memory; what is asked of one can be asked of the other.
 """
 
 import errno
+import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import polars as pl
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, find_foreign, is_of_kind, is_result_of, read_plain, replacing, restore, writing
 from stepscope.recording import tables
 from stepscope.recording.bench import Doubt, Environment
-from stepscope.recording.lines import writing
+from stepscope.recording.parquet import DamagedTableError, read_tables, write_table
+from stepscope.recording.validation import MisfitError, Repairs, check, check_references, settle
 from stepscope.spec import Case
 
 SCHEMA = "stepscope.recording/1"
 MANIFEST_NAME = "manifest.json"
 RAW_NAME = "raw"  # the recorder's own file, kept as it came, with its own ending
+# An event begins or ends a row of memory, or is one of a few about it. Totals are kept for each event: more than these
+# would take all the memory there is.
+_EVENTS_OF_ANY_FILE, _MOST_EVENTS_PER_ROW = 1 << 24, 8
 
 Source = Literal["pytorch profiler", "nsight systems", "nsight compute", "memory snapshot", "stepscope"]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+LongCount = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+StepTime = Annotated[int, msgspec.Meta(ge=1, le=tables.LONGEST_NS)]
 
 
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):
     """What recording cost: medians of the step without anything, with the recorder, and with the annotation too."""
 
-    plain_ns: int
-    recorded_ns: int | None = None
-    annotated_ns: int | None = None
+    plain_ns: StepTime
+    recorded_ns: StepTime | None = None
+    annotated_ns: StepTime | None = None
 
 
 class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a recording of memory says about itself. `estimated_bytes` is how much of it is in pieces whose size had to
     be guessed, because the file does not go back to when they were taken."""
 
-    events: int
-    estimated_bytes: int = 0
+    events: LongCount
+    estimated_bytes: LongCount = 0
     # For recordings of our own.
     device: str = ""
-    allocator_peak_bytes: int | None = None
-    allocator_peak_reserved_bytes: int | None = None
-    watched_steps: tuple[int, ...] = ()
-    unmatched_steps: tuple[int, ...] = ()
+    allocator_peak_bytes: LongCount | None = None
+    allocator_peak_reserved_bytes: LongCount | None = None
+    watched_steps: tuple[Count, ...] = ()
+    unmatched_steps: tuple[Count, ...] = ()
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,9 +69,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     source: Source
     file: str = ""  # the base name of the foreign file
     device: str = ""  # what the driver calls the device
-    device_sms: int | None = None
-    rank: int | None = None
-    world_size: int | None = None
+    device_sms: Count | None = None
+    rank: Count | None = None
+    world_size: Count | None = None
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     shapes_recorded: bool = False
     modules_recorded: bool = False
@@ -75,13 +84,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     started: str = ""
     doubts: tuple[Doubt, ...] = ()
     overhead: Overhead | None = None
-    parameters: int | None = None
+    parameters: LongCount | None = None
+    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
     # With hardware counters: operations of one forward pass by the textbook, by class of kernel.
-    forward_flops: dict[str, int] | None = None
+    forward_flops: dict[str, LongCount] | None = None
     compiled: bool = False
     memory: MemoryFacts | None = None
     # On the disk only: the tables that were written; None in recordings from before this was kept.
     tables: tuple[str, ...] | None = None
+    digests: dict[str, str] | None = None  # of their files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,33 +118,50 @@ class Recording:
 
 
 TABLE_NAMES = tuple(one.name for one in fields(Recording) if one.name != "manifest")
+_KEPT = r"attributed-[0-9a-f]{12}\.(parquet|\d+)|findings-[0-9a-f]{12}\.json"
+_PARTS = re.compile(rf"{re.escape(MANIFEST_NAME)}|({'|'.join(TABLE_NAMES)})\.parquet|{RAW_NAME}(\.[^/]+)?|{_KEPT}")
 
 
-def save(recording: Recording, folder: Path, *, raw: Path | None = None, force: bool = False) -> None:
-    """Writes the whole recording or nothing. `raw` is moved in as the recorder's own file."""
-    if folder.exists() and not force:
-        raise StepscopeError(f"`{folder}` exists", hint="--force, or another folder")
-    if folder.exists() and not is_recording(folder):
+def save(
+    recording: Recording, folder: Path, *, raw: Path | None = None, force: bool = False, command: str = ""
+) -> None:
+    """Writes the whole recording or nothing. `raw` is moved in as the recorder's own file. `check_place` says what may
+    be replaced."""
+    check_place(folder, force=force, command=command)
+    with (
+        writing(folder, if_full="nothing was kept", hint="a folder on another disk"),
+        _telling_polars_errors(),
+        replacing(folder) as building,
+    ):
+        building.mkdir()
+        written = tuple(name for name in TABLE_NAMES if getattr(recording, name).height)
+        digests = {name: write_table(getattr(recording, name), building / f"{name}.parquet") for name in written}
+        if raw is not None:
+            shutil.move(raw, building / (RAW_NAME + "".join(raw.suffixes)))
+        manifest = msgspec.structs.replace(recording.manifest, tables=written, digests=digests)
+        content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+        (building / MANIFEST_NAME).write_bytes(content + b"\n")
+
+
+def check_place(folder: Path, *, force: bool, command: str = "") -> None:
+    """Refuses a place that a recording must not take. A recording is replaced by `force`, or by the `command` that made
+    it; a folder that is not a recording, or has something else in it too, never is."""
+    restore(folder)
+    if not folder.exists():
+        return
+    if not is_of_kind(folder / MANIFEST_NAME, SCHEMA):
         raise StepscopeError(
-            f"`{folder}` is no recording", detail="only a recording is replaced", hint="another folder"
+            f"`{folder}` exists and is not a recording", detail="only a recording is replaced", hint="another folder"
         )
-    with writing(folder, if_full="nothing was kept", hint="a folder on another disk"), _telling_polars_errors():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            building.chmod(0o755)
-            written = tuple(name for name in TABLE_NAMES if getattr(recording, name).height)
-            for name in written:
-                frame: pl.DataFrame = getattr(recording, name)
-                frame.write_parquet(building / f"{name}.parquet", compression="zstd", compression_level=1)
-            if raw is not None:
-                shutil.move(raw, building / (RAW_NAME + "".join(raw.suffixes)))
-            manifest = msgspec.structs.replace(recording.manifest, tables=written)
-            content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-            (building / MANIFEST_NAME).write_bytes(content + b"\n")
-            put_in_place(building, folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+    foreign = find_foreign(folder, _is_part)
+    if foreign is not None:
+        raise StepscopeError(
+            f"`{folder}` has something in it that is not part of the recording: `{foreign}`",
+            detail="replacing the recording would delete it",
+            hint=f"move `{folder / foreign}` elsewhere, or save to another folder",
+        )
+    if not force and not (command and is_result_of(folder / MANIFEST_NAME, command)):
+        raise StepscopeError(f"`{folder}` exists", hint="--force, or another folder")
 
 
 @contextmanager
@@ -146,42 +174,81 @@ def _telling_polars_errors() -> Iterator[None]:
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error).splitlines()[0][:200]) from None
 
 
-def put_in_place(building: Path, folder: Path) -> None:
-    """A folder cannot replace one with files in it, so the old one steps aside first and goes last."""
-    if not folder.exists():
-        building.rename(folder)
-        return
-    old = building.with_name(building.name + ".old")
-    folder.rename(old)
-    building.rename(folder)
-    shutil.rmtree(old)
-
-
 def is_recording(path: Path) -> bool:
+    """Whether a folder is to be read as a recording. Whether it is one, `load` finds out."""
+    restore(path)
     return path.is_dir() and (path / MANIFEST_NAME).is_file()
 
 
+def delete(folder: Path) -> bool:
+    """Deletes a recording and what was kept beside it, unless something else is in the folder."""
+    is_own = find_foreign(folder, _is_part) is None
+    if is_own:
+        shutil.rmtree(folder, ignore_errors=True)
+    return is_own
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file is one that a recording consists of, or that was found out about it and kept (`explain`)."""
+    return _PARTS.fullmatch(name) is not None
+
+
 def load(folder: Path) -> Recording:
-    """Reads a recording of any table that is there; one that is not was empty."""
+    """Reads a recording of any table that is there; one that is not was empty. Raises StepscopeError for one that is
+    damaged, with the place."""
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST_NAME).read_bytes(), type=Manifest)
-        if manifest.schema != SCHEMA:
-            raise StepscopeError(
-                f"`{folder}` is a recording of another version: `{manifest.schema[:60]}`", detail=f"expected `{SCHEMA}`"
-            )
-        missing = [name for name in manifest.tables or () if not (folder / f"{name}.parquet").is_file()]
-        if missing:
-            raise StepscopeError(f"the recording `{folder}` has lost its `{missing[0]}.parquet`")
-        present = {name: folder / f"{name}.parquet" for name in TABLE_NAMES if (folder / f"{name}.parquet").is_file()}
-        frames = {name: _read_table(name, path) for name, path in present.items()}
-    except (msgspec.DecodeError, OSError, pl.exceptions.PolarsError) as error:
-        line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise StepscopeError(f"cannot read the recording `{folder}`", detail=line) from None
-    return Recording(manifest=msgspec.structs.replace(manifest, tables=None), **frames)
+        manifest = decode(read_plain(folder / MANIFEST_NAME), Manifest)
+    except (msgspec.DecodeError, OSError) as error:
+        raise _damaged(folder, f"`{MANIFEST_NAME}`: {error}") from None
+    if manifest.schema != SCHEMA:
+        raise StepscopeError(
+            f"`{folder}` is a recording of another version: `{manifest.schema[:60]}`", detail=f"expected `{SCHEMA}`"
+        )
+    paths = {name: folder / f"{name}.parquet" for name in TABLE_NAMES}
+    present = {name: path for name, path in paths.items() if path.is_file()}
+    # A later version may have written tables that this one does not know.
+    missing = [name for name in manifest.tables or () if name in paths and name not in present]
+    if missing:
+        raise StepscopeError(f"the recording `{folder}` has lost its `{missing[0]}.parquet`")
+    try:
+        frames = read_tables(present, manifest.digests or {})
+    except (DamagedTableError, OSError) as error:
+        raise _damaged(folder, str(error)) from None
+    recording = Recording(manifest=msgspec.structs.replace(manifest, tables=None, digests=None), **frames)
+    try:
+        for name, frame in frames.items():
+            check(name, frame)
+        for name, frame in frames.items():
+            check_references(frame, _limits(recording, name))
+    except MisfitError as error:
+        raise _damaged(folder, f"`{name}.parquet`: {error}") from None
+    repairs = Repairs()
+    settled = {name: settle(name, frame, repairs) for name, frame in frames.items()}
+    notes = (*manifest.notes, *repairs.notes())
+    return Recording(manifest=msgspec.structs.replace(recording.manifest, notes=notes), **settled)
 
 
-def _read_table(name: str, path: Path) -> pl.DataFrame:
-    return tables.conform(name, pl.read_parquet(path, columns=list(tables.SCHEMAS[name])))
+def _limits(recording: Recording, table: str) -> dict[str, int]:
+    """What the numbers that point into other tables stay below."""
+    facts = recording.manifest.memory
+    rows = recording.allocations.height + recording.segments.height
+    if facts is not None and facts.events > _EVENTS_OF_ANY_FILE + _MOST_EVENTS_PER_ROW * rows:
+        raise MisfitError(f"{MANIFEST_NAME} says {facts.events:,} events, more than {rows:,} rows can tell of")
+    match table:
+        case "counters":
+            return {"kernel": recording.kernels.height}
+        case "allocations" | "segments" if facts is not None:
+            last = recording.stacks["stack"].max()
+            stacks = {"stack": last + 1 if isinstance(last, int) else 0} if table == "allocations" else {}
+            return {"start_event": facts.events, "end_event": facts.events, **stacks}
+        case "spans" if facts is not None:
+            return {"start_event": facts.events + 1, "end_event": facts.events + 1}
+        case _:
+            return {}
+
+
+def _damaged(folder: Path, what: str) -> StepscopeError:
+    return StepscopeError(f"cannot read the recording `{folder}`", detail=what.partition("\n")[0][:300])
 
 
 def folder_bytes(folder: Path) -> int:

@@ -6,6 +6,7 @@ first: the log of a run that was stopped ten times is that of one that was not.
 
 import hashlib
 import itertools
+import math
 import os
 from pathlib import Path
 from typing import IO, Literal, Self
@@ -13,25 +14,29 @@ from typing import IO, Literal, Self
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain
+from stepscope.files import decode, read_plain, writing
 from stepscope.recording.bench import Environment
-from stepscope.recording.lines import writing
 from stepscope.spec import Training
 
 LOG_NAME, RUN_NAME, MEMORY_NAME = "log.jsonl", "run.json", "memory.json"
 SCHEMA = "stepscope.train/1"
+_BEGINNING = b'{"step":'  # of every line: one cut short that begins otherwise is not ours to cut off
 IF_FULL = "the last checkpoint is whole; free some space and the same command goes on from it"
 
 # When a rank's memory is looked at: the model is there; the gradients are; the optimizer has made its state.
 Moment = Literal["model built", "before the update", "after the update"]
 
 
-class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
+# A loss as JSON, which has no number that is not finite. Earlier versions wrote null for all of these.
+KeptLoss = float | Literal["nan", "inf", "-inf"] | None
+
+
+class TrainRow(msgspec.Struct, frozen=True, kw_only=True, rename={"kept_loss": "loss"}):
     """One step. Times are a figure for each rank: the whole step, how long collectives were under way, and how long the
     rank stood still for them."""
 
     step: int  # counted from 1
-    loss: float  # the mean over all sequences of the batch
+    kept_loss: KeptLoss
     tokens: int
     learning_rate: float
     step_ns: tuple[int, ...]
@@ -42,8 +47,24 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     schema: str = SCHEMA
 
     @property
+    def loss(self) -> float:
+        """The mean over all sequences of the batch. NaN or infinite where training diverged."""
+        return math.nan if self.kept_loss is None else float(self.kept_loss)
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss)
+
+    @property
     def times(self) -> tuple[tuple[int, ...], ...]:
         return self.step_ns, self.communication_ns, self.exposed_ns
+
+
+def keep_loss(loss: float) -> KeptLoss:
+    """As `TrainRow` has it."""
+    if math.isfinite(loss):
+        return loss
+    return "nan" if math.isnan(loss) else "inf" if loss > 0 else "-inf"
 
 
 class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +140,7 @@ def read_log(path: Path) -> tuple[list[TrainRow], int]:
         try:
             row = decode(line, TrainRow)
         except msgspec.DecodeError as error:
-            if number == len(lines) and not line.endswith(b"\n"):
+            if number == len(lines) and not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
                 return rows, len(line)
             raise StepscopeError(
                 f"not a training log: `{path}`, line {number}",

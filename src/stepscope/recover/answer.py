@@ -11,12 +11,21 @@ import msgspec
 import numpy as np
 
 from stepscope.recording.ncu import CUT_SHORT
+from stepscope.recover.effort import Effort
 from stepscope.recover.evidence import Evidence
 from stepscope.recover.facts import Window
 from stepscope.recover.parameters import Item, itemise, total
 from stepscope.recover.reaching import Found, Reached, find, join
 from stepscope.recover.shape import CORE_FIELDS, Core, Cores
-from stepscope.recover.solving import Sized, Solution, find_feed_forward, find_vocabulary
+from stepscope.recover.solving import (
+    LARGEST_VOCABULARY,
+    WIDEST,
+    WIDEST_FEED_FORWARD,
+    Sized,
+    Solution,
+    find_feed_forward,
+    find_vocabulary,
+)
 from stepscope.recover.structure import NoTransformerError, Structure
 from stepscope.recover.style import Style
 
@@ -36,8 +45,11 @@ FIELDS = (
 )
 _SLACK = 1  # counts that the truth may leave unexplained where another candidate does not
 _ENOUGH = 0.85  # of the counts must be explained before agreement among candidates makes anything certain
-# What is open where attention admits nearly everything, up to where candidates end or tokens do.
-_OPEN = {"num_heads": 256, "num_kv_heads": 256, "d_head": 512, "batch": 1 << 40, "context": 1 << 40}
+_MOST_WORK = 100_000_000  # units of effort for all files together: some 20 s on a slow machine, and under 1 GB
+# What is open where attention admits nearly everything: up to where candidates end, None where tokens do.
+_OPEN: dict[str, int | None] = {"num_heads": 256, "num_kv_heads": 256, "d_head": 512, "batch": None, "context": None}
+# What is open besides where not all numbers of tokens and widths were looked at.
+_OPEN_BESIDES = {"d_model": WIDEST, "d_ff": WIDEST_FEED_FORWARD, "vocab_size": LARGEST_VOCABULARY}
 # What one rank of several need not have whole.
 _OF_A_SHARE = ("d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "batch", "context")
 _MOST_CANDIDATES = 24
@@ -81,15 +93,22 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     explained: int = 0
     counts: int = 0
     would_decide: tuple[str, ...] = ()
+    left_open: tuple[str, ...] = ()  # what the search did not look at, because there was too much of it
     notes: tuple[str, ...] = ()
 
 
-def recover(evidence: Sequence[Evidence]) -> Answer:
+def recover(evidence: Sequence[Evidence], *, work: int = _MOST_WORK) -> Answer:
     """From all files together, which are taken to be of one run. Raises NoTransformerError where the kernels show no
-    decoder, or the files do not show the same one."""
+    decoder, or the files do not show the same one. `work` bounds the search: `left_open` says what was not looked at,
+    and nothing that depends on it is certain."""
     allocations = tuple(size for one in evidence for size in one.allocations)
-    found = [find(replace(one, allocations=allocations)) for one in evidence if one.sightings]
-    assert found, "somebody has looked that there are kernels"
+    shown = [replace(one, allocations=allocations) for one in evidence if one.sightings]
+    assert shown, "somebody has looked that there are kernels"
+    effort = Effort(work)
+    found: list[Found] = []
+    for done, one in enumerate(shown):
+        with effort.share(len(shown) - done + (len(shown) > 1)) as part:  # one more, for what they have in common
+            found.append(find(one, part))
     counts = {one.structure.num_layers for one in found}
     if len(counts) > 1:
         raise NoTransformerError(
@@ -100,16 +119,19 @@ def recover(evidence: Sequence[Evidence]) -> Answer:
         raise NoTransformerError(
             f"the files show products in {' and '.join(map(str, dtypes))}: they are of different runs"
         )
-    fitted = sorted((one for one in found if one.reached), key=lambda one: len(one.reached[0].solution.consistent))
+    fitted = [one for one in found if one.reached]
+    fitted.sort(key=lambda one: (one.is_cut, len(one.reached[0].solution.consistent)))
     if not fitted:
-        return _answer_without_sizes(found[0])
-    return _assemble(join(fitted))
+        return _answer_without_sizes(found)
+    return _assemble(join(fitted, effort))
 
 
 def _assemble(found: Found) -> Answer:
     structure, evidence, reached = found.structure, found.evidence, found.reached
     first = reached[0]
-    likely = [one for one in reached if one.rank[0] <= first.rank[0] + _SLACK]
+    # What was not looked at may explain more.
+    likely = [one for one in reached if one.rank[0] <= first.rank[0] + _SLACK or one.solution.is_cut]
+    has_open_width = found.is_open or any(one.solution.has_open_width for one in likely)
     fields = {"num_layers": _layers_field(found), "dtype": _dtype_field(structure)}
     for name in CORE_FIELDS:
         fields[name] = _core_field(name, likely)
@@ -118,9 +140,13 @@ def _assemble(found: Found) -> Answer:
     if not _agree_on_tokens(likely):
         # Both were found beside the best candidate's tokens and width.
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in ("d_ff", "vocab_size")}
-    notes = list(evidence.notes)
-    if first.solution.is_cut:
-        notes.append("attention leaves nearly everything open: only the most usual batches and heads were looked at")
+    if found.is_cut:
+        fields |= {name: _leave_open(fields[name], _largest(name, likely)) for name in _OPEN}
+        fields["vocab_size"] = msgspec.structs.replace(fields["vocab_size"], certain=False)
+    if has_open_width:
+        fields |= {name: _leave_open(fields[name], high) for name, high in _OPEN_BESIDES.items()}
+    left_open = tuple(_find_left_open(found))
+    notes = [*evidence.notes, *left_open]
     if structure.layers_differ:
         notes.append(
             "layers or passes differ in other kernels than products: what was read of one need not hold for all"
@@ -142,8 +168,38 @@ def _assemble(found: Found) -> Answer:
         explained=solution.best.explained,
         counts=solution.facts,
         would_decide=tuple(_would_decide(fields, evidence, structure)),
+        left_open=left_open,
         notes=tuple(notes),
     )
+
+
+def _find_left_open(found: Found) -> Iterable[str]:
+    """In the words in which it is told."""
+    if found.is_open or any(one.solution.is_spent for one in found.reached):
+        examined = sum(len(one.solution.consistent) for one in found.reached)
+        yield (
+            f"too many sizes fit to look at all of them: the search stopped after {examined:,} sets of sizes; what is "
+            "shown is the likeliest of these, and no size is certain"
+        )
+    elif found.is_cut:
+        yield "attention leaves nearly everything open: only the most usual batches and heads were looked at"
+    if any(one.feed_forward.is_cut for one in found.reached):
+        yield "too many feed-forward widths would explain something: none was tried"
+    if any(one.vocabulary.is_cut for one in found.reached):
+        yield "too many vocabularies would explain something: not all were tried"
+
+
+def _leave_open(field: Field, high: int | None) -> Field:
+    """Candidates are not all that it could be."""
+    evidence = (*field.evidence, "the most usual of very many")
+    return Field(value=field.value, certain=False, low=1, high=high, evidence=evidence)
+
+
+def _largest(name: str, likely: list[Reached]) -> int | None:
+    """What a field that attention leaves open can be at most."""
+    if any(one.solution.has_open_width for one in likely):
+        return _OPEN[name]
+    return _OPEN[name] or max(int(_agreeing(one.solution).tokens.max()) for one in likely)
 
 
 def _agreeing(solution: Solution) -> Cores:
@@ -166,11 +222,7 @@ def _core_field(name: str, likely: list[Reached]) -> Field:
     ranked = [getattr(one.core, name) for reached in likely for one in reached.solution.cores]
     agreeing = [value for reached in likely for value in np.unique(getattr(_agreeing(reached.solution), name)).tolist()]
     value, *others = dict.fromkeys([*ranked, *agreeing])
-    evidence = _core_evidence(name, solution)
-    if name in _OPEN and any(reached.solution.is_cut for reached in likely):
-        high = min(_OPEN[name], solution.best.core.tokens)
-        return Field(value=value, certain=False, low=1, high=high, evidence=(*evidence, "the most usual of very many"))
-    return _field(value, others, certain=not others, evidence=evidence)
+    return _field(value, others, certain=not others, evidence=_core_evidence(name, solution))
 
 
 def _field(value: int, others: Iterable[int], *, certain: bool, evidence: tuple[str, ...]) -> Field:
@@ -207,7 +259,8 @@ def _vocabulary_field(reached: Reached) -> Field:
 def _layers_field(found: Found) -> Field:
     """Certain where embeddings come before the first layer and a head after the last: none is outside of the file."""
     structure = found.structure
-    readings = [reached.solution.observation.reading for reached in found.reached[:1]] or structure.readings
+    best = [reached.solution.observation.reading for reached in found.reached[:1]]
+    readings = structure.readings if found.is_cut or not best else best
     has_head = all("head" in reading.products for reading in readings)
     is_cut = CUT_SHORT in found.evidence.notes
     passes = f"each of {structure.num_passes} forward passes" if structure.num_passes > 1 else "the forward pass"
@@ -334,15 +387,19 @@ def _would_decide(fields: dict[str, Field], evidence: Evidence, structure: Struc
         yield "a run at another batch or context: what stays the same is the model's"
 
 
-def _answer_without_sizes(found: Found) -> Answer:
+def _answer_without_sizes(files: Sequence[Found]) -> Answer:
     """Layers and data types are there; the sizes are not in this evidence."""
+    found = files[0]
     structure, evidence = found.structure, found.evidence
     fields = {name: Field(value=None, certain=False) for name in FIELDS}
     fields["num_layers"] = _layers_field(found)
     fields["dtype"] = _dtype_field(structure)
+    left_open = tuple(dict.fromkeys(text for one in files for text in _find_left_open(one)))
+    why = left_open or ("no size can be told: no sizes fit, or these kernels' grids do not depend on them",)
     return Answer(
         candidates=(),
         fields=fields,
         would_decide=tuple(_would_decide(fields, evidence, structure)),
-        notes=(*evidence.notes, "no size can be told: no sizes fit, or these kernels' grids do not depend on them"),
+        left_open=left_open,
+        notes=(*evidence.notes, *why),
     )

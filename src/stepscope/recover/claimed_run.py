@@ -6,18 +6,20 @@ of the run allow. Other sizes that are not claimed are taken as `recover` finds 
 it; they help to test the rest and are never held against anybody.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import msgspec
 
 from stepscope import hardware
-from stepscope.recover.answer import Candidate, recover
+from stepscope.recover.answer import Answer, Candidate, recover
 from stepscope.recover.claim import SIZES, Claim
 from stepscope.recover.claimed_shape import SIZE_FIELDS, Shape
 from stepscope.recover.evidence import Evidence
 from stepscope.recover.facts import Gather, Rows, Sighting
 from stepscope.recover.families import memory_bound
+from stepscope.recover.families.bounds import LARGEST_SIZE
 from stepscope.recover.families.elementwise import is_recent
 from stepscope.recover.families.tilings import UNKNOWN
 from stepscope.recover.placing import (
@@ -38,6 +40,7 @@ from stepscope.recover.unclaimed import Counted, find_counts
 
 _MOST_PAIRS = 64  # of batch and context that are tried
 _MOST_MISFITS = 4  # readings that are laid out although none fits
+_MOST_LAID_OUT = 1_000_000  # kernels of a file, in all readings and sizes that are tried: some 40 s on a slow machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,45 +63,60 @@ def make_shape(claim: Claim) -> Shape:
     return Shape(**{name: plain[name] for name in SIZES if name != "num_layers"})
 
 
-def open_all(evidence: Sequence[Evidence], claim: Claim) -> tuple[Shape, list[ClaimedRun]]:
-    """The shape that the claim is held to be, and every file under it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedRuns:
+    """Every file under the shape that the claim is held to be. `left_open`: what of the sizes that are not claimed was
+    not looked at. `is_cut`: not every way to lay the kernels out was tried, so that none of them refutes."""
+
+    shape: Shape
+    files: list[ClaimedRun]
+    left_open: tuple[str, ...] = ()
+    is_cut: bool = False
+
+
+def open_all(evidence: Sequence[Evidence], claim: Claim) -> ClaimedRuns:
     opened = [_Opened(one) for one in evidence]
-    shape = make_shape(claim)
-    tried = list(_complete(shape, opened, evidence))
-    best: tuple[int, Shape, list[ClaimedRun]] | None = None
-    for candidate in tried:
-        files = [one.lay_out(claim, candidate) for one in opened]
+    best: tuple[int, ClaimedRuns] | None = None
+    for shape, left_open in _complete(make_shape(claim), opened, cache(lambda: _recover(evidence))):
+        if best is not None and any(one.is_spent for one in opened):
+            return replace(best[1], is_cut=True)
+        files = [one.lay_out(claim, shape) for one in opened]
         wrong = sum(file.wrong for file in files)
         if best is None or wrong < best[0]:
-            best = (wrong, candidate, files)
+            best = wrong, ClaimedRuns(shape=shape, files=files, left_open=left_open)
         if not wrong:
             break
     assert best is not None, "the claim itself is tried at last"
-    return best[1], best[2]
+    return replace(best[1], is_cut=any(one.is_cut for one in opened))
 
 
-def _complete(shape: Shape, opened: Sequence["_Opened"], evidence: Sequence[Evidence]) -> Iterator[Shape]:
-    """What the claim may mean, the likeliest first. What comes last leaves open whatever nobody knows: if that is
-    contradicted, the claim is, whatever the open sizes are."""
+def _complete(
+    shape: Shape, opened: Sequence["_Opened"], recovered: Callable[[], Answer | None]
+) -> Iterator[tuple[Shape, tuple[str, ...]]]:
+    """What the claim may mean, the likeliest first, and what was not looked at when it was recovered. What comes last
+    leaves open whatever nobody knows: if that is contradicted, the claim is, whatever the open sizes are."""
     open_sizes = [name for name in SIZE_FIELDS if getattr(shape, name) is None]
     if not open_sizes:
-        yield shape
+        yield shape, ()
         return
     pairs = list(_pair(shape, opened))
-    if not set(open_sizes) <= {"batch", "context"}:
-        yield from (filled for one in _recover(evidence) if (filled := _fill(shape, one)) is not None)
-    yield from pairs
-    if not pairs:
+    if not set(open_sizes) <= {"batch", "context"} and (answer := recovered()) is not None:
+        for one in answer.candidates:
+            if (filled := _fill(shape, one)) is not None:
+                yield filled, answer.left_open
+    yield from ((one, ()) for one in pairs[:_MOST_PAIRS])
+    if not pairs and (answer := recovered()) is not None:
         # A compiled run shows its tokens to the recovery alone, which may differ in what is claimed.
-        yield from (_complete_from(shape, one) for one in _recover(evidence))
-        yield shape
+        yield from ((_complete_from(shape, one), answer.left_open) for one in answer.candidates)
+    if not 0 < len(pairs) <= _MOST_PAIRS:
+        yield shape, ()
 
 
-def _recover(evidence: Sequence[Evidence]) -> tuple[Candidate, ...]:
+def _recover(evidence: Sequence[Evidence]) -> Answer | None:
     try:
-        return recover(evidence).candidates
+        return recover(evidence)
     except NoTransformerError:
-        return ()
+        return None
 
 
 def _fill(shape: Shape, candidate: Candidate) -> Shape | None:
@@ -121,7 +139,7 @@ def _pair(shape: Shape, opened: Sequence["_Opened"]) -> Iterator[Shape]:
         return
     fitting: list[Shape] = []
     others: list[Shape] = []
-    for batch in divisors(tokens)[:_MOST_PAIRS]:
+    for batch in divisors(tokens):
         context = tokens // batch
         if shape.batch in (None, batch) and shape.context in (None, context):
             one = msgspec.structs.replace(shape, batch=batch, context=context)
@@ -181,6 +199,12 @@ class _Opened:
         self.recent = is_recent(one.name for one in evidence.sightings)
         device = hardware.find(evidence.device) if evidence.device else None
         self.predictor = Predictor(evidence.device_sms or UNKNOWN, device, recent=self.recent)
+        self._left = _MOST_LAID_OUT
+        self.is_cut = False  # there were readings that were not laid out
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left <= 0
 
     def lay_out(self, claim: Claim, shape: Shape) -> ClaimedRun:
         best = self._read(claim, shape, claim.gated)
@@ -212,6 +236,10 @@ class _Opened:
             return self.predictor.fits(role, one, shape) is not False
 
         for pattern, behind in self._choose_patterns(gated, fits):
+            if best is not None and self.is_spent:
+                self.is_cut = True
+                break
+            self._left -= len(self.run.sightings)
             placement = place(self.run, pattern, behind, claim.num_layers, fits)
             placement.leave_out(self.predictor.find_single_steps(placement, shape))
             checks = list(_forgive_cuts(placement, list(self.predictor.predict(placement)), self.run.sightings, shape))
@@ -250,14 +278,17 @@ class _Opened:
             if one.name.kernel_class not in ("index", "embedding", "norm") or one.name.library == "Inductor":
                 continue
             fact = memory_bound.read(one, recent=self.recent)
-            if isinstance(fact, Gather | Rows) and fact.rows.is_exact:
+            if isinstance(fact, Gather | Rows) and fact.rows.is_exact and fact.rows.low <= LARGEST_SIZE:
                 rows[type(fact)].append((one.index, fact.rows.low))
         ahead = [number for index, number in rows[Gather] if index < first]
         anywhere = [number for _, number in (*rows[Gather], *rows[Rows])]
         return max(ahead) if ahead else next(iter(anywhere), None)
 
     def admits_attention(self, shape: Shape) -> bool:
+        return all(check.test(shape) is not False for check in self._attention_checks)
+
+    @cached_property
+    def _attention_checks(self) -> list[Check]:
         anchors = [one for segment in self.run.segments for anchor in segment for one in anchor]
         distinct = {(one.name.name, one.grid, one.block): one for one in anchors}.values()
-        checks = [check for one in distinct for check in self.predictor.check_anchor(one, "")]
-        return all(check.test(shape) is not False for check in checks)
+        return [check for one in distinct for check in self.predictor.check_anchor(one, "")]

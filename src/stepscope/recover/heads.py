@@ -4,10 +4,13 @@ Where a grid has a place for each, few are left. A persistent kernel that fills 
 then only so many are looked at, the most usual ones: the answer says that the set is cut.
 """
 
+import itertools
 from collections.abc import Iterator
+from heapq import nsmallest
 
 import numpy as np
 
+from stepscope.recover.effort import Effort
 from stepscope.recover.facts import Attention, Window
 from stepscope.recover.families.bounds import BoundedProduct, find_window
 from stepscope.recover.observation import Observation
@@ -21,27 +24,39 @@ _HALF = ("fp16", "bf16")
 # Within each of these, kernels that were not counted do not depend on the head size.
 _BUCKETS = ((1, 64), (65, 128), (129, 256), (257, _LARGEST_HEAD))
 _PADDING = ("fill", "pad")
+# Units of effort: to ask what a kernel admits, and to note what it did.
+_ASKING = 60
+_NOTING = 10
 
 Triple = tuple[int, int, int]  # batch, heads, head size
 
 
-def find_heads(observation: Observation, tokens: int, queries: Window) -> tuple[Cores | None, bool]:
-    """Candidates without a width, whose heads together have one of the given widths; and whether some were left out."""
-    fused = observation.structure.is_fused
-    found = list(_find_fused(observation, tokens, queries) if fused else _find_written(observation, tokens, queries))
-    is_cut = len(found) > _MOST_TRIPLES
-    if is_cut:
-        found = sorted(found, key=lambda one: surprise_of_heads(one[0], one[1], one[2], tokens // one[0]))[
-            :_MOST_TRIPLES
-        ]
+def find_heads(
+    observation: Observation, tokens: int, queries: Window, effort: Effort, among: set[Triple] | None = None
+) -> tuple[Cores | None, bool]:
+    """Candidates without a width, whose heads together have one of the given widths; and whether some were left out.
+    `among`: no others are asked for."""
+    find = _find_fused if observation.structure.is_fused else _find_written
+    with effort.share(2) as part:
+        triples = (one for one in find(observation, tokens, queries, part) if among is None or one in among)
+        found = list(itertools.islice(triples, _MOST_TRIPLES + 1))
+        is_cut = len(found) > _MOST_TRIPLES
+        if is_cut:
+            every = itertools.chain(found, triples)
+            found = nsmallest(
+                _MOST_TRIPLES, every, key=lambda one: surprise_of_heads(one[0], one[1], one[2], tokens // one[0])
+            )
     backward = [fact for fact in observation.attentions if fact.direction == "backward"]
     groups = {heads: divisors(heads) for heads in {triple[1] for triple in found}}
+    asking = _NOTING + _ASKING * len(backward)
     rows = [
         (batch, tokens // batch, 0, heads, kv_heads, size)
         for batch, heads, size in found
+        if effort.afford(asking * len(groups[heads]))
         for kv_heads in groups[heads]
         if all(admits(fact, batch, heads, kv_heads, tokens // batch, size) for fact in backward)
     ]
+    is_cut = is_cut or effort.is_spent
     if not rows:
         return None, is_cut
     names = ("batch", "context", "d_model", "num_heads", "num_kv_heads", "d_head")
@@ -53,7 +68,7 @@ def admits(fact: Attention, batch: int, heads: int, kv_heads: int, context: int,
     return any(fact.admits(batch, heads, kv_heads, context, context, head_dim, causal) for causal in (True, False))
 
 
-def _find_fused(observation: Observation, tokens: int, queries: Window) -> Iterator[Triple]:
+def _find_fused(observation: Observation, tokens: int, queries: Window, effort: Effort) -> Iterator[Triple]:
     facts = observation.attentions
     forward = [fact for fact in facts if fact.direction == "forward"]
     step = _head_step(observation)
@@ -64,18 +79,22 @@ def _find_fused(observation: Observation, tokens: int, queries: Window) -> Itera
     ]
     is_counted = any(one.counters for one in observation.structure.attentions)
     for batch in divisors(tokens):
+        if not effort.afford(_MOST_HEADS * (1 + len(facts))):
+            return
         if any(fact.batch is not None and batch not in fact.batch for fact in facts):
             continue
         for heads in range(1, _MOST_HEADS + 1):
             if any(fact.heads is not None and heads not in fact.heads for fact in facts):
                 continue
             possible = [size for size in sizes if queries.low <= heads * size <= queries.high]
-            for size in _admitted(forward, batch, heads, tokens // batch, possible, each=is_counted):
+            if not effort.afford(_NOTING * (1 + len(possible))):
+                return
+            for size in _admitted(forward, batch, heads, tokens // batch, possible, effort, each=is_counted):
                 yield batch, heads, size
 
 
 def _admitted(
-    forward: list[Attention], batch: int, heads: int, context: int, sizes: list[int], *, each: bool
+    forward: list[Attention], batch: int, heads: int, context: int, sizes: list[int], effort: Effort, *, each: bool
 ) -> Iterator[int]:
     """Asked one by one, or by the ends of each bucket where what lies between can make no difference."""
 
@@ -84,9 +103,15 @@ def _admitted(
 
     for low, high in _BUCKETS:
         inside = [size for size in sizes if low <= size <= high]
-        if inside and not each and fits(inside[0]) == fits(inside[-1]):
-            yield from inside if fits(inside[0]) else ()
-        else:
+        asked = [inside[0], inside[-1]] if inside and not each else inside
+        if not effort.afford(_ASKING * len(forward) * len(asked)):
+            return
+        answers = [fits(size) for size in asked]
+        if all(answers) or not any(answers):
+            yield from inside if any(answers) else ()
+        elif each:
+            yield from itertools.compress(inside, answers)
+        elif effort.afford(_ASKING * len(forward) * len(inside)):
             yield from (size for size in inside if fits(size))
 
 
@@ -107,10 +132,12 @@ def _head_step(observation: Observation) -> int:
     return 8 if half and not padded else 1
 
 
-def _find_written(observation: Observation, tokens: int, queries: Window) -> Iterator[Triple]:
+def _find_written(observation: Observation, tokens: int, queries: Window, effort: Effort) -> Iterator[Triple]:
     """Scores are a batch of products, and softmax has a row for each head of each token."""
     scores, values = observation.products.get("scores"), observation.products.get("values")
     for heads in range(1, _MOST_HEADS + 1):
+        if not effort.afford(_NOTING * (1 + len(observation.softmaxes))):
+            return
         if not all(seen.explained_by((tokens * heads,)) for seen in observation.softmaxes if seen.is_rows):
             continue
         for batch in divisors(tokens):
@@ -119,6 +146,8 @@ def _find_written(observation: Observation, tokens: int, queries: Window) -> Ite
                 seen.widths and not any(context in window for window in seen.widths) for seen in observation.softmaxes
             ):
                 continue
+            if not effort.afford(_ASKING * _LARGEST_HEAD // 8):
+                return
             for size in _written_sizes(scores, values, batch * heads, context):
                 if queries.low <= heads * size <= queries.high:
                     yield batch, heads, size

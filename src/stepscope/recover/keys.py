@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import open_plain
-from stepscope.recording.lines import writing
+from stepscope.files import open_plain, writing
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
-import numpy as np
+import polars as pl
 
+from stepscope.recover.effort import Effort
 from stepscope.recover.evidence import Evidence
-from stepscope.recover.observation import Observation, observe
-from stepscope.recover.shape import Core
+from stepscope.recover.observation import observe
+from stepscope.recover.shape import CORE_FIELDS, Core, Cores
 from stepscope.recover.solving import Sized, Solution, find_feed_forward, find_vocabulary, order, solve
 from stepscope.recover.structure import NoTransformerError, Structure, find_structure
 from stepscope.recover.style import Style, find_style
@@ -42,16 +43,30 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence
     structure: Structure
     reached: tuple[Reached, ...]
+    is_open: bool = False  # other readings may be right: of their sizes only some were looked at, and none fits
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are sizes that were not looked at."""
+        return self.is_open or any(one.solution.is_cut for one in self.reached)
 
 
-def find(evidence: Evidence) -> Found:
+def find(evidence: Evidence, effort: Effort) -> Found:
     structure = find_structure(evidence.sightings)
-    observations = (observe(structure, reading, evidence.device_sms) for reading in structure.readings)
-    reached = [found for one in observations if (found := _reach(one, evidence)) is not None]
-    return Found(evidence=evidence, structure=structure, reached=tuple(sorted(reached, key=lambda one: one.rank)))
+    reached: list[Reached] = []
+    is_open = False
+    for done, reading in enumerate(structure.readings):
+        with effort.share(len(structure.readings) - done) as part:
+            solution = solve(observe(structure, reading, evidence.device_sms), part)
+        one = _reach(solution, evidence)
+        if one is not None:
+            reached.append(one)
+        is_open |= one is None and solution.is_cut
+    reached.sort(key=lambda one: one.rank)
+    return Found(evidence=evidence, structure=structure, reached=tuple(reached), is_open=is_open)
 
 
-def join(files: list[Found]) -> Found:
+def join(files: list[Found], effort: Effort) -> Found:
     """The file that leaves least open, with only those of its candidates that the others leave open, too; reading by
     reading, because the files are read alike."""
     first, *others = files
@@ -59,7 +74,7 @@ def join(files: list[Found]) -> Found:
     for reached in first.reached:
         one: Reached | None = reached
         for other in others:
-            one = _join_reading(one, other) if one is not None else None
+            one = _join_reading(one, other, effort) if one is not None else None
         if one is not None:
             joined.append(one)
     if not joined:
@@ -67,28 +82,53 @@ def join(files: list[Found]) -> Found:
     return msgspec.structs.replace(first, reached=tuple(sorted(joined, key=lambda one: one.rank)))
 
 
-def _join_reading(mine: Reached, file: Found) -> Reached | None:
+def _join_reading(mine: Reached, file: Found, effort: Effort) -> Reached | None:
     """None where the other file has no such reading, or none of the same sizes."""
     roles = set(mine.solution.observation.products)
     alike = [one for one in file.reached if set(one.solution.observation.products) == roles]
     if not alike:
-        return None
-    solution = _keep_common(mine.solution, alike[0].solution)
-    feed_forward, vocabulary = (
-        _meet(getattr(mine, name), getattr(alike[0], name)) for name in ("feed_forward", "vocabulary")
-    )
+        return mine if file.is_open else None
+    theirs = alike[0]
+    if mine.solution.is_cut and not theirs.solution.is_cut:
+        mine, theirs = theirs, mine
+    solution = _keep_common(mine.solution, theirs.solution, effort)
+    # Both were found beside the best candidates, which need not be the right ones where some were not looked at.
+    is_open = theirs.solution.has_open_width
+    feed_forward = mine.feed_forward if is_open else _meet(mine.feed_forward, theirs.feed_forward)
+    vocabulary = mine.vocabulary if theirs.solution.is_cut else _meet(mine.vocabulary, theirs.vocabulary)
     if solution is None or feed_forward is None or vocabulary is None:
         return None
     return msgspec.structs.replace(mine, solution=solution, feed_forward=feed_forward, vocabulary=vocabulary)
 
 
-def _keep_common(solution: Solution, other: Solution) -> Solution | None:
-    theirs = set(other.consistent.rows())
-    chosen = np.array([i for i, row in enumerate(solution.consistent.rows()) if row in theirs], np.int64)
-    if not len(chosen):
+def _keep_common(mine: Solution, other: Solution, effort: Effort) -> Solution | None:
+    """What was not looked at in one file is not excluded by it: so that file is asked about what the other leaves open.
+    Where both were cut, what is common to them is only the likeliest."""
+    if other.is_cut and not mine.is_cut:
+        other = solve(other.observation, effort, among=mine.consistent)
+        if other.is_cut:
+            return mine
+    return _intersect(mine, other) or (mine if mine.is_cut else None)
+
+
+def _intersect(mine: Solution, other: Solution) -> Solution | None:
+    rows = _to_frame(mine.consistent).with_row_index("place")
+    kept = rows.join(_to_frame(other.consistent), on=CORE_FIELDS, how="semi", maintain_order="left")["place"].to_numpy()
+    if not len(kept):
         return None
-    kept = order(solution.observation, solution.consistent.take(chosen), solution.explained[chosen], solution.facts)
-    return replace(kept, is_cut=solution.is_cut and other.is_cut)
+    return order(
+        mine.observation,
+        mine.consistent.take(kept),
+        mine.explained[kept],
+        mine.facts,
+        is_cut=mine.is_cut,
+        is_spent=mine.is_spent,
+        num_widths=mine.num_widths,
+    )
+
+
+def _to_frame(cores: Cores) -> pl.DataFrame:
+    return pl.DataFrame({name: getattr(cores, name) for name in CORE_FIELDS})
 
 
 def _meet(first: Sized, second: Sized) -> Sized | None:
@@ -99,11 +139,10 @@ def _meet(first: Sized, second: Sized) -> Sized | None:
     return replace(first, best=both, is_told=first.is_told or second.is_told) if both else None
 
 
-def _reach(observation: Observation, evidence: Evidence) -> Reached | None:
-    solution = solve(observation)
-    if solution is None:
+def _reach(solution: Solution, evidence: Evidence) -> Reached | None:
+    if not solution.cores:
         return None
-    core = solution.best.core
+    observation, core = solution.observation, solution.best.core
     feed_forward = find_feed_forward(observation, core)
     if feed_forward.window is None:
         return None

@@ -23,6 +23,8 @@ def find_passing(shape: Shape, name: str, passes: Callable[[Shape], bool]) -> tu
     with the other half of a pair changed along."""
     value = getattr(shape, name)
     assert isinstance(value, int)
+    if value > _LARGEST:
+        return ((1, None),)
 
     def passes_with(size: int) -> bool:
         return passes(msgspec.structs.replace(shape, **{name: size}))
@@ -90,9 +92,9 @@ def _swap(shape: Shape, name: str, passes: Callable[[Shape], bool]) -> Iterator[
     if other is None:
         return
     value, partner = getattr(shape, name), getattr(shape, other)
-    if partner is None:
+    if partner is None or partner > _LARGEST:
         return
-    for size in divisors(value * partner):
+    for size in divisors(value, partner):
         changed = {name: size, other: value * partner // size}
         if name in ("num_heads", "d_head") and shape.num_kv_heads:
             heads = changed["num_heads"]

@@ -1,5 +1,6 @@
 """The integers that are sought, and what follows from them: of one candidate, and of many at once."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -59,7 +60,7 @@ class Cores:
     def rows(self) -> list[tuple[int, ...]]:
         return list(zip(*(getattr(self, name).tolist() for name in CORE_FIELDS), strict=True))
 
-    def take(self, chosen: Flags | Ints) -> "Cores":
+    def take(self, chosen: Flags | Ints | slice) -> "Cores":
         return Cores(**{name: getattr(self, name)[chosen] for name in CORE_FIELDS})
 
     def with_width(self, d_model: int) -> "Cores":
@@ -83,10 +84,25 @@ class Cores:
         return self.query_width + 2 * self.key_width
 
 
-def join_cores(parts: list[Cores]) -> Cores:
-    return Cores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in CORE_FIELDS})
+def join_cores(parts: Sequence[Cores]) -> Cores:
+    none = np.zeros(0, np.int64)
+    return Cores(**{name: np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in CORE_FIELDS})
 
 
-def divisors(number: int) -> list[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+def divisors(*factors: int) -> list[int]:
+    """Of the product, in ascending order. Large products are quick where their factors are given."""
+    found = {1}
+    for prime in (prime for factor in factors for prime in _primes(factor)):
+        found |= {number * prime for number in found}
+    return sorted(found)
+
+
+def _primes(number: int) -> Iterator[int]:
+    divisor = 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            yield divisor
+            number //= divisor
+        divisor += 1
+    if number > 1:
+        yield number

@@ -23,8 +23,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import open_plain
-from stepscope.recording.lines import write_atomically, writing
+from stepscope.files import open_plain, write_atomically, writing
 from stepscope.recover.hashing import base_name, hash_file, hash_files
 from stepscope.recover.keys import (
     PublicKey,
@@ -81,7 +80,6 @@ def write_signed(path: Path, report: Report, key_path: Path, *, force: bool = Fa
         raise StepscopeError(f"`{path}` exists", hint="--force, or another file")
     content = sign_report(report, key_path)
     with writing(path, if_full="nothing was kept", hint="a file on another disk"):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
 
 

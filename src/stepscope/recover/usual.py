@@ -3,8 +3,14 @@
 The figure is a sum of surprises: nought for a model like those that people publish, more the odder it is.
 """
 
-from stepscope.recover.shape import Core
+from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
+from stepscope.recover.shape import Cores, Ints
+
+Floats = npt.NDArray[np.float64]
 _VOCABULARIES = frozenset((32_000, 50_257, 50_304, 128_256, 151_936, 256_000))
 _OTHER_VOCABULARIES = frozenset(
     (10_000, 32_064, 32_768, 49_152, 50_272, 50_280, 50_432, 51_200, 64_000, 65_024, 92_544, 100_277, 100_352, 128_000,
@@ -12,18 +18,21 @@ _OTHER_VOCABULARIES = frozenset(
 )  # fmt: skip
 
 
-def surprise(core: Core) -> float:
-    return (
-        surprise_of_heads(core.batch, core.num_heads, core.d_head, core.context)
-        + _of_groups(core.num_heads, core.num_kv_heads)
-        + (0.0 if core.query_width == core.d_model else 2.5)
-        + _of_width(core.d_model)
-    )
+def surprise(cores: Cores) -> Floats:
+    """Of each candidate."""
+    heads = _of_each(_of_head, cores.d_head) + _of_each(_of_context, cores.context) + _of_each(_of_batch, cores.batch)
+    heads = heads + _of_each(_of_number, cores.num_heads) + _of_groups(cores.num_heads, cores.num_kv_heads)
+    return heads + np.where(cores.query_width == cores.d_model, 0.0, 2.5) + _of_each(surprise_of_width, cores.d_model)
+
+
+def _of_each(surprise_of: Callable[[int], float], sizes: Ints) -> Floats:
+    """There are few different sizes among many."""
+    distinct, where = np.unique(sizes, return_inverse=True)
+    return np.array([surprise_of(size) for size in distinct.tolist()], np.float64)[where]
 
 
 def surprise_of_heads(batch: int, num_heads: int, d_head: int, context: int) -> float:
-    odd = (0.5 if num_heads % 2 else 0.0) + (1.0 if num_heads > 128 else 0.0)
-    return _of_head(d_head) + _of_context(context) + _of_batch(batch) + odd
+    return _of_head(d_head) + _of_context(context) + _of_batch(batch) + _of_number(num_heads)
 
 
 def surprise_of_feed_forward(d_ff: int, d_model: int, *, gated: bool) -> float:
@@ -46,13 +55,16 @@ def _of_head(size: int) -> float:
     return 1.5 + (0.0 if size % 8 == 0 else 2.0) + (1.0 if size < 16 else 0.0)
 
 
-def _of_groups(heads: int, kv_heads: int) -> float:
-    if kv_heads == heads:
-        return 0.0
-    return 0.4 if (heads // kv_heads) in (2, 3, 4, 5, 6, 7, 8, 16) else 1.5
+def _of_number(heads: int) -> float:
+    return (0.5 if heads % 2 else 0.0) + (1.0 if heads > 128 else 0.0)
 
 
-def _of_width(width: int) -> float:
+def _of_groups(heads: Ints, kv_heads: Ints) -> Floats:
+    usual = np.isin(heads // kv_heads, (2, 3, 4, 5, 6, 7, 8, 16))
+    return np.where(kv_heads == heads, 0.0, np.where(usual, 0.4, 1.5))
+
+
+def surprise_of_width(width: int) -> float:
     return _evenness(width)
 
 

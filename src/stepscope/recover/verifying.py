@@ -15,7 +15,7 @@ import msgspec
 
 from stepscope import hardware
 from stepscope.recover.claim import FIELDS, Claim
-from stepscope.recover.claimed_run import ClaimedRun, open_all
+from stepscope.recover.claimed_run import ClaimedRun, ClaimedRuns, open_all
 from stepscope.recover.claimed_shape import HEAD_ROWS, SIZE_FIELDS, Shape
 from stepscope.recover.evidence import Evidence
 from stepscope.recover.facts import Sighting
@@ -56,23 +56,32 @@ _DTYPE_ROLES_EXCLUDED: tuple[Role, ...] = ("head",)  # often done in another pre
 def verify(evidence: Sequence[Evidence], claim: Claim, *, unseen: float = 0.0) -> Verification:
     """`unseen`: the share of the GPU's time that the evidence does not hold. Raises NoTransformerError where a file
     shows no decoder."""
-    shape, files = open_all([one for one in evidence if one.sightings], claim)
-    assert files, "evidence without kernels is refused before"
+    runs = open_all([one for one in evidence if one.sightings], claim)
+    assert runs.files, "evidence without kernels is refused before"
     allocations = [size for one in evidence for size in one.allocations]
-    return _Judge(files, claim, shape, allocations, unseen).judge()
+    return _Judge(runs, claim, allocations, unseen).judge()
 
 
 @dataclass(slots=True)
 class _Judge:
-    files: list[ClaimedRun]
+    runs: ClaimedRuns
     claim: Claim
-    shape: Shape
     allocations: list[int]
     unseen: float
+
+    @property
+    def files(self) -> list[ClaimedRun]:
+        return self.runs.files
+
+    @property
+    def shape(self) -> Shape:
+        return self.runs.shape
 
     def judge(self) -> Verification:
         refutations = [one for file in self.files for one in self._refute(file)]
         works, share, too_much = self._find_work(refutations)
+        if self.runs.is_cut:
+            refutations = []
         fields = self._test_fields(refutations)
         missing = [*self._find_missing(fields), *too_much] if not refutations else []
         verdict = Verdict.REFUTED if refutations else Verdict.UNDECIDED if missing else Verdict.CONSISTENT
@@ -291,7 +300,7 @@ class _Judge:
             case "tied":
                 return "not tested", ()
         assert isinstance(value, int)
-        if any(self._count_misfits(file) for file in self.files):
+        if self.runs.is_cut or any(self._count_misfits(file) for file in self.files):
             return "not tested", ()
         others = find_passing(self._settle_head(passes), name, passes)
         return _judge_others(value, others), others
@@ -352,6 +361,10 @@ class _Judge:
         return passes
 
     def _find_missing(self, fields: dict[str, FieldResult]) -> Iterator[str]:
+        if self.runs.is_cut:
+            yield "the kernels can be read in more ways than could be tried: another one may fit the claim"
+        for text in self.runs.left_open:
+            yield f"sizes that are not claimed: {text}"
         misfits = sum(map(self._count_misfits, self.files))
         if misfits:
             yield (

@@ -68,6 +68,6 @@ def counted_up_to(core: Core | Cores) -> Iterator[Quantity]:
     yield from (core.context, core.context + 1, core.batch, core.d_head, core.d_head // 2, core.d_head // 4)
 
 
-def feed_forward_sizes(tokens: int, d_model: int, d_ff: int, *, joint: bool) -> tuple[int, ...]:
+def feed_forward_sizes(tokens: int, d_model: int, d_ff: Quantity, *, joint: bool) -> tuple[Quantity, ...]:
     """Between the two halves: activations, and weights that are cast. `joint`: one product makes gate and up."""
     return (tokens * d_ff, d_model * d_ff, *((2 * d_model * d_ff,) if joint else ()))

@@ -4,8 +4,6 @@ The folder is built beside its place and moved there when it is whole. What it r
 in which nothing else lies: a list of its own files is kept in it, and whatever is not on it is somebody's work.
 """
 
-import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +11,8 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import find_foreign, replacing, restore, writing
 from stepscope.findings import Report, Table
-from stepscope.recording.lines import writing
-from stepscope.recording.store import put_in_place
 from stepscope.report.figures import draw_for_print
 from stepscope.report.formats import Format
 from stepscope.report.markup import can_stand_in_latex, escape_markdown
@@ -32,9 +29,10 @@ _LONG_CELL, _MOST_LONG_ROWS = 45, 16
 _SUFFIXES = {Format.MD: ".md", Format.LATEX: ".tex", Format.CSV: ".csv"}
 
 
-def check_folder(folder: Path, *, force: bool) -> None:
-    """Refuse what could not be written after minutes of measuring."""
+def check_folder(folder: Path) -> None:
+    """Refuse what could not be written after minutes of measuring. An earlier export is replaced, nothing else."""
     folder = folder.resolve()
+    restore(folder)
     if find_spec("altair") is None or find_spec("vl_convert") is None:
         raise StepscopeError(
             "figures cannot be drawn on this machine: altair and vl-convert are not installed",
@@ -46,65 +44,38 @@ def check_folder(folder: Path, *, force: bool) -> None:
         return
     if not folder.is_dir():
         raise StepscopeError(f"`{folder}` is a file, not a folder", hint="--export with another folder")
-    foreign = find_foreign(folder)
+    foreign = find_foreign(folder, _names_of(folder).__contains__)
     if foreign is not None:
         raise StepscopeError(
             f"`{folder}` holds something that is of no export: `{foreign}`",
             detail="only an export is replaced, and only where nothing else was put into it",
             hint="--export with another folder",
         )
-    if any(folder.iterdir()) and not force:
-        raise StepscopeError(f"there is an export already: `{folder}`", hint="--force replaces it")
 
 
-def find_foreign(folder: Path) -> str | None:
-    """The first thing in the folder that no export put there; None where there is none."""
+def _names_of(folder: Path) -> frozenset[str]:
+    """What an export put into a folder, as it says itself; nothing where there was none."""
     try:
-        own = set((folder / _LIST).read_text(encoding="utf-8").splitlines())
+        own = (folder / _LIST).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        own = set()
-    known = own | {_LIST} if own else own
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        is_shelf = path.is_dir() and not path.is_symlink() and bool(own) and name in (_FIGURES, _TABLES)
-        if not is_shelf and name not in known:
-            return name
-    return None
+        return frozenset()
+    return frozenset((*own, _LIST, f"{_FIGURES}/", f"{_TABLES}/"))
 
 
-def export(report: Report, folder: Path, *, force: bool) -> tuple[Path, ...]:
+def export(report: Report, folder: Path) -> tuple[Path, ...]:
     """Write the whole export or nothing, and give back its files."""
-    check_folder(folder, force=force)
-    place = folder.resolve()
+    check_folder(folder)
     clear: Report = tidy(report)
     drawings, listings = collect(clear)
-    with writing(folder, if_full="nothing was kept", hint="--export with a folder on another disk"):
-        building = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-        try:
-            building.chmod(0o755)
-            names = [*_write_figures(drawings, building), *_write_tables(listings, building), _README]
-            (building / _README).write_text(_describe(clear, drawings, listings), encoding="utf-8")
-            (building / _LIST).write_text("\n".join(names) + "\n", encoding="utf-8")
-            _move(building, place)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+    with (
+        writing(folder, if_full="nothing was kept", hint="--export with a folder on another disk"),
+        replacing(folder) as building,
+    ):
+        building.mkdir()
+        names = [*_write_figures(drawings, building), *_write_tables(listings, building), _README]
+        (building / _README).write_text(_describe(clear, drawings, listings), encoding="utf-8")
+        (building / _LIST).write_text("\n".join(names) + "\n", encoding="utf-8")
     return tuple(folder / name for name in names)
-
-
-def _move(building: Path, place: Path) -> None:
-    """Into a folder that is there and empty, by its content: somebody's shell may stand in it."""
-    if not place.exists() or any(place.iterdir()):
-        put_in_place(building, place)
-        return
-    names = sorted(child.name for child in building.iterdir())
-    try:
-        for name in names:
-            (building / name).rename(place / name)
-    except OSError:
-        for name in names:
-            shutil.rmtree(place / name, ignore_errors=True)
-            (place / name).unlink(missing_ok=True)
-        raise
 
 
 def _write_figures(drawings: Iterable[Drawing], building: Path) -> Iterable[str]:
@@ -152,7 +123,8 @@ def _shorten(table: Table, most_rows: int, *, in_latex: bool) -> Table:
 
     hidden = len(table.rows) - most_rows
     notes = [f"The first {most_rows:,} of {len(table.rows):,} rows; all are in the CSV."] if hidden > 0 else []
-    return Table(
+    return msgspec.structs.replace(
+        table,
         title=shorten(table.title),
         columns=tuple(msgspec.structs.replace(column, label=shorten(column.label)) for column in table.columns),
         rows=tuple(

@@ -7,13 +7,12 @@ scripts inline, so a figure can be made on a cluster node and opened on a train.
 """
 
 import json
-import os
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import StepscopeError
+from stepscope.files import GENERATOR, check_target, stamp, write_atomically, writing
 from stepscope.findings import Figure, Timeline
 from stepscope.report.chart import define
 from stepscope.report.timeline_chart import define_timeline
@@ -35,6 +34,7 @@ _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="{generator}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <script>{bundle}</script>
@@ -50,22 +50,21 @@ _PAGE = """<!DOCTYPE html>
 def save(figure: Figure | Timeline, path: Path, *, detail: float = DEFAULT_DETAIL) -> None:
     """Draw the figure into `path`; the suffix says how. The file is there whole or not at all. `detail` is the share of
     a timeline's pieces that are drawn one by one, the largest first."""
-    check_target(path, force=True)
-    _write_atomically(path, draw(figure, path.suffix.lower(), detail=detail))
+    check_figure(path, force=True)
+    content = draw(figure, path.suffix.lower(), detail=detail)
+    with writing(path, if_full="the figure is as it was before", hint=f"ls -ld {path.parent} {path}"):
+        write_atomically(path, content)
 
 
-def check_target(path: Path, *, force: bool) -> None:
-    """Refuse what could not be written after hours of measuring. Without `force` nothing is overwritten."""
+def check_figure(path: Path, *, force: bool) -> None:
+    """Refuse what could not be written after hours of measuring. Without `force` only a figure of ours is replaced."""
     if path.suffix.lower() not in SUFFIXES:
         raise StepscopeError(
             f"a figure cannot be written as `{path.suffix or path.name}`: `{path}`",
             detail=f"expected one of {', '.join(SUFFIXES)}",
             hint=f"--plot {path.stem or 'figure'}.png",
         )
-    if not path.parent.is_dir():
-        raise StepscopeError(f"there is no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")
-    if path.exists() and not force:
-        raise StepscopeError(f"there is a figure already: `{path}`", hint="--force overwrites it")
+    check_target(path, force=force, flag="--plot")
 
 
 def draw_for_print(chart: "alt.FacetChart | alt.LayerChart") -> dict[str, bytes]:
@@ -78,7 +77,8 @@ def draw_for_print(chart: "alt.FacetChart | alt.LayerChart") -> dict[str, bytes]
     svg = str(vl_convert.vegalite_to_svg(chart.to_dict(), vl_version=version))
     png: bytes = vl_convert.svg_to_png(svg, scale=_PRINT_SCALE)
     pdf: bytes = vl_convert.svg_to_pdf(svg)
-    return {".png": png, ".svg": svg.encode(), ".pdf": pdf}
+    contents = {".png": png, ".svg": svg.encode(), ".pdf": pdf}
+    return {suffix: stamp(content, suffix) for suffix, content in contents.items()}
 
 
 def draw(figure: Figure | Timeline, suffix: str, *, detail: float = DEFAULT_DETAIL) -> bytes:
@@ -95,12 +95,12 @@ def draw(figure: Figure | Timeline, suffix: str, *, detail: float = DEFAULT_DETA
     match suffix:
         case ".png":
             png: bytes = vl_convert.vegalite_to_png(spec, vl_version=version, scale=_PNG_SCALE)
-            return png
+            return stamp(png, suffix)
         case ".svg":
-            return str(vl_convert.vegalite_to_svg(spec, vl_version=version)).encode()
+            return stamp(str(vl_convert.vegalite_to_svg(spec, vl_version=version)).encode(), suffix)
         case ".pdf":
             pdf: bytes = vl_convert.vegalite_to_pdf(spec, vl_version=version)
-            return pdf
+            return stamp(pdf, suffix)
         case ".html":
             return _page(figure.title, spec, vl_convert.javascript_bundle(_EXPORT, version)).encode()
         case _:
@@ -110,19 +110,4 @@ def draw(figure: Figure | Timeline, suffix: str, *, detail: float = DEFAULT_DETA
 def _page(title: str, spec: dict[str, Any], bundle: str) -> str:
     # A series named `</script>` must not end the script it stands in.
     inline = json.dumps(spec).replace("<", "\\u003c")
-    return _PAGE.format(title=escape(title), bundle=bundle, spec=inline)
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise StepscopeError(
-            f"the figure cannot be written: `{path}`",
-            detail=error.strerror or "",
-            hint=f"ls -ld {path.parent} {path}",
-        ) from error
+    return _PAGE.format(generator=GENERATOR, title=escape(title), bundle=bundle, spec=inline)

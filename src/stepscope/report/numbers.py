@@ -10,14 +10,26 @@ measured.
 import math
 from collections.abc import Sequence
 
-from stepscope.findings import Cell, Column
+from stepscope.findings import Cell, Column, Table
 
 MISSING = "–"
+DOUBTED = "?"
 # Up to this factor between the largest and the smallest value, a column shares its decimals.
 _CLOSE = 100.0
 _SCIENTIFIC_BELOW, _SCIENTIFIC_FROM = 1e-4, 1e9
 _SUFFIX = {"share": "%", "ratio": "×"}
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_cells(table: Table, index: int) -> list[str]:
+    """The cells of a table's column as text, with a mark on those that the table has doubts about."""
+    column = table.columns[index]
+    texts = format_column(column, [row[index] for row in table.rows])
+    reason = table.doubted_by.get(column.key)
+    if reason is None:
+        return texts
+    at = [one.key for one in table.columns].index(reason)
+    return [text + DOUBTED * bool(row[at]) for text, row in zip(texts, table.rows, strict=True)]
 
 
 def format_column(column: Column, cells: Sequence[Cell]) -> list[str]:

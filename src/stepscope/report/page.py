@@ -2,6 +2,8 @@
 
 import textwrap
 
+import msgspec
+
 from stepscope.findings import Finding, Page, Table
 from stepscope.report.formats import Format
 from stepscope.report.sheet import one_line
@@ -21,7 +23,7 @@ def render_page(page: Page, *, width: int | None) -> str:
 
 def _quiet(table: Table, last: Table) -> Table:
     notes = table.notes if table is last else tuple(note for note in table.notes if note not in last.notes)
-    return Table(title=table.title, columns=table.columns, rows=table.rows, notes=notes)
+    return msgspec.structs.replace(table, notes=notes)
 
 
 def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:

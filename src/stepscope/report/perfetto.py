@@ -6,15 +6,13 @@ the phases and modules as the device ran them, which no recorder draws. The host
 
 import gzip
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
 import msgspec
 import polars as pl
 
-from stepscope.errors import StepscopeError
-from stepscope.recording.lines import writing
+from stepscope.files import PERFETTO_MARK, check_target, replacing, writing
 
 _DEVICE_PID, _HOST_PID = 1_000_000, 2_000_000
 _DETAILS = (
@@ -37,16 +35,15 @@ def write_perfetto(
     target: Path, kernels: pl.DataFrame, ops: pl.DataFrame, ranges: pl.DataFrame, *, force: bool = False
 ) -> None:
     """Writes `target`, gzipped where its name ends in `.gz`. Times are microseconds from the first event."""
-    if target.exists() and not force:
-        raise StepscopeError(f"`{target}` exists", hint="--force")
+    check_target(target, force=force, flag="--perfetto")
     origin = min(frame["start_ns"].min() for frame in (kernels, ops, ranges) if frame.height)  # type: ignore[type-var]
     assert isinstance(origin, int)
-    part = target.with_name(target.name + ".part")
-    with writing(target, if_full="nothing was kept", hint="--perfetto FILE on another disk"), ExitStack() as stack:
-        stack.callback(part.unlink, missing_ok=True)
-        with _open(part, packed=target.suffix == ".gz") as file:
-            _write_events(file, _events(kernels, ops, ranges, origin))
-        part.replace(target)
+    with (
+        writing(target, if_full="nothing was kept", hint="--perfetto FILE on another disk"),
+        replacing(target) as new,
+        _open(new, packed=target.suffix == ".gz") as file,
+    ):
+        _write_events(file, _events(kernels, ops, ranges, origin))
 
 
 def _open(path: Path, *, packed: bool) -> "IO[bytes] | gzip.GzipFile":
@@ -55,7 +52,7 @@ def _open(path: Path, *, packed: bool) -> "IO[bytes] | gzip.GzipFile":
 
 def _write_events(file: "IO[bytes] | gzip.GzipFile", events: Iterator[dict[str, object]]) -> None:
     encoder = msgspec.json.Encoder()
-    file.write(b'{"displayTimeUnit":"ns","stepscope":"a picture","traceEvents":[\n')
+    file.write(b'{"displayTimeUnit":"ns",' + PERFETTO_MARK + b',"traceEvents":[\n')
     for number, event in enumerate(events):
         file.write((b",\n" if number else b"") + encoder.encode(event))
     file.write(b"\n]}\n")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stepscope.findings import Table
 from stepscope.report.formats import visible
-from stepscope.report.numbers import format_column
+from stepscope.report.numbers import format_cells
 
 NO_ROWS = "(no rows)"
 
@@ -42,7 +42,7 @@ def lay_out(table: Table, *, detail: bool) -> Sheet:
     lanes: list[Lane] = []
     for index in indices:
         column = table.columns[index]
-        cells = format_column(column, [row[index] for row in table.rows])
+        cells = format_cells(table, index)
         names_row = column.kind in ("text", "count") and all(lane.names_row for lane in lanes)
         lane = Lane(
             label=one_line(column.label),

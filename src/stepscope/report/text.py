@@ -29,7 +29,7 @@ from stepscope.report.sheet import Lane, Sheet
 _GAP = "  "
 _LEAST_TEXT = 24  # a text column is not shortened below this
 _MOST_REMARKS = 9  # more distinct texts than this are names, not remarks, and belong in their rows
-_PLAIN_NUMBER = re.compile(r"(-?[\d,]+)((?:\.\d+)?[%×]?)")
+_PLAIN_NUMBER = re.compile(r"(-?[\d,]+)((?:\.\d+)?[%×]?\??)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

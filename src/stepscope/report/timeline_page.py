@@ -12,6 +12,7 @@ text that occurs often, such as a stack frame, is there once.
 from html import escape
 from typing import Any
 
+from stepscope.files import GENERATOR
 from stepscope.findings import Timeline
 from stepscope.report.site.chart_packing import pack_timeline
 from stepscope.report.site.inlining import embed, join_scripts, join_styles, write_policy
@@ -27,6 +28,7 @@ _PAGE = """<!DOCTYPE html>
 <html lang="en" dir="ltr" data-theme="auto">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="{generator}">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
@@ -60,6 +62,7 @@ def write_page(timeline: Timeline, detail: float) -> str:
     style, script = join_styles(_STYLES), join_scripts(_SCRIPTS)
     peak, parts = _describe_peak(timeline)
     return _PAGE.format(
+        generator=GENERATOR,
         policy=write_policy(script, style),
         title=markup(timeline.title),
         subtitle=markup(timeline.subtitle, PROSE),

@@ -24,6 +24,8 @@ from stepscope.spec.settings import (
 )
 from stepscope.spec.training import Training
 from stepscope.spec.workload import (
+    DEFAULT_CONTEXT,
+    OWN_OPTIMIZER,
     SIZES,
     Case,
     Checkpointing,
@@ -36,7 +38,9 @@ from stepscope.spec.workload import (
 )
 
 __all__ = [
+    "DEFAULT_CONTEXT",
     "OWN_MODEL_SETTINGS",
+    "OWN_OPTIMIZER",
     "RUN_SETTINGS",
     "SETTINGS",
     "SHAPE_SETTINGS",

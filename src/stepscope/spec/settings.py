@@ -8,7 +8,7 @@ from typing import TypeVar, get_args
 import msgspec
 
 from stepscope.errors import nearest
-from stepscope.spec.choices import CHOICES, Scalar, SpecError, flag_of, require_choice
+from stepscope.spec.choices import CHOICES, Scalar, SpecError, flag_of, require_choice, require_positive
 from stepscope.spec.workload import (
     SIZES,
     Case,
@@ -102,8 +102,10 @@ SHAPE_SETTINGS: dict[str, Setting] = {
     "tie_embeddings": Setting(parse=parse_yes_or_no, metavar="yes|no", help="Head and embedding share one weight."),
 }
 OWN_MODEL_SETTINGS: dict[str, Setting] = {
-    "model": Setting(parse=str, metavar="MODULE:FACTORY", help="Your own model: a function that builds it."),
-    "hf": Setting(parse=str, metavar="CONFIG", help="A transformers model type or config file."),
+    "model": Setting(
+        parse=str, metavar="MODULE:FACTORY", help="Your own model: the function that builds it, or FILE.py:FACTORY."
+    ),
+    "hf": Setting(parse=str, metavar="CONFIG", help="A transformers model type or local config file."),
 }
 RUN_SETTINGS: dict[str, Setting] = {
     "batch": Setting(parse=parse_integer, metavar="N", help="Sequences in a step."),
@@ -135,6 +137,8 @@ def build_case(settings: Settings) -> Case:
     check_names(settings)
     model = _build_model(settings)
     workload = {name: settings[name] for name in RUN_SETTINGS if name in settings}
+    if workload.get("context") == 0:  # in a workload it means that none was given
+        require_positive("context", 0)
     if "checkpoint" in workload:
         workload["checkpoint"] = str(workload["checkpoint"])
     return Case(

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from typing import NamedTuple
 
 import msgspec
@@ -125,18 +126,29 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, tag="builtin", forbi
 
 
 class Factory(msgspec.Struct, frozen=True, kw_only=True, tag="factory", forbid_unknown_fields=True):
-    """The user's own model: `package.module:function`, and the keyword arguments given with `--set`."""
+    """The user's own model: `package.module:function` or `path/to/file.py:function`, and the keyword arguments given
+    with `--set`."""
 
     target: str
     arguments: tuple[tuple[str, Scalar], ...] = ()
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", self.target):
+        if not re.fullmatch(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*", self.target):
+            is_path = "/" in self.target or self.target.endswith(".py")
+            file = self.target.rpartition(":")[0] or self.target
             raise SpecError(
                 f"not a factory: `{self.target}`",
-                detail="expected package.module:function, with the module importable from here",
-                hint="--model my_model:build",
+                detail="expected package.module:function or path/to/file.py:function",
+                hint=f"--model {shlex.quote(file.removesuffix('.py') + '.py:build')}"
+                if is_path
+                else "--model my_model:build",
             )
+
+    @property
+    def file(self) -> str | None:
+        """The path of the Python file that holds the function; None for a module that is imported by its name."""
+        place = self.target.rpartition(":")[0]
+        return place if place.endswith(".py") else None
 
     @property
     def name(self) -> str:
@@ -173,12 +185,29 @@ SIZES: dict[str, ModelShape] = {
 }
 
 
+DEFAULT_CONTEXT = 128
+OWN_OPTIMIZER: Optimizer = "adamw-torch"  # of a model that is not built in
+
+
+def _defaults(model: ModelShape | Factory | HuggingFace) -> dict[str, object]:
+    """Settings whose default depends on the kind of model. The textbook AdamW is part of the built-in model; others are
+    measured with the optimizer that their users have."""
+    match model:
+        case ModelShape():
+            return {"attention": "naive", "context": DEFAULT_CONTEXT, "optimizer": "adamw"}
+        case Factory():
+            return {}
+        case HuggingFace():
+            return {"optimizer": OWN_OPTIMIZER}
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing to run: a model and how to step it."""
 
     model: ModelShape | Factory | HuggingFace
     batch: int = 4
-    context: int = 128
+    # 0 leaves it open: `DEFAULT_CONTEXT` where the model takes tokens. It stays 0 where the model takes none.
+    context: int = 0
     precision: Precision = "fp32"
     # `inference` builds no graph; `forward` keeps it; the last two go on to gradients and to an update.
     mode: Mode = "train"
@@ -186,21 +215,25 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     attention: Attention | None = None
     compile: bool = False
     checkpoint: str = "none"  # as `parse_checkpoint` reads it
-    optimizer: Optimizer = "adamw"
+    # None leaves it to a factory, which may return its own; without one, and for transformers, it is PyTorch's AdamW.
+    optimizer: Optimizer | None = None
     device: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.attention is None and isinstance(self.model, ModelShape):
-            msgspec.structs.force_setattr(self, "attention", "naive")
-        for name in ("precision", "mode", "optimizer"):
+        for name, value in _defaults(self.model).items():
+            if getattr(self, name) in (None, 0):
+                msgspec.structs.force_setattr(self, name, value)
+        for name in ("precision", "mode"):
             require_choice(name, getattr(self, name))
         # A whole number is as good as its digits: TOML and Python write it so.
         msgspec.structs.force_setattr(self, "checkpoint", canonical_checkpoint(str(self.checkpoint)))
-        if self.attention is not None:
-            require_choice("attention", self.attention)
+        for name in ("attention", "optimizer"):
+            if getattr(self, name) is not None:
+                require_choice(name, getattr(self, name))
         require_positive("batch", self.batch)
-        require_positive("context", self.context)
+        if self.context != 0 or isinstance(self.context, bool):
+            require_positive("context", self.context)
         if not 0 <= self.seed < TOO_LARGE:
             raise SpecError(f"seed `{self.seed}` is out of range", detail="expected 0 to 2⁴⁸", hint="--seed 0")
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):

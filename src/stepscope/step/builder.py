@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.nn import AdamW
-from stepscope.spec import Factory, HuggingFace, ModelShape, Optimizer, Workload
+from stepscope.spec import OWN_OPTIMIZER, Factory, HuggingFace, ModelShape, Optimizer, Workload
 from stepscope.step.builtin import build_builtin
 from stepscope.step.checkpointing import checkpoint_blocks
 from stepscope.step.hf import build_hf
@@ -42,8 +42,14 @@ class Step:
             self.run_module = torch.compile(self.module, dynamic=False)
         self._loss: Tensor | None = None
         self._scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
-        self._optimizer = _build_optimizer(workload.optimizer, self.module) if workload.mode == "train" else None
-        self.has_tokens = parts.has_tokens
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.optimizer_name: str | None = None  # the setting, or the class where a factory brought its own
+        if workload.mode == "train" and parts.optimizer is not None:
+            self._optimizer, self.optimizer_name = parts.optimizer, type(parts.optimizer).__name__
+        elif workload.mode == "train":
+            self._optimizer = _build_optimizer(workload.optimizer, self.module)
+            self.optimizer_name = workload.optimizer or OWN_OPTIMIZER
+        self.has_samples, self.has_tokens = parts.has_samples, parts.has_tokens
         # Loss scaling looks at the gradients on the host before it lets the optimizer run.
         self.waits_inside = workload.precision == "fp16" and workload.mode == "train"
         self.phases: tuple[tuple[str, Callable[[], None]], ...] = self._choose_phases()
@@ -75,7 +81,7 @@ class Step:
         for parameter, state in self._optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    yield f"{names[parameter]}.{key}", value
+                    yield f"{names.get(parameter, '(not of the module)')}.{key}", value
 
     def loss_is_finite(self) -> bool:
         """Of the last step; without a loss there is nothing to say against it."""
@@ -157,17 +163,17 @@ def set_float32_arithmetic(*, tf32: bool) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
-def _build_optimizer(name: Optimizer, module: nn.Module) -> torch.optim.Optimizer:
+def _build_optimizer(name: Optimizer | None, module: nn.Module) -> torch.optim.Optimizer:
     make, options = optimizer_of(name)
     return make(list(module.parameters()), **{"lr": LEARNING_RATE, **options})
 
 
-def optimizer_of(name: Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class behind a name, and what is said to it besides the learning rate."""
+def optimizer_of(name: Optimizer | None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class behind a name, and what is said to it besides the learning rate. None is that of a user's model."""
     choices: dict[Optimizer, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         "adamw": (AdamW, {}),
         "adamw-torch": (torch.optim.AdamW, {}),
         "adamw-fused": (torch.optim.AdamW, {"fused": True}),
         "sgd": (torch.optim.SGD, {}),
     }
-    return choices[name]
+    return choices[name or OWN_OPTIMIZER]

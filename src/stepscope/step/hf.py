@@ -1,49 +1,116 @@
-"""A causal language model from `transformers`, with random weights and without the network.
+"""A model from `transformers`, with random weights and without the network: of text, images, video or audio.
 
 `--hf gpt2` takes a model type's default config, `--hf path/to/config.json` a file; `--set` overrides fields of either.
+The head, and with it the loss, is the one that the config names in `architectures`, or else the first of `_HEADS` that
+`transformers` has for it. The input follows from the model's `main_input_name` (`_INPUTS`). No model is named here.
+
 `transformers` is an optional extra and is imported here only.
 """
 
 import hashlib
+import inspect
 import json
+import math
 import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stepscope.errors import StepscopeError, nearest
-from stepscope.spec import Attention, HuggingFace, Workload
+from stepscope.spec import DEFAULT_CONTEXT, Attention, HuggingFace, Workload
 from stepscope.step.own import Parts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Labels = Literal["next", "masked", "target", "class", "transcript"]
+
+AUDIO_S = 10  # of audio, for models that take any length
+SAMPLES_PER_S, FRAMES_PER_S = 16_000, 100
+TRANSCRIPT = 32  # labels of a recording: what can be aligned with AUDIO_S under any usual subsampling
+IMAGE_SIZE = 224  # of models that take any size
+MASK_EVERY = 7  # about the 15 % that masked language models are trained on
+
+
+class _Head(NamedTuple):
+    """A kind of model in `transformers`, as the ends of `AutoModelFor…` and `MODEL_FOR_…_MAPPING`; what its loss
+    compares with; and whether an encoder's output is read by a decoder."""
+
+    auto: str
+    mapping: str
+    labels: Labels
+    has_decoder: bool = False
+
+
+_HEADS = (
+    _Head("Seq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "target", has_decoder=True),
+    _Head("SpeechSeq2Seq", "SPEECH_SEQ_2_SEQ", "target", has_decoder=True),
+    _Head("MaskedLM", "MASKED_LM", "masked"),
+    _Head("CausalLM", "CAUSAL_LM", "next"),
+    _Head("ImageClassification", "IMAGE_CLASSIFICATION", "class"),
+    _Head("VideoClassification", "VIDEO_CLASSIFICATION", "class"),
+    _Head("CTC", "CTC", "transcript"),
+    _Head("AudioClassification", "AUDIO_CLASSIFICATION", "class"),
+    _Head("SequenceClassification", "SEQUENCE_CLASSIFICATION", "class"),
+)
+
+
+class _Model(NamedTuple):
+    """A config with the head chosen for it, before any weight exists."""
+
+    config: "PretrainedConfig"
+    head: _Head
+    kind: Any  # the class
+    input_name: str
+
+    @property
+    def takes_context(self) -> bool:
+        """Whether a step has tokens: in its input, or in what a decoder is to say."""
+        return self.input_name == "input_ids" or self.head.labels == "target"
+
+    def takes(self, argument: str) -> bool:
+        return argument in inspect.signature(self.kind.forward).parameters
+
 
 def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
-    config = load_config(spec)
-    _check_context(config, workload)
-    from transformers import AutoModelForCausalLM
+    model = _choose_model(spec)
+    context = _check_context(model, workload, spec)
+    import transformers
 
     options: dict[str, Any] = {"dtype": torch.float32}
     if workload.attention is not None:
         options["attn_implementation"] = _attention_name(workload.attention)
     try:
-        model = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+        module = getattr(transformers, f"AutoModelFor{model.head.auto}").from_config(model.config, **options)
     except ValueError as error:
         raise StepscopeError(
-            f"transformers cannot build a causal language model of `{spec.config}`",
+            f"transformers cannot build the {model.kind.__name__} of `{spec.name}`",
             detail=str(error).splitlines()[0][:200],
-            hint="--hf gpt2, or --model package.module:factory for any other kind of model",
+            hint="--set FIELD=VALUE changes its config; --attention, if given, must be one that it has",
         ) from None
-    tokens_BL = torch.randint(config.get_text_config().vocab_size, (workload.batch, workload.context))
-    labels = {} if workload.mode == "inference" else {"labels": tokens_BL}
+    inputs = _make_inputs(model, batch=workload.batch, context=context, with_labels=workload.mode != "inference")
     return Parts(
-        module=model,
-        call=lambda run: run(input_ids=tokens_BL, use_cache=False, **labels),
+        module=module,
+        call=lambda run: _feed(run, inputs, model, spec),
         loss=_loss_of,
+        has_tokens=model.takes_context,
     )
+
+
+def check_config(workload: Workload, spec: HuggingFace) -> tuple[str, bool]:
+    """Refuses, before anything runs, what can never be built; returns the digest of the whole config with its head, and
+    whether the model takes a context."""
+    model = _choose_model(spec)
+    if workload.context:
+        _check_context(model, workload, spec)
+    content = model.config.to_json_string(use_diff=False)
+    # Once there was no other head than this one, and rows from then keep their keys.
+    content += "" if model.head.labels == "next" else model.kind.__name__
+    return hashlib.sha256(content.encode()).hexdigest()[:16], model.takes_context
 
 
 def _attention_name(attention: Attention) -> str:
@@ -55,11 +122,7 @@ def _attention_name(attention: Attention) -> str:
     return register("auto" if attention == "flash" else attention)
 
 
-def check_config(workload: Workload, spec: HuggingFace) -> str:
-    """Refuses, before anything runs, what can never be built; returns the digest of the whole config."""
-    config = load_config(spec)
-    _check_context(config, workload)
-    return hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
+# --- The config -------------------------------------------------------------------------------------------------------
 
 
 def load_config(spec: HuggingFace) -> "PretrainedConfig":
@@ -72,29 +135,58 @@ def load_config(spec: HuggingFace) -> "PretrainedConfig":
         raise StepscopeError(
             "`--hf` needs transformers, which is not installed", hint="pip install 'stepscope[hf]'"
         ) from None
-    path = Path(spec.config)
+    path = Path(spec.config).expanduser()
     if path.exists():
         fields = _read_config(path / "config.json" if path.is_dir() else path)
     else:
         fields = {"model_type": spec.config}
     kind = fields.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
-        close = nearest(str(kind), CONFIG_MAPPING)
-        raise StepscopeError(
-            f"no config file and no model type of transformers: `{spec.config}`",
-            detail=f"did you mean `{close}`?" if close else "weights and configs are not fetched from the network",
-            hint=f"--hf {close or 'llama'}",
-        )
+        raise _unknown_config(spec, str(kind), path, CONFIG_MAPPING)
     _check_names(AutoConfig.for_model(kind, **fields), spec)
     # Built with the overrides in place, because some fields follow from others: heads give the head size.
     return AutoConfig.for_model(kind, **fields | dict(spec.arguments))
 
 
+def _unknown_config(spec: HuggingFace, kind: str, path: Path, known: Mapping[str, object]) -> StepscopeError:
+    """A file that is not there, the name of a model on the Hugging Face Hub, or a word that is neither."""
+    if path.exists():
+        return StepscopeError(
+            f"unknown model type `{kind}` in `{spec.config}`",
+            detail="the installed transformers does not have it",
+            hint="pip install --upgrade transformers",
+        )
+    owner, slash, name = spec.config.partition("/")
+    family = re.split(r"[^a-z]", name.lower())[0] if slash else ""
+    is_file = spec.config.startswith(("/", ".", "~")) or "/" in name or path.suffix == ".json" or Path(owner).is_dir()
+    if slash and name and not is_file:
+        local = f"hf download {spec.config} config.json --local-dir {name} && stepscope bench --hf {name}"
+        return StepscopeError(
+            f"`{spec.config}` is the name of a model on the Hugging Face Hub",
+            detail="nothing is downloaded: --hf takes a model type or a local config, and its weights are random",
+            hint=f"--hf {family} --set num_hidden_layers=4, or {local}" if family in known else local,
+        )
+    if slash or path.suffix:
+        where = "" if path.is_absolute() else f"; looked in {Path.cwd()}"
+        return StepscopeError(
+            f"there is no file `{spec.config}`",
+            detail=f"expected a model type of transformers, a config.json or a folder that holds one{where}",
+            hint="--hf path/to/config.json, or --hf llama",
+        )
+    close = nearest(kind, known)
+    return StepscopeError(
+        f"no config file and no model type of transformers: `{spec.config}`",
+        detail=f"did you mean `{close}`?" if close else "weights and configs are not downloaded",
+        hint=f"--hf {close or 'llama'}",
+    )
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise StepscopeError(f"not a transformers config: `{path}`", detail=str(error), hint="--hf gpt2") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise StepscopeError(f"not a transformers config: `{path}`", detail=reason or "", hint="--hf gpt2") from None
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise StepscopeError(f"not a transformers config: `{path}`", detail="it has no `model_type`", hint="--hf gpt2")
     return fields
@@ -111,17 +203,186 @@ def _check_names(config: "PretrainedConfig", spec: HuggingFace) -> None:
             )
 
 
-def _check_context(config: "PretrainedConfig", workload: Workload) -> None:
-    """Learned positions end somewhere; beyond it a CPU raises an IndexError and a GPU an assertion in a kernel."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(longest, int) and 0 < longest < workload.context:
+# --- The head ---------------------------------------------------------------------------------------------------------
+
+
+def _choose_model(spec: HuggingFace) -> _Model:
+    config = load_config(spec)
+    heads = list(_list_heads(config))
+    named = [(head, kind) for head, kind in heads if kind.__name__ in (config.architectures or ())]
+    fitting = [
+        (head, kind)
+        for head, kind in heads
+        if head.has_decoder == bool(getattr(config, "is_encoder_decoder", False))
+        and not (head.labels == "masked" and getattr(config, "is_decoder", False))
+    ]
+    for head, kind in named or fitting:
+        takes = inspect.signature(kind.forward).parameters
+        names = [name for name in (kind.main_input_name, "input_ids") if name in takes and name in _INPUTS]
+        if names and "labels" in takes:
+            if head.has_decoder:
+                _complete_decoder(config, spec)
+            return _Model(config, head, kind, names[0])
+    raise _no_head(config, spec)
+
+
+def _list_heads(config: "PretrainedConfig") -> Iterator[tuple[_Head, Any]]:
+    from transformers.models.auto import modeling_auto
+
+    for head in _HEADS:
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{head.mapping}_MAPPING")
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            yield from ((head, kind) for kind in (found if isinstance(found, list | tuple) else (found,)))
+
+
+def _complete_decoder(config: "PretrainedConfig", spec: HuggingFace) -> None:
+    """A decoder reads the labels moved by one, so that something stands before the first and in place of padding."""
+    vocab = _vocabulary(config)
+    for name in ("pad_token_id", "decoder_start_token_id"):
+        value = getattr(config, name, None)
+        if value is None:
+            setattr(config, name, 0)
+        elif value >= vocab:
+            raise StepscopeError(
+                f"`{name}` {value} of `{spec.name}` is not in its vocabulary of {vocab}", hint=f"--set {name}=0"
+            )
+
+
+def _no_head(config: "PretrainedConfig", spec: HuggingFace) -> StepscopeError:
+    return StepscopeError(
+        f"`{spec.config}` cannot be run by its config alone",
+        detail=f"transformers has no head for a {type(config).__name__} that computes a loss from inputs that are made "
+        "here: text, images, video or audio, with tokens or a class as labels",
+        hint="--model my_model.py:build, with a function that returns the model, its inputs and its loss",
+    )
+
+
+# --- The inputs -------------------------------------------------------------------------------------------------------
+
+
+def _check_context(model: _Model, workload: Workload, spec: HuggingFace) -> int:
+    """The context, once it is known that the model takes it. Learned positions end somewhere; beyond it a CPU raises an
+    IndexError and a GPU an assertion in a kernel."""
+    if not model.takes_context:
+        if workload.context:
+            raise StepscopeError(
+                f"`{spec.config}` takes no context",
+                detail=f"the input of {model.kind.__name__} is `{model.input_name}`, which has no tokens",
+                hint="leave --context out",
+            )
+        return 0
+    context = workload.context or DEFAULT_CONTEXT
+    text = model.config.get_text_config(decoder=model.head.has_decoder)
+    for name in ("max_position_embeddings", "max_target_positions"):
+        longest = getattr(text, name, None)
+        if isinstance(longest, int) and 0 < longest < context:
+            raise StepscopeError(
+                f"context `{context}` is longer than the model's `{longest}` positions",
+                hint=f"--context {longest}, or --set {name}={context}",
+            )
+    return context
+
+
+def _make_inputs(model: _Model, *, batch: int, context: int, with_labels: bool) -> dict[str, Any]:
+    inputs: dict[str, Any] = {model.input_name: _INPUTS[model.input_name](model.config, batch, context)}
+    labels = _make_labels(model, inputs[model.input_name], context)
+    if with_labels:
+        inputs["labels"] = labels
+    elif model.head.has_decoder:
+        inputs["decoder_input_ids"] = labels
+    if model.takes("use_cache"):
+        inputs["use_cache"] = False
+    return inputs
+
+
+def _make_labels(model: _Model, given: Tensor, context: int) -> Tensor:
+    batch = given.shape[0]
+    match model.head.labels:
+        case "next":
+            return given
+        case "masked":
+            skipped = torch.arange(given.shape[1], device=given.device) % MASK_EVERY != 0
+            return given.masked_fill(skipped, -100)  # what PyTorch's cross entropy passes over
+        case "target":
+            return torch.randint(_vocabulary(model.config), (batch, context))
+        case "class":
+            classes = model.config.num_labels or 1
+            return torch.randint(classes, (batch,)) if classes > 1 else torch.randn(batch)  # one is a regression
+        case "transcript":  # 0 is the blank
+            return torch.randint(1, max(2, _vocabulary(model.config)), (batch, TRANSCRIPT))
+
+
+def _vocabulary(config: "PretrainedConfig") -> int:
+    size: int = config.get_text_config(decoder=True).vocab_size
+    return size
+
+
+def _tokens(config: "PretrainedConfig", batch: int, context: int) -> Tensor:
+    return torch.randint(config.get_text_config().vocab_size, (batch, context))
+
+
+def _images(config: "PretrainedConfig", batch: int, _context: int) -> Tensor:
+    """Images, or as many as make a video where the config says how many those are."""
+    size = _find(config, "image_size", "crop_size") or IMAGE_SIZE
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    frames = _find(config, "num_frames", "frames_per_clip")
+    channels = _find(config, "num_channels", "in_chans") or 3
+    return torch.randn(batch, *((frames,) if frames else ()), channels, height, width)
+
+
+def _audio(config: "PretrainedConfig", batch: int, _context: int) -> Tensor:
+    """The wave; or its spectrum, where the config counts frequencies."""
+    bins = _find(config, "num_mel_bins")
+    if bins and not hasattr(config, "conv_stride"):
+        return torch.randn(batch, _find(config, "max_length") or AUDIO_S * FRAMES_PER_S, bins)
+    return torch.randn(batch, AUDIO_S * SAMPLES_PER_S)
+
+
+def _spectra(config: "PretrainedConfig", batch: int, _context: int) -> Tensor:
+    """Frames of frequencies; frequencies of frames where the encoder has learned positions, of which it takes two
+    frames each and all of them always."""
+    bins, positions = _find(config, "num_mel_bins"), _find(config, "max_source_positions")
+    if bins and positions:
+        return torch.randn(batch, bins, 2 * positions)
+    bins = bins or _find(config, "feature_projection_input_dim")
+    bins = bins or math.prod(_find(config, name) or 1 for name in ("input_feat_per_channel", "input_channels"))
+    return torch.randn(batch, AUDIO_S * FRAMES_PER_S, bins)
+
+
+# How each kind of input is made, by the name under which a model takes it.
+_INPUTS: dict[str, Callable[["PretrainedConfig", int, int], Tensor]] = {
+    "input_ids": _tokens,
+    "pixel_values": _images,
+    "pixel_values_videos": _images,
+    "input_values": _audio,
+    "input_features": _spectra,
+}
+
+
+def _find(config: "PretrainedConfig", *names: str) -> Any:
+    """The first of these fields that the config has, or the config of its encoder inside of it; else None."""
+    inside = [getattr(config, f"{part}_config", None) for part in ("vision", "audio", "encoder")]
+    for one in (config, *inside):
+        for name in names:
+            if getattr(one, name, None) is not None:
+                return getattr(one, name)
+    return None
+
+
+def _feed(run: Callable[..., object], inputs: Mapping[str, Any], model: _Model, spec: HuggingFace) -> object:
+    try:
+        return run(**inputs)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        made = ", ".join(f"{name} {tuple(one.shape)}" for name, one in inputs.items() if isinstance(one, Tensor))
         raise StepscopeError(
-            f"context `{workload.context}` is longer than the model's `{longest}` positions",
-            hint=f"--context {longest}, or --set max_position_embeddings={workload.context}",
-        )
+            f"the {model.kind.__name__} of `{spec.name}` does not run on {made}",
+            detail=f"{type(error).__name__}: {error}".splitlines()[0][:200],
+            hint="--model my_model.py:build, with a function that returns the model, its inputs and its loss",
+        ) from error
 
 
 def _loss_of(output: object) -> Tensor:
     loss = getattr(output, "loss", None)
-    assert isinstance(loss, Tensor), "a causal language model that was given labels returns its loss"
+    assert isinstance(loss, Tensor), "a model that was given labels returns its loss"
     return loss

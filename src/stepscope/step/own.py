@@ -5,39 +5,48 @@
         tokens = torch.randint(10_000, (batch, context))
         return model, tokens, lambda logits: my_loss(logits, tokens)
 
-It returns the module, its input, and a function from the module's output to a scalar loss. The input is a tensor, a
-tuple of arguments, or a dict of keyword arguments. The loss is None when the output already is the loss or carries it
-as `.loss`. The factory runs under `torch.device(...)`, so whatever it makes is made on the right device without its
-knowing, and it only receives the arguments that it names.
+It returns the module, its input, and a function from the module's output to a scalar loss; and, if it likes, the
+optimizer to train with. The input is a tensor, a tuple of arguments, or a dict of keyword arguments. The loss is None
+when the output already is the loss or carries it as `.loss`. The factory runs under `torch.device(...)`, so whatever it
+makes is made on the right device without its knowing, and it only receives the arguments that it names.
 """
 
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import os
+import shlex
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from stepscope.errors import StepscopeError, nearest
-from stepscope.spec import Factory, Workload
+from stepscope.spec import DEFAULT_CONTEXT, Factory, Workload
 
-CONTRACT = "expected (module, input, loss): an nn.Module, a tensor or a tuple or dict of them, and a function or None"
+CONTRACT = (
+    "expected (module, input, loss): an nn.Module, a tensor or a tuple or dict of them, and a function or None; "
+    "a torch.optim.Optimizer may follow"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a step needs of a model. `call` feeds the input to whatever runs the module, compiled or not; `has_tokens`
-    when a step works on batch times context tokens, as it does unless a factory takes no notice of one of them."""
+    """What a step needs of a model. `call` feeds the input to whatever runs the module, compiled or not. A step has
+    `batch` samples if `has_samples`, and batch times context tokens if `has_tokens`: a factory need not take notice of
+    either. Without an `optimizer` of its own the model gets the one that the workload names."""
 
     module: nn.Module
     call: Callable[[Callable[..., object]], object]
     loss: Callable[[object], Tensor]
+    optimizer: torch.optim.Optimizer | None = None
+    has_samples: bool = True
     has_tokens: bool = True
 
 
@@ -45,48 +54,136 @@ def build_own(workload: Workload, factory: Factory, device: torch.device) -> Par
     function = load_factory(factory)
     arguments = _choose_arguments(workload, factory, function, device)
     result = function(**arguments)
-    if not isinstance(result, tuple) or len(result) != 3:
+    if not isinstance(result, tuple) or len(result) not in (3, 4):
         raise _wrong_result(factory, f"a {type(result).__name__}" + _length(result))
-    module, batch, loss = result
+    module, batch, loss, optimizer = (*result, None)[:4]
     if not isinstance(module, nn.Module):
         raise _wrong_result(factory, f"a {type(module).__name__} as module")
     if loss is not None and not callable(loss):
         raise _wrong_result(factory, f"a {type(loss).__name__} as loss")
+    _check_optimizer(workload, factory, module, optimizer)
     return Parts(
         module=module,
         call=_feeder(factory, _move(batch, device)),
         loss=lambda output: _scalar_loss(factory, loss, output),
+        optimizer=optimizer,
+        has_samples="batch" in arguments,
         has_tokens={"batch", "context"} <= set(arguments),
     )
 
 
-def load_factory(factory: Factory) -> Callable[..., object]:
-    """Imports the module, from the current folder first as `python -m` would."""
-    module_name, _, function_name = factory.target.partition(":")
-    if sys.path[0] != str(Path.cwd()):
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        value: object = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        inside = "" if module_name.startswith(missing) else f", which `{module_name}` imports"
+def _check_optimizer(workload: Workload, factory: Factory, module: nn.Module, optimizer: object) -> None:
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise _wrong_result(factory, f"a {type(optimizer).__name__} as optimizer")
+    name = type(optimizer).__name__
+    if workload.optimizer is not None:
         raise StepscopeError(
-            f"cannot import `{missing}`{inside}",
-            detail=f"looked in {Path.cwd()} and the installed packages",
-            hint=f"run from the folder that holds {missing.partition('.')[0]}.py, or install it",
-        ) from None
+            f"`--optimizer {workload.optimizer}` for the factory `{factory.target}`, which returns its own {name}",
+            hint="leave --optimizer out, or return (module, input, loss)",
+        )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(id(parameter) for parameter in module.parameters()):
+        raise StepscopeError(
+            f"the {name} that the factory `{factory.target}` returned holds no parameter of its module",
+            detail="the weights would never change: it was made for another module, or for copies",
+            hint="make it from the module that is returned: torch.optim.AdamW(module.parameters())",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise StepscopeError(
+            f"the {name} that the factory `{factory.target}` returned needs a closure",
+            detail="a step here runs forward and backward once, and then the optimizer",
+            hint="return an optimizer whose step() takes no argument, such as torch.optim.AdamW",
+        )
+
+
+def load_factory(factory: Factory) -> Callable[..., object]:
+    """The function, from a module that is imported as `python -m` would, or a file that is run as `python file.py`
+    would."""
+    place, _, function_name = factory.target.rpartition(":")
+    value: object = _import_by_name(place) if factory.file is None else _run_file(Path(factory.file).expanduser())
     for name in function_name.split("."):
         if not hasattr(value, name):
             close = nearest(name, vars(value) if hasattr(value, "__dict__") else ())
             raise StepscopeError(
-                f"`{module_name}` has no `{function_name}`",
+                f"`{place}` has no `{function_name}`",
                 detail=f"did you mean `{close}`?" if close else "",
-                hint=f"--model {module_name}:{close or 'build'}",
+                hint="--model " + shlex.quote(f"{place}:{close or 'build'}"),
             )
         value = getattr(value, name)
     if not callable(value):
         raise StepscopeError(f"`{factory.target}` is not a function", detail=CONTRACT, hint="stepscope bench --help")
     return value
+
+
+def _import_by_name(name: str) -> ModuleType:
+    _put_first_on_path(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise _missing_import(error, name, Path.cwd()) from None
+
+
+def _run_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        is_folder = file.is_dir()
+        raise StepscopeError(
+            f"`{file}` is a directory" if is_folder else f"there is no file `{file}`",
+            detail="" if file.is_absolute() else f"looked in {Path.cwd()}",
+            hint="--model " + shlex.quote(f"{file}/FILE.py:build" if is_folder else "path/to/file.py:build"),
+        )
+    file = file.resolve()
+    _forget_other_folders(file.parent)
+    # Its own name where that is free, for tables that show where a class comes from. Never `torch`, for a torch.py.
+    is_free = file.stem not in sys.modules or _file_of(sys.modules[file.stem]) == file
+    name = file.stem if is_free else f"{file.stem} in {file}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _put_first_on_path(file.parent)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None, "a file that ends in .py has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and pickles look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        raise _missing_import(error, str(file), file.parent) from None
+    return module
+
+
+_entered: set[Path] = set()
+
+
+def _forget_other_folders(folder: Path) -> None:
+    """Two folders may each have a `layers.py`: what an earlier model imported from its own is not for this one."""
+    for name, module in list(sys.modules.items()):
+        file = _file_of(module)
+        if file is not None and folder not in file.parents and not _entered.isdisjoint(file.parents):
+            del sys.modules[name]
+    _entered.add(folder)
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file else None
+
+
+def _put_first_on_path(folder: Path) -> None:
+    if sys.path[0] != str(folder):
+        sys.path.insert(0, str(folder))
+
+
+def _missing_import(error: ModuleNotFoundError, importer: str, folder: Path) -> StepscopeError:
+    missing = error.name or importer
+    inside = "" if importer.startswith(missing) else f", which `{importer}` imports"
+    return StepscopeError(
+        f"cannot import `{missing}`{inside}",
+        detail=f"looked in {folder} and the installed packages",
+        hint=f"run from the folder that holds {missing.partition('.')[0]}.py, or install it",
+    )
 
 
 def source_digest() -> str:
@@ -99,9 +196,9 @@ def source_digest() -> str:
 
 
 def _own_files() -> set[Path]:
-    others = [Path(__file__).parents[1], Path(sys.base_prefix), Path(sysconfig.get_path("stdlib"))]
-    names = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    files = {Path(name).resolve() for name in names if name}
+    # Not all of `sys.base_prefix`, which is /usr for many a Python: /usr/src/app is the user's.
+    others = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))]
+    files = {file for module in list(sys.modules.values()) if (file := _file_of(module)) is not None}
     return {
         file
         for file in files
@@ -112,9 +209,9 @@ def _own_files() -> set[Path]:
     }
 
 
-def check_arguments(workload: Workload, factory: Factory, function: Callable[..., object]) -> None:
-    """Refuses, before anything runs, settings that the factory would never see."""
-    _choose_arguments(workload, factory, function, torch.device("cpu"))
+def check_arguments(workload: Workload, factory: Factory, function: Callable[..., object]) -> bool:
+    """Refuses, before anything runs, settings that the factory would never see; returns whether it takes a context."""
+    return "context" in _choose_arguments(workload, factory, function, torch.device("cpu"))
 
 
 def _choose_arguments(
@@ -122,7 +219,7 @@ def _choose_arguments(
 ) -> dict[str, object]:
     offered: dict[str, object] = {
         "batch": workload.batch,
-        "context": workload.context,
+        "context": workload.context or DEFAULT_CONTEXT,
         "device": device,
         "attention": workload.attention,
         "seed": workload.seed,

@@ -14,7 +14,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch._dynamo", "stepscope.parallel.group", "stepscope.measure.training"])
 
 
-def run_ranks(function: Callable[..., Any], world: int, *arguments: object, timeout_s: float = 60) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *arguments: object, timeout_s: float = 240) -> list[Any]:
     """`function(rank, world, *arguments)` in `world` processes of one gloo group; what each returned, in order."""
     with start_ranks(function, world, *arguments, timeout_s=timeout_s) as (_, pipes):
         return _collect({pipe: rank for rank, pipe in enumerate(pipes)}, timeout_s)
@@ -22,7 +22,7 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: object, time
 
 @contextmanager
 def start_ranks(
-    function: Callable[..., Any], world: int, *arguments: object, timeout_s: float = 60
+    function: Callable[..., Any], world: int, *arguments: object, timeout_s: float = 240
 ) -> Iterator[tuple[list[Any], list[Connection]]]:
     """The processes, for tests that do something to them, and the pipes over which they tell how it went."""
     with tempfile.TemporaryDirectory() as folder:

@@ -161,7 +161,7 @@ def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
             os.kill(processes[victim].pid, signal.SIGKILL)
             kills += 1
             for process in processes:
-                process.join(20)
+                process.join(240)
                 assert process.exitcode is not None, "a rank waits for one that is dead"
             assert processes[victim].exitcode == -signal.SIGKILL, "the run was over before it could be killed"
             assert processes[1 - victim].exitcode != 0
@@ -172,7 +172,7 @@ def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
 
 def _wait_until_joined(folder: Path) -> None:
     """Before it, gloo has timeouts of its own, and whoever started the ranks ends them."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while len(list((folder / "journal").glob("*.journal"))) < 2:
         assert time.monotonic() < deadline, "the ranks did not meet"
         time.sleep(0.002)

@@ -79,7 +79,7 @@ def list_files(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("export") / "paper"
-    export(report_samples.one_run(), place, force=False)
+    export(report_samples.one_run(), place)
     return place
 
 
@@ -243,7 +243,7 @@ def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sections.append(msgspec.structs.replace(section, exhibits=tuple(kept)))
     place = tmp_path_factory.mktemp("hostile") / "inner" / "paper"
     place.parent.mkdir()
-    export(msgspec.structs.replace(report, sections=tuple(sections)), place, force=False)
+    export(msgspec.structs.replace(report, sections=tuple(sections)), place)
     return place
 
 
@@ -280,14 +280,11 @@ def test_keys_become_names_of_files() -> None:
     assert all(re.fullmatch(r"[a-z0-9-]{1,70}", name) for name in names)
 
 
-def test_an_export_is_replaced_only_by_force(tmp_path: Path) -> None:
+def test_a_second_export_replaces_the_first(tmp_path: Path) -> None:
     place = tmp_path / "paper"
-    export(report_of(categories_table()), place, force=False)
-    with pytest.raises(StepscopeError, match="there is an export already") as caught:
-        export(report_of(), place, force=False)
-    assert caught.value.hint.startswith("--force")
+    export(report_of(categories_table()), place)
     assert (place / "tables/part-0.csv").exists()
-    files = export(report_of(), place, force=True)
+    files = export(report_of(), place)
     assert not (place / "tables/part-0.csv").exists()
     assert sorted(path.relative_to(place).as_posix() for path in files) == list_files(place)[1:]
     assert [path.name for path in tmp_path.iterdir()] == ["paper"]
@@ -296,30 +293,29 @@ def test_an_export_is_replaced_only_by_force(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["thesis.tex", "tables/mine.csv", "figures/own/plot.py", ".git/HEAD"])
 def test_what_is_not_ours_is_never_touched(tmp_path: Path, name: str) -> None:
     place = tmp_path / "paper"
-    export(report_of(), place, force=False)
+    export(report_of(), place)
     (place / name).parent.mkdir(exist_ok=True)
     (place / name).write_text("work of months")
-    for force in (False, True):
-        with pytest.raises(StepscopeError, match="of no export") as caught:
-            check_folder(place, force=force)
-        assert name.split("/")[0] in str(caught.value)
+    with pytest.raises(StepscopeError, match="of no export") as caught:
+        check_folder(place)
+    assert name.split("/")[0] in str(caught.value)
     assert (place / name).read_text() == "work of months"
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Mine")
     with pytest.raises(StepscopeError, match=r"of no export: `README\.md`"):
-        check_folder(tmp_path, force=True)
+        check_folder(tmp_path)
     with pytest.raises(StepscopeError, match="is a file"):
-        check_folder(tmp_path / "README.md", force=True)
+        check_folder(tmp_path / "README.md")
     with pytest.raises(StepscopeError, match="there is no folder") as caught:
-        check_folder(tmp_path / "a" / "b", force=True)
+        check_folder(tmp_path / "a" / "b")
     assert caught.value.hint == f"mkdir -p {tmp_path / 'a'}"
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     inode = tmp_path.stat().st_ino
-    export(report_of(), tmp_path, force=False)
+    export(report_of(), tmp_path)
     assert (tmp_path / "README.md").exists()
     assert tmp_path.stat().st_ino == inode
 
@@ -327,14 +323,14 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
 def test_without_a_drawing_library_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "find_spec", {"altair": None, "vl_convert": None}.get)
     with pytest.raises(StepscopeError, match="not installed"):
-        check_folder(tmp_path / "paper", force=False)
+        check_folder(tmp_path / "paper")
 
 
 @pytest.mark.parametrize("had_one", [False, True])
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had_one: bool) -> None:
     place = tmp_path / "paper"
     if had_one:
-        export(report_of(), place, force=False)
+        export(report_of(), place)
     before = list_files(tmp_path)
 
     def fail(*args: object) -> str:
@@ -343,7 +339,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     # The last file that is written: everything else is there by then.
     monkeypatch.setattr(export_module, "_describe", fail)
     with pytest.raises(StepscopeError, match="No space left on device") as caught:
-        export(report_of(categories_table()), place, force=True)
+        export(report_of(categories_table()), place)
     assert caught.value.detail == "nothing was kept"
     assert list_files(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == (["paper"] if had_one else [])
@@ -352,7 +348,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 def test_what_latex_has_no_letters_for_is_spelt_out(tmp_path: Path) -> None:
     columns = (Column(key="name", label="name"),)
     table = Table(title="Größe", columns=columns, rows=(("层 × é\N{SNOWMAN}",),))
-    export(report_of(table), tmp_path / "paper", force=False)
+    export(report_of(table), tmp_path / "paper")
     source = (tmp_path / "paper/tables/part-0.tex").read_text()
     assert "U+5C42 $\\times$ éU+2603" in source
     assert "Größe" in source

@@ -2,6 +2,7 @@
 
 import re
 import struct
+import zlib
 from html import unescape
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.findings import Axis, Figure, Point
 from stepscope.report.chart import define
-from stepscope.report.figures import SUFFIXES, check_target, draw, save
+from stepscope.report.figures import SUFFIXES, check_figure, draw, save
 
 from .examples import CONTEXTS, PRECISIONS, SIZES, bench_figure
 
@@ -194,7 +195,7 @@ def test_a_missing_folder_says_how_to_make_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named() -> None:
-    with pytest.raises(StepscopeError, match="cannot be written") as caught:
+    with pytest.raises(StepscopeError, match="cannot write") as caught:
         save(figure_of([]), Path("/proc/step.svg"))
     assert caught.value.hint
 
@@ -202,18 +203,48 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
 def test_a_failed_write_leaves_the_old_state_and_no_rubbish(tmp_path: Path) -> None:
     taken = tmp_path / "step.svg"
     taken.mkdir()
-    with pytest.raises(StepscopeError, match="cannot be written"):
+    with pytest.raises(StepscopeError, match="is a directory"):
         save(figure_of([]), taken)
     assert list(tmp_path.iterdir()) == [taken]
 
 
-def test_a_figure_that_exists_is_overwritten_by_force_only(tmp_path: Path) -> None:
+def test_a_file_that_is_no_figure_of_ours_is_overwritten_by_force_only(tmp_path: Path) -> None:
     path = tmp_path / "step.svg"
     path.touch()
-    check_target(path, force=True)
+    check_figure(path, force=True)
     with pytest.raises(StepscopeError) as caught:
-        check_target(path, force=False)
+        check_figure(path, force=False)
     assert "--force" in caught.value.hint
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_figure_of_ours_is_known_by_its_content(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"step{suffix}"
+    save(bench_figure(), path)
+    check_figure(path, force=False)
+    path.write_bytes(path.read_bytes().replace(b"stepscope", b"somewhere"))
+    with pytest.raises(StepscopeError, match="exists"):
+        check_figure(path, force=False)
+
+
+def test_the_mark_of_a_png_is_a_valid_chunk(tmp_path: Path) -> None:
+    content = draw(bench_figure(), ".png")
+    names, place = [], 8
+    while place < len(content):
+        size = int.from_bytes(content[place : place + 4], "big")
+        name, data = content[place + 4 : place + 8], content[place + 8 : place + 8 + size]
+        assert zlib.crc32(name + data) == int.from_bytes(content[place + 8 + size : place + 12 + size], "big")
+        names.append(name)
+        place += 12 + size
+    assert names[:2] == [b"IHDR", b"tEXt"]
+    assert names[-1] == b"IEND"
+
+
+def test_the_mark_of_a_pdf_moves_nothing() -> None:
+    content = draw(bench_figure(), ".pdf")
+    table = int(content.rsplit(b"startxref", 1)[1].split()[0])
+    assert content[table : table + 4] == b"xref"
+    assert content.endswith(b"%%EOF")
 
 
 def test_a_second_save_replaces_the_first(tmp_path: Path) -> None:

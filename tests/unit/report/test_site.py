@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from stepscope.files import is_ours
 from stepscope.findings import Advice, Beside, Copyable, Exhibit, Fact, Finding, Report, Section
 from stepscope.report.palette import LINES
 from stepscope.report.private import hide_private
-from stepscope.report.site import is_site, write_site
+from stepscope.report.site import write_site
 from stepscope.report.site.colours import assign_colours, colour_of
 from stepscope.report.site.packing import pack_breakdown
 from stepscope.report.site.text import clean
@@ -247,11 +248,10 @@ def test_a_unit_stays_with_its_number() -> None:
 
 def test_a_page_is_known_by_its_generator(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    assert not is_site(path)
     path.write_text(write_site(msgspec.structs.replace(one_run(), title="x" * 10_000)), encoding="utf-8")
-    assert is_site(path)
+    assert is_ours(path)
     path.write_text("<!DOCTYPE html><title>stepscope</title>", encoding="utf-8")
-    assert not is_site(path)
+    assert not is_ours(path)
 
 
 @pytest.mark.parametrize(

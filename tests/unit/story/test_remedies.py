@@ -108,7 +108,7 @@ def test_each_flag_mends_its_rule() -> None:
 
 
 def test_a_model_of_one_s_own_gets_the_command_and_the_code() -> None:
-    case = build_case({"model": "my_model:build", "device": "cuda:0"})
+    case = build_case({"model": "my_model:build", "context": 128, "device": "cuda:0"})
     command, python = advise(finding("SS003"), record_ours(product, case=case)).fixes
     assert command.text == "stepscope report --model my_model:build --context 128 --compile"
     assert python.text == "model = torch.compile(model)"

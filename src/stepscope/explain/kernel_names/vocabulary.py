@@ -11,6 +11,7 @@ from stepscope.explain.kernel_names.types import KernelClass, KernelName, NamePa
 LONGEST_SHORT = 48
 LONGEST_PART = 120
 MOST_PARTS = 40
+_LARGEST_TILE = 1 << 16
 
 # As C++ and the libraries spell them. `ushort` is left out: only CK means bf16 by it.
 _TYPES = {
@@ -205,6 +206,8 @@ def join(*pieces: str | None) -> str:
 
 def finish(decoded: KernelName) -> KernelName:
     """Bounded, whatever was recorded. Printable it is already: `dissect` lets nothing else through."""
+    if decoded.tile and not (len(decoded.tile) in (2, 3) and all(0 < size <= _LARGEST_TILE for size in decoded.tile)):
+        decoded = msgspec.structs.replace(decoded, tile=None)
     short = decoded.short.strip() or "unnamed kernel"
     if len(short) > LONGEST_SHORT:
         short = short[: LONGEST_SHORT - 1].rstrip() + "…"

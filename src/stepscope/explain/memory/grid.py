@@ -11,6 +11,7 @@ from stepscope.explain.cases import (
     brief,
     describe_case,
     find_setting,
+    limit_notes,
     say_shared,
     varies,
 )
@@ -64,7 +65,10 @@ def grid_table(rows: Sequence[MemoryRow]) -> Table:
         title=f"{say_shared(rows, without=_NO_PART)}; peak memory and what it is made of",
         columns=tuple(column for column, _ in columns),
         rows=tuple(zip(*(values for _, values in columns), strict=True)),
-        notes=tuple(f"{status}: {brief(reason)}" for status, reason in reasons.items()),
+        notes=(
+            *limit_notes(row.environment for row in rows),
+            *(f"{status}: {brief(reason)}" for status, reason in reasons.items()),
+        ),
     )
 
 
@@ -160,8 +164,9 @@ def _say_change(base: MemoryRow, row: MemoryRow, names: Sequence[str]) -> str:
 
 def grid_figure(rows: Sequence[MemoryRow]) -> Figure:
     """Peaks against context, or against parameters where contexts do not differ."""
-    done = [row for row in rows if row.summary and row.run]
     by_context = varies(find_setting("context"), rows)
+    # A model without tokens has no place on an axis of contexts.
+    done = [row for row in rows if row.summary and row.run and (row.case.workload.context or not by_context)]
     inside = ("context", "mode") if by_context else ("model", "mode", "vocab")
     told_apart = [s for s in CASE_SETTINGS if varies(s, rows) or s.key == "model"]
     series = [setting for setting in told_apart if setting.key not in inside]

@@ -152,6 +152,9 @@ def make_memory_profile(recording: Recording) -> MemoryProfile:
     allocations = _of_device(allocations, device)
     if allocations["category"].null_count() == allocations.height:
         allocations = guess_categories(allocations, recording.stacks)
+    # What a later version calls by a name of its own is something else to this one, and still adds up.
+    known = pl.col("category").is_in(CATEGORIES)
+    allocations = allocations.with_columns(category=pl.when(known).then("category").otherwise(pl.lit("other")))
     allocations = number_layers(_name_owners(allocations), pl.DataFrame())
     # Each of several devices has events of its own, and the file's figure is of all together.
     events = facts.events if len(_devices(recording)) < 2 else 0

@@ -158,10 +158,13 @@ def _fused_update_ns(evidence: Evidence, update: pl.DataFrame) -> float | None:
         or update["name"].str.contains(_ADAM).any()
         or evidence.profile.recording.ranges["name"].str.contains(r"(?i)Optimizer\.step#Adam").any()
     )
-    case, parameters = evidence.case, evidence.profile.recording.manifest.parameters
-    hardware = evidence.hardware
+    case, manifest = evidence.case, evidence.profile.recording.manifest
+    hardware, parameters = evidence.hardware, manifest.parameters
     if parameters and hardware is not None and hardware.bandwidth:
-        is_adam = is_adam or (case is not None and case.workload.optimizer.startswith("adamw"))
+        name = manifest.optimizer or (case.workload.optimizer if case else None) or ""
+        is_adam = is_adam or name.lower().startswith("adam")
+        if name and not is_adam and name.lower() != "sgd":
+            return None  # a factory's own: how much of it a fused one would be is not known
         moved = parameters * (ADAM_BYTES if is_adam else SGD_BYTES)
         return moved / (hardware.bandwidth * BANDWIDTH_SHARE) * 1e9
     return evidence.per_step(update) * ADAM_BYTES / ADAM_UNFUSED_BYTES if is_adam else None

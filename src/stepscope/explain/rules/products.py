@@ -144,7 +144,7 @@ def find_empty_waves(evidence: Evidence) -> Hit | None:
     if not hit:
         return None
     gain = evidence.gain_of(new)
-    short, waves = max(set(hit), key=hit.count)
+    short, waves = max(dict.fromkeys(hit), key=hit.count)
     text = (
         f"{len(hit) / evidence.num_steps:,.0f} products a step end with a wave that is partly empty, such as {short} "
         f"with {waves:.2f} waves on {multiprocessors} multiprocessors; up to {ms(gain.gpu_ns)} of GPU time is lost so"

@@ -5,7 +5,7 @@ from typing import Literal
 from stepscope.explain.story.commands import find_case, write_command
 from stepscope.explain.story.materials import Materials
 from stepscope.findings import Missing
-from stepscope.spec import Case
+from stepscope.spec import Case, Workload
 
 Stage = Literal["profile", "memory", "precision", "attention"]
 _OWN = "--model my_model:build"  # how a model of one's own is named
@@ -71,7 +71,8 @@ def _command_of(case: Case, stage: Stage) -> str:
             return f"stepscope attention{sizes}"
         case "precision":
             # It compares all precisions by itself, in one forward and backward pass.
-            plain = {"precision": "fp32", "mode": "train", "compile": False, "checkpoint": "none", "optimizer": "adamw"}
+            usual = Workload(model=workload.model)
+            plain = {name: getattr(usual, name) for name in ("precision", "mode", "compile", "checkpoint", "optimizer")}
             return write_command(stage, workload, **plain)
         case _:
             return write_command(stage, workload)

@@ -86,7 +86,7 @@ def _run_flags(workload: Workload) -> list[str]:
     flags = []
     for name in ("batch", "context", "precision", "mode", "attention", "compile", "checkpoint", "optimizer", "seed"):
         value = getattr(workload, name)
-        if name == "context" or (value is not None and value != getattr(plain, name)):
+        if value and (name == "context" or value != getattr(plain, name)):
             flags += [flag_of(name)] if value is True else [flag_of(name), _say(value)]
     if workload.device not in ("auto", "cuda", "cuda:0"):
         flags += ["--device", workload.device]

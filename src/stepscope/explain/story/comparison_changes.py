@@ -84,8 +84,9 @@ def tell_settings(a: Materials, b: Materials) -> list[Setting]:
 
 def _describe(materials: Materials) -> dict[str, str]:
     case, environment = find_case(materials), find_environment(materials)
-    said = list_settings(case) if case is not None else {}
     manifests = [one.recording.manifest for one in (materials.profile, materials.memory) if one is not None]
+    ran = [row.optimizer for row in materials.bench] + [one.optimizer for one in manifests]
+    said = list_settings(case, next((one for one in ran if one), None)) if case is not None else {}
     devices = [one.device for one in manifests if one.device]
     if environment is not None:
         return {**said, "device": environment.driver_name, **describe_software(environment)}

@@ -104,6 +104,8 @@ def _of_environment(environment: Environment) -> Iterator[_Row]:
     )
     yield from ((name, version) for name, version in versions if version)
     yield "CPU threads", str(environment.threads)
+    if environment.cpu_limits:
+        yield "CPU instructions limited by", environment.cpu_limits
 
 
 def _of_hardware(hardware: Hardware) -> Iterator[_Row]:

@@ -8,11 +8,12 @@ finding and is not set already: a flag that changes nothing is no remedy.
 import math
 import shlex
 from collections.abc import Callable
+from typing import get_args
 
 from stepscope.explain.profile import Profile
 from stepscope.explain.story.commands import write_command
 from stepscope.findings import Advice, Copyable, Finding
-from stepscope.spec import ModelShape, Workload
+from stepscope.spec import ModelShape, Optimizer, Workload
 
 _PYTHON = {
     "SS001": 'model = torch.compile(model, mode="reduce-overhead")  # CUDA graphs; shapes must not change',
@@ -101,7 +102,7 @@ def _lower_precision(workload: Workload) -> dict[str, object]:
 
 
 def _fuse_optimizer(workload: Workload) -> dict[str, object]:
-    return {"optimizer": "adamw-fused"} if workload.optimizer in ("adamw", "adamw-torch") else {}
+    return {"optimizer": "adamw-fused"} if workload.optimizer in ("adamw", "adamw-torch", None) else {}
 
 
 def _pad_vocabulary(workload: Workload) -> dict[str, object]:
@@ -134,9 +135,12 @@ _CHANGES: dict[str, _Change] = {
 
 def advise(finding: Finding, profile: Profile) -> Advice:
     """A finding with what to copy: commands first where the run is one of ours."""
-    case = profile.recording.manifest.case
-    workload = case.workload if case else None
-    fixes = [*_commands(finding.code, workload), *_lookups(finding.code, profile)]
+    manifest = profile.recording.manifest
+    workload = manifest.case.workload if manifest.case else None
+    commands = _commands(finding.code, workload)
+    if finding.code == "SS007" and manifest.optimizer not in (None, *get_args(Optimizer)):
+        commands = []  # a factory's own, which no flag replaces
+    fixes = [*commands, *_lookups(finding.code, profile)]
     # The built-in model is not the user's to edit; where a flag mends it, Python to paste would be beside the point.
     is_builtin = workload is not None and isinstance(workload.model, ModelShape)
     if finding.code in _PYTHON and not (fixes and is_builtin):

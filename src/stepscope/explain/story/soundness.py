@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.explain.attention import DOUBTS
 from stepscope.explain.bench import step_ms
-from stepscope.explain.cases import describe_case
+from stepscope.explain.cases import describe_case, limit_notes
 from stepscope.explain.compare import step_windows
 from stepscope.explain.questions.answers import say_time
 from stepscope.explain.story.clock import find_timed, has_steps, is_too_short, median_ns
 from stepscope.explain.story.commands import find_strangers
+from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.materials import Materials
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.wording import name_source, say_percent, say_size
@@ -140,6 +141,8 @@ def _remarks(opening: Opening) -> Iterator[str]:
     for one in (materials.profile, materials.memory):
         if one is not None:
             yield from one.recording.manifest.notes
+    environment = find_environment(materials)
+    yield from limit_notes([environment] if environment else [])
     yield from _attention(materials)
     if "bench" in materials.absent:
         yield f"{materials.absent['bench'].what}: {materials.absent['bench'].why}"

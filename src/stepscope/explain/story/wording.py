@@ -1,5 +1,8 @@
 """Numbers and names as they stand inside of a sentence: three digits at most, where tables keep them all."""
 
+import msgspec
+
+from stepscope.explain.cases import say_sizes
 from stepscope.explain.questions.answers import LEAST_PERCENT, ROUNDS_UP, say_digits
 from stepscope.findings import Table
 from stepscope.recording.store import Manifest
@@ -72,7 +75,7 @@ def with_article(words: str) -> str:
 def name_model(case: Case) -> str:
     """The model, and the settings that decide most about its step."""
     workload = case.workload
-    settings = [f"batch {workload.batch}", f"context {workload.context}", workload.precision, *say_extras(workload)]
+    settings = [*say_sizes(workload), workload.precision, *say_extras(workload)]
     return f"{workload.model.name} ({', '.join(settings)})"
 
 
@@ -113,9 +116,9 @@ def shorten(table: Table, command: str, most: int = MOST_ROWS) -> Table:
     if rest <= 0:
         return table
     note = f"{rest:,} more rows" + (f": {command}" if command else "")
-    return Table(title=table.title, columns=table.columns, rows=table.rows[:most], notes=(*table.notes, note))
+    return msgspec.structs.replace(table, rows=table.rows[:most], notes=(*table.notes, note))
 
 
 def retitle(table: Table, title: str) -> Table:
     """On a page a table's own title, which says what all its rows share, is its first note."""
-    return Table(title=title, columns=table.columns, rows=table.rows, notes=(table.title, *table.notes))
+    return msgspec.structs.replace(table, title=title, notes=(table.title, *table.notes))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.files import decode, read_plain
+from stepscope.files import decode, read_plain, writing
 from stepscope.jobs.slurm.submissions import Job, write_whole
 from stepscope.jobs.sweep import LOGS_NAME, RESULTS_NAME
 from stepscope.recording.bench import BenchRow
-from stepscope.recording.lines import ResultsFile, parse_rows, writing
+from stepscope.recording.lines import ResultsFile, parse_rows
 from stepscope.spec import Case
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain
+from stepscope.files import decode, read_plain, write_atomically, writing
 from stepscope.jobs.slurm.resources import Resources
-from stepscope.recording.lines import write_atomically, writing
 from stepscope.spec import Case
 
 FOLDER_NAME = "slurm"
@@ -149,7 +148,6 @@ def outcome_path(folder: Path, task: int) -> Path:
 def write_whole(path: Path, content: bytes) -> None:
     """All of it or nothing, whoever reads and whoever dies meanwhile."""
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
 
 

@@ -4,7 +4,6 @@ They come before the table in `tiles.py`. Nothing is measured when a kernel firs
 usual case, and one that cannot be read is an error, because to pass over it would run other tiles than the user chose.
 """
 
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import write_atomically
 from stepscope.folders import cache_folder
 from stepscope.kernels.attention.tiles import Tile, TileKey
 
@@ -39,10 +39,7 @@ def keep(gpu: str, found: Mapping[TileKey, Tile]) -> Path:
     path = tiles_path()
     known = {(entry.gpu, entry.key): entry for entry in _read(path)}
     known |= {(gpu, key): _Entry(gpu=gpu, key=key, tile=tile) for key, tile in found.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(f".{os.getpid()}.new")
-    written.write_bytes(msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1))
-    written.replace(path)
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1))
     tuned_tiles.cache_clear()
     return path
 

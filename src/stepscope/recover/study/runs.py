@@ -169,6 +169,8 @@ def _find_settings(case: Case | None, name: str, truths: Mapping[str, Settings])
         )
     workload = case.workload
     run = {name: getattr(workload, name) for name in ("batch", "context", "precision", "attention", "compile", "mode")}
+    if not workload.context:  # of a model without tokens
+        del run["context"]
     return {**_settings_of(workload.model), **run}
 
 

@@ -1,5 +1,5 @@
 """A report as one HTML page that needs nothing beside itself."""
 
-from stepscope.report.site.document import is_site, write_site
+from stepscope.report.site.document import write_site
 
-__all__ = ["is_site", "write_site"]
+__all__ = ["write_site"]

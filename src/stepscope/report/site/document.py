@@ -9,8 +9,6 @@ What comes from a recording is text and stays text: it is escaped where it is HT
 where it is data, and the policy lets nothing run but the script whose hash it names, nor anything be fetched.
 """
 
-from pathlib import Path
-
 from stepscope.findings import Report
 from stepscope.report.site.colours import assign_colours
 from stepscope.report.site.inlining import embed, join_scripts, join_styles, write_policy
@@ -39,14 +37,12 @@ SCRIPTS = (
     "timeline.js",
     "start.js",
 )
-_GENERATOR = '<meta name="generator" content="stepscope'
-_LOOKED_AT = 2048  # bytes at a file's beginning, in which a page of ours names its generator
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en" dir="ltr" data-theme="auto">
 <head>
 <meta charset="utf-8">
-{generator} {version}">
+<meta name="generator" content="stepscope {version}">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
@@ -75,7 +71,6 @@ def write_site(report: Report) -> str:
     """The page of a report, whole."""
     style, script = join_styles(STYLES), join_scripts(SCRIPTS)
     return _PAGE.format(
-        generator=_GENERATOR,
         version=markup(report.version, 60),
         policy=write_policy(script, style),
         title=markup(report.title or "Training step"),
@@ -87,14 +82,6 @@ def write_site(report: Report) -> str:
         data=embed(_pack(report)),
         script=script,
     )
-
-
-def is_site(path: Path) -> bool:
-    """Whether a file is a page of ours, as its beginning says."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return _GENERATOR.encode() in file.read(_LOOKED_AT)
 
 
 def _pack(report: Report) -> dict[str, object]:

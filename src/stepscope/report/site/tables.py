@@ -6,7 +6,7 @@ Numbers are written by `report.numbers`, as everywhere; their raw value stands i
 from collections.abc import Sequence
 
 from stepscope.findings import Cell, Column, Table
-from stepscope.report.numbers import format_column
+from stepscope.report.numbers import format_cells
 from stepscope.report.site.text import NAME, markup, prose
 
 _SEARCHED_FROM, _SCROLLED_FROM = 15, 30  # rows; more than these get a search box, and scroll by themselves
@@ -26,7 +26,7 @@ def write_table(table: Table, key: str, *, titled: bool = True, run: str = "", f
     notes = write_notes(table.notes)
     if not table.rows:
         return f'<figure class="table" id="{key}">{title}<p class="quiet">Nothing to list.</p>{notes}</figure>'
-    written = [format_column(column, [row[at] for row in table.rows]) for at, column in enumerate(table.columns)]
+    written = [format_cells(table, at) for at in range(len(table.columns))]
     classes = [_classes(column, texts) for column, texts in zip(table.columns, written, strict=True)]
     head = "".join(map(_write_header, table.columns, classes))
     body = "".join(

@@ -1,0 +1,236 @@
+"""Keeps PyTorch from instructions that this CPU advertises but cannot run.
+
+Some virtual machines advertise AMX although their hypervisor does not allow it. Any bf16 matrix product then kills the
+process with SIGILL, unless oneDNN is told not to use AMX. So before torch is first loaded, a child process runs the
+parts of a training step (`measure.instructions`). If it dies, it runs again under each setting that may help, from the
+newest instruction set to the oldest. Settings that work go into the environment, which every later process inherits.
+
+The probe takes about as long as importing torch, so its result is cached for each CPU, kernel and version of torch. It
+runs on every x86 CPU: AMX is the usual culprit, but nothing else a hypervisor gets wrong is worth being killed for.
+Compiling takes ten times as long, and is probed only once something is limited: where oneDNN's AMX kernels run, those
+that Inductor generates run as well.
+"""
+
+import hashlib
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol, Self
+
+import msgspec
+
+import stepscope
+from stepscope.errors import StepscopeError
+from stepscope.files import write_atomically
+from stepscope.folders import cache_folder
+from stepscope.measure.instructions import ALIASES, LEVELS, PARTS, REMEDIES, read_limits, say_limits
+
+# What was found, for processes that this one starts: they need not ask again, nor take the limits for a user's own.
+INHERITED = "STEPSCOPE_CPU_LIMITS"
+_FOLDER = "instructions"
+_TIMEOUT_S = 300.0
+# Others, such as SIGKILL and SIGTERM, are somebody's wish and say nothing about the CPU.
+_CRASHES = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT)
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What was set so that PyTorch works on this CPU, and why: each death of the probe that led to a setting."""
+
+    key: str
+    settings: dict[str, str] = {}
+    deaths: tuple[str, ...] = ()
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one run of the probe ended: the part that it died in, and of what; no part where it did not die.
+    `conclusive` is False where something else ended it, so that nothing is known."""
+
+    part: str = ""
+    signal: str = ""
+    conclusive: bool = True
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer depends on."""
+
+    cpu: str
+    flags: str
+    kernel: str
+    torch: str
+
+    @classmethod
+    def here(cls) -> Self:
+        cpu = _read_cpuinfo()
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:  # on the path without having been installed
+            torch = ""
+        return cls(cpu=cpu.get("model name", ""), flags=cpu.get("flags", ""), kernel=platform.release(), torch=torch)
+
+    def key(self, own: Mapping[str, str]) -> str:
+        content = msgspec.json.encode([self, stepscope.__version__, own], order="sorted")
+        return hashlib.sha256(content).hexdigest()[:24]
+
+
+class Probe(Protocol):
+    def __call__(self, settings: Mapping[str, str], *, compiled: bool) -> Outcome:
+        """One run under these variables; `compiled` is whether to compile, too."""
+        ...
+
+
+@cache
+def limit_instructions() -> Limits:
+    """Called before this process loads torch, or starts one that does. Later calls cost nothing."""
+    # The levels are those of x86. Other CPUs have none of them, and no such machine is known.
+    if find_spec("torch") is None or platform.machine() not in ("x86_64", "AMD64"):
+        return Limits(key="")
+    return settle_limits(os.environ, Machine.here(), run_probe)
+
+
+def settle_limits(environ: MutableMapping[str, str], machine: Machine, probe: Probe) -> Limits:
+    """Finds what must be set on this machine, by what is known or by asking, and sets it in `environ`."""
+    inherited = _decode(environ.get(INHERITED, "").encode())
+    if inherited is not None:
+        for name, value in inherited.settings.items():
+            if environ.get(name) == value:  # set by us for another machine perhaps, and in no case by the user
+                del environ[name]
+    own = read_limits(environ)
+    key = machine.key(own)
+    if inherited is None or inherited.key != key:
+        inherited = _read_cache(key)
+    limits = inherited or _find_limits(key, own, probe)
+    environ.update(limits.settings)
+    environ[INHERITED] = msgspec.json.encode(limits).decode()
+    return limits
+
+
+def run_probe(settings: Mapping[str, str], *, compiled: bool) -> Outcome:
+    # -P, as for every worker: a stray `random.py` in the current folder must not break torch.
+    command = [sys.executable, "-P", "-m", "stepscope.measure.instructions", *(["compiled"] if compiled else [])]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=False,
+            timeout=_TIMEOUT_S,
+            env={**os.environ, **settings},
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(conclusive=False)
+    if done.returncode == 0:
+        return Outcome()
+    begun = [line for line in done.stdout.decode(errors="replace").splitlines() if line in PARTS]
+    if -done.returncode not in _CRASHES or not begun:
+        return Outcome(conclusive=False)
+    return Outcome(part=begun[-1], signal=signal.Signals(-done.returncode).name)
+
+
+def _find_limits(key: str, own: Mapping[str, str], probe: Probe) -> Limits:
+    """Part by part: where one dies, the first setting under which it does not."""
+    settings: dict[str, str] = {}
+    deaths: list[str] = []
+    outcome = probe(settings, compiled="ONEDNN_MAX_CPU_ISA" in _names(own))
+    while outcome.part:
+        part = outcome.part
+        deaths.append(f"{outcome.signal} in {part}")
+        tried: list[dict[str, str]] = []
+        for candidate in _candidates(part, settings, own):
+            tried.append(candidate)
+            outcome = probe(candidate, compiled=True)
+            if not outcome.part or PARTS.index(outcome.part) > PARTS.index(part):
+                settings = candidate
+                break
+        else:
+            raise _give_up(deaths[-1], own, tried)
+    limits = Limits(key=key, settings=settings, deaths=tuple(deaths))
+    if outcome.conclusive:
+        _write_cache(limits)
+    return limits
+
+
+def _candidates(part: str, settings: Mapping[str, str], own: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """One variable at a time, from the newest instructions to the oldest, and then the oldest of all together. None
+    where the user has set one of them: that is their decision."""
+    remedies = REMEDIES[part]
+    if _names(own) & set(remedies):
+        return
+    for name in remedies:
+        levels = LEVELS[name]
+        start = levels.index(settings[name]) + 1 if name in settings else 0
+        yield from ({**settings, name: level} for level in levels[start:])
+    if len(remedies) > 1:
+        yield {**settings, **{name: LEVELS[name][-1] for name in remedies}}
+
+
+def _names(own: Mapping[str, str]) -> set[str]:
+    return {ALIASES.get(name, name) for name in own}
+
+
+def _give_up(death: str, own: Mapping[str, str], tried: list[dict[str, str]]) -> StepscopeError:
+    names = sorted({name for candidate in tried for name in candidate})
+    said = "".join(f"\ntried {name}: {', '.join(_values(name, tried))}" for name in names)
+    if own:
+        return StepscopeError(
+            f"PyTorch dies on this CPU under `{say_limits(own)}`: {death}",
+            detail=f"these variables were set before stepscope started, and are left as they are{said}",
+            hint=f"unset {' '.join(own)}",
+        )
+    return StepscopeError(
+        f"PyTorch dies on this CPU: {death}",
+        detail=f"no setting that keeps it from newer instructions helps{said}",
+        hint="python -m stepscope.measure.instructions compiled    # to see it die",
+    )
+
+
+def _values(name: str, tried: list[dict[str, str]]) -> list[str]:
+    return list(dict.fromkeys(candidate[name] for candidate in tried if name in candidate))
+
+
+def _read_cpuinfo() -> dict[str, str]:
+    """Of the first CPU. All of a machine are the same for our purposes."""
+    try:
+        first, _, _ = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def _read_cache(key: str) -> Limits | None:
+    """None where there is none, where it is damaged, and where it is of something else."""
+    try:
+        limits = _decode(_cache_path(key).read_bytes())
+    except OSError:
+        return None
+    return limits if limits is not None and limits.key == key else None
+
+
+def _write_cache(limits: Limits) -> None:
+    """A cache that cannot be written costs another probe and nothing else."""
+    path = _cache_path(limits.key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, msgspec.json.encode(limits))
+    except OSError:
+        return
+
+
+def _cache_path(key: str) -> Path:
+    return cache_folder() / _FOLDER / f"{key}.json"
+
+
+def _decode(content: bytes) -> Limits | None:
+    try:
+        limits = msgspec.json.decode(content, type=Limits)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return limits if set(limits.settings) <= set(LEVELS) else None

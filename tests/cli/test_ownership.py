@@ -1,0 +1,86 @@
+"""Nothing that is not ours is deleted or changed, whatever a folder that the user names looks like."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import TINY, stepscope
+
+TRAIN = [*TINY[: TINY.index("--warmup")], "--context", "8", "--steps", "2"]
+BENCH = [*TINY, "--context", "8"]
+MEMORY = [*TINY[: TINY.index("--warmup")], "--context", "8", "--steps", "2"]
+COMM = ["--collective", "broadcast", "--sizes", "1kB", "--ranks", "2", "--repetitions", "1", "--device", "cpu"]
+ATTENTION = ["--implementation", "sdpa", "--length", "16", "--head-dim", "16", "--device", "cpu", "--repetitions", "1"]
+
+
+def fill(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"somebody else's {name}\n")
+
+
+def see(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file below, with its content and when it was last changed; folders with when something came or went."""
+    return {
+        path.relative_to(folder).as_posix(): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
+        for path in (folder, *folder.rglob("*"))
+    }
+
+
+def refuse(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """The command ends with an error, and leaves `theirs` as it was, to the byte and to the nanosecond."""
+    before = see(folder / "theirs")
+    found = stepscope(folder, *arguments, **environment)
+    assert found.returncode == 2, found.stderr
+    assert "error: " in found.stderr
+    assert "Traceback" not in found.stderr
+    assert see(folder / "theirs") == before
+    return found
+
+
+_RUN = ("logs/rank-0.log", "journal/0.journal", "journal/7.journal", "checkpoints/step-00000001.pt", "log.jsonl")
+
+
+@pytest.mark.parametrize("more", [[], ["--fresh"]])
+@pytest.mark.parametrize("names", [_RUN, ("run.json", "memory.json", "lock", *_RUN), ("logs/rank-0.log",)])
+def test_training_into_a_foreign_folder_is_refused(tmp_path: Path, names: tuple[str, ...], more: list[str]) -> None:
+    fill(tmp_path / "theirs", *names)
+    found = refuse(tmp_path, "train", *TRAIN, "--out", "theirs", *more)
+    assert "did not put there" in found.stderr
+
+
+def test_a_rank_that_somebody_started_refuses_a_foreign_folder_too(tmp_path: Path) -> None:
+    fill(tmp_path / "theirs", *_RUN)
+    refuse(tmp_path, "train", *TRAIN, "--out", "theirs", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+
+
+def test_comm_with_a_foreign_folder_where_its_ranks_would_go_is_refused(tmp_path: Path) -> None:
+    fill(tmp_path / "theirs", "ranks/logs/rank-0.log", "ranks/journal/0.journal", "ranks/thesis.tex")
+    refuse(tmp_path, "comm", *COMM, "--out", "theirs", STEPSCOPE_CACHE=str(tmp_path / "cache"))
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "STEPSCOPE_CACHE": str(tmp_path / "cache")}
+    refuse(tmp_path, "comm", *COMM, "--out", "theirs", **environment)
+
+
+@pytest.mark.parametrize(
+    "command", [["bench", *BENCH], ["memory", *MEMORY], ["comm", *COMM], ["attention", *ATTENTION]], ids=lambda c: c[0]
+)
+@pytest.mark.parametrize("fresh", [[], ["--fresh"]], ids=["plain", "fresh"])
+def test_a_foreign_results_file_is_refused(tmp_path: Path, command: list[str], fresh: list[str]) -> None:
+    fill(tmp_path / "theirs", "results.jsonl", "logs/a.log", "recordings/a")
+    refuse(tmp_path, *command, *fresh, "--out", "theirs", STEPSCOPE_CACHE=str(tmp_path / "cache"))
+
+
+def test_a_report_goes_into_no_foreign_folder_and_over_no_foreign_page(tmp_path: Path) -> None:
+    fill(tmp_path / "theirs", "report.json", "profile/manifest.json", "bench/results.jsonl")
+    refuse(tmp_path, "report", *BENCH, "--data", "theirs")
+    fill(tmp_path / "theirs", "page.html")
+    refuse(tmp_path, "report", *BENCH, "--out", "theirs/page.html")
+    refuse(tmp_path, "report", *BENCH, "--export", "theirs")
+
+
+@pytest.mark.parametrize("names", [("manifest.json", "index.html"), ("notes.txt",)])
+def test_a_profile_replaces_no_foreign_folder_even_by_force(tmp_path: Path, names: tuple[str, ...]) -> None:
+    fill(tmp_path / "theirs", *names)
+    (tmp_path / "theirs" / names[0]).write_text('{"name": "web app", "schema": "theirs"}')
+    refuse(tmp_path, "profile", *BENCH, "--out", "theirs", "--force")

@@ -1,0 +1,40 @@
+"""How long a worker is waited for, with a stand-in for the process that forks it."""
+
+import os
+import socket
+import threading
+import time
+from tempfile import TemporaryFile
+from types import SimpleNamespace
+
+import msgspec
+
+from stepscope.jobs.messages import Failed, Inspect
+from stepscope.jobs.process import _Worker
+
+ANSWER = Failed(message="no GPU", detail="", hint="")
+TIMEOUT_S = 0.1
+
+
+def test_importing_torch_does_not_count_against_the_time_of_a_case() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def import_for_long_and_answer() -> None:
+        _, (request, answers, output), _, _ = socket.recv_fds(theirs, 16, 3)
+        time.sleep(5 * TIMEOUT_S)
+        os.write(answers, msgspec.json.encode(ANSWER) + b"\n")
+        theirs.send(b"pid 1")
+        for descriptor in (request, answers, output):
+            os.close(descriptor)
+
+    thread = threading.Thread(target=import_for_long_and_answer)
+    thread.start()
+    with TemporaryFile() as output:
+        worker = _Worker(SimpleNamespace(socket=ours), Inspect(), output)  # type: ignore[arg-type]
+        assert list(worker.listen(TIMEOUT_S)) == []
+    thread.join()
+    os.close(worker._answers)
+    ours.close()
+    theirs.close()
+    assert not worker.timed_out
+    assert worker.answer == ANSWER
