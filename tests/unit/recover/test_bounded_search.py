@@ -51,15 +51,24 @@ def test_effort_is_shared_and_what_is_not_used_comes_back() -> None:
     assert effort.is_spent
 
 
-def test_candidates_are_bounded_by_effort_and_the_search_says_that_it_was_cut() -> None:
+def test_candidates_are_bounded_by_effort_and_the_search_says_that_it_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each candidate that is kept is paid for: so the bound holds for memory as well."""
     observation = observe_first(short_prompt())
-    few, more = solve(observation, Effort(1_000_000)), solve(observation, Effort(4_000_000))
-    assert few.is_spent
-    assert few.is_cut
-    assert 0 < len(few.consistent) < len(more.consistent)
-    for solution, units in ((few, 1_000_000), (more, 4_000_000)):
-        assert len(solution.consistent) * (solution.facts + solving._KEEPING) <= units
+    each = solving._KEEPING + len(solving.explainable(observation))
+    afford_some, paid = Effort.afford_some, []
+
+    def spy(self: Effort, number: int, units: int) -> int:
+        found = afford_some(self, number, units)
+        paid.append(found if units == each else 0)
+        return found
+
+    monkeypatch.setattr(Effort, "afford_some", spy)
+    for units in (300_000, 3_000_000):
+        paid.clear()
+        solution = solve(observation, Effort(units))
+        assert solution.is_spent
+        assert solution.is_cut
+        assert 0 < len(solution.consistent) == sum(paid) <= units // each
 
 
 def test_a_search_never_spends_more_than_it_was_given() -> None:
