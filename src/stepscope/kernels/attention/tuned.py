@@ -4,7 +4,6 @@ They come before the table in `tiles.py`. Nothing is measured when a kernel firs
 usual case, and one that cannot be read is an error, because to pass over it would run other tiles than the user chose.
 """
 
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.folders import cache_folder
 from stepscope.kernels.attention.tiles import Tile, TileKey
+from stepscope.recording.lines import write_atomically, writing
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,10 +39,9 @@ def keep(gpu: str, found: Mapping[TileKey, Tile]) -> Path:
     path = tiles_path()
     known = {(entry.gpu, entry.key): entry for entry in _read(path)}
     known |= {(gpu, key): _Entry(gpu=gpu, key=key, tile=tile) for key, tile in found.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(f".{os.getpid()}.new")
-    written.write_bytes(msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1))
-    written.replace(path)
+    with writing(path, if_full="the tiles are not kept", hint="STEPSCOPE_CACHE=FOLDER stepscope tune"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1))
     tuned_tiles.cache_clear()
     return path
 
@@ -50,7 +49,7 @@ def keep(gpu: str, found: Mapping[TileKey, Tile]) -> Path:
 def _read(path: Path) -> list[_Entry]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[_Entry])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, msgspec.MsgspecError) as problem:
         raise StepscopeError(
