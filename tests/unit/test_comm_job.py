@@ -12,7 +12,7 @@ from stepscope.jobs.comm import CommSweep
 from stepscope.jobs.comm_grid import CommGrid, Machine, grid_from_texts
 from stepscope.jobs.rank_messages import CommMeasured, MeasureComm, Stage
 from stepscope.recording.comm import CommCase, CommMeasurement, CommOutcome, CommRow
-from stepscope.recording.links import Place, find_link
+from stepscope.recording.links import Place, find_link, read_links
 from tests.unit.rows import ENVIRONMENT
 from tests.unit.test_attention_job import Silent
 
@@ -65,6 +65,16 @@ def run(
     rows = CommSweep(folder=folder / "out", command="stepscope comm", **more).run(GRID, listener)
     assert rows is not None
     return rows, ranks, listener
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file" / "cache"))
+    rows, _, _ = run(tmp_path, monkeypatch)
+    assert [row.status for row in rows] == ["ok"] * 8
+    assert read_links(tmp_path / "out" / "links.json")
 
 
 def test_the_cases_of_one_number_of_ranks_share_their_processes(

@@ -13,6 +13,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,8 +112,9 @@ class CommSweep:
     def _keep_links(self, rows: Sequence[CommRow]) -> None:
         """Where predictions find them, and beside the rows, to be carried elsewhere."""
         if found := fit_links(rows):
-            keep_links(found)
             keep_links(found, self.folder / LINKS_NAME)
+            with suppress(StepscopeError):  # a cache that cannot be written costs predictions, not what was measured
+                keep_links(found)
 
     def _serve_rank_0(self, grid: CommGrid) -> None:
         """Which cases are left is rank 0's to say; how to join the others follows from what was asked for."""
