@@ -74,14 +74,16 @@ def test_formats_carry_the_same_rows(tmp_path: Path) -> None:
     assert r"\toprule" in stepscope(tmp_path, *show, "--format", "latex").stdout
 
 
-def test_chart_is_drawn_and_not_overwritten_unless_forced(tmp_path: Path) -> None:
+def test_a_chart_is_drawn_again_and_a_foreign_file_not_overwritten_unless_forced(tmp_path: Path) -> None:
     stepscope(tmp_path, "bench", *TINY, "--context", "8,16")
     show = ["bench", "--from", "runs/bench/results.jsonl", "--plot", "chart.png"]
     assert stepscope(tmp_path, *show).returncode == 0
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-    again = stepscope(tmp_path, *show)
-    assert again.returncode == 2
-    assert "--force" in again.stderr
+    assert stepscope(tmp_path, *show).returncode == 0
+    (tmp_path / "chart.png").write_bytes(b"\x89PNG of somebody else")
+    refused = stepscope(tmp_path, *show)
+    assert refused.returncode == 2
+    assert "--force" in refused.stderr
     assert stepscope(tmp_path, *show, "--force").returncode == 0
 
 
@@ -183,6 +185,23 @@ def test_a_factory_that_fails_at_one_point_is_a_row_and_retry_runs_it_again(tmp_
     assert "only 16" in rows(tmp_path)[1]["reason"]
     stepscope(tmp_path, *command, "--retry")
     assert [r["status"] for r in rows(tmp_path)] == ["ok", "error", "error"]
+
+
+def test_a_doubtful_case_is_measured_again_when_asked(tmp_path: Path) -> None:
+    command = ["bench", *TINY, "--context", "8,16"]
+    assert stepscope(tmp_path, *command).returncode == 0
+    path = tmp_path / "runs/bench/results.jsonl"
+    sound, doubtful = (json.loads(line) | {"doubts": []} for line in path.read_text().splitlines())
+    doubtful["doubts"] = [{"code": "spread", "text": "it spread"}]
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in (sound, doubtful)))
+    assert stepscope(tmp_path, *command).returncode == 0
+    assert len(rows(tmp_path)) == 2
+    assert stepscope(tmp_path, *command, "--retry").returncode == 0
+    assert len(rows(tmp_path)) == 2
+    assert stepscope(tmp_path, *command, "--retry", "doubtful").returncode == 0
+    assert [r["key"] for r in rows(tmp_path)] == [sound["key"], doubtful["key"], doubtful["key"]]
+    refused = stepscope(tmp_path, *command, "--retry", "everything")
+    assert refused.returncode == 2
 
 
 def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(tmp_path: Path) -> None:

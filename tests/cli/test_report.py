@@ -166,7 +166,7 @@ def test_bad_input_leaves_nothing(folder: Path) -> None:
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("<html>my own</html>")
     calls = {
-        ("--out", "mine.html"): "`mine.html` exists and is no page of ours",
+        ("--out", "mine.html"): "not a file that stepscope wrote",
         ("--out", "report.pdf"): "a report is a page, not `.pdf`",
         ("--without", "memroy"): "there is no stage `memroy`",
         ("--size", "nano,small"): "these settings make 2 cases",

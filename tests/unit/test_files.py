@@ -237,6 +237,12 @@ def test_without_locks_nothing_is_taken_for_abandoned(tmp_path: Path, monkeypatc
     assert names(tmp_path) == []
 
 
+def test_there_is_nothing_to_restore_where_nothing_can_be(tmp_path: Path) -> None:
+    for path in (Path("a\0b"), Path("x" * 300), tmp_path / "none" / "a", Path("/proc/1/none/a"), Path()):
+        restore(path)
+    assert names(tmp_path) == []
+
+
 def test_the_schema_of_a_document_and_of_lines_is_read_and_of_anything_else_is_none(tmp_path: Path) -> None:
     path = tmp_path / "a"
     for content, expected in (
