@@ -135,7 +135,8 @@ def test_a_folder_is_the_old_one_or_the_new_one_wherever_its_writer_is_killed(
 
 def test_a_folder_is_not_taken_back_from_a_living_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "kept", "old")
-    rename, seen = Path.rename, []
+    rename = Path.rename
+    seen: list[bool] = []
 
     def rename_and_look(self: Path, target: Path) -> Path:
         result = rename(self, target)
