@@ -23,8 +23,10 @@ from . import nsys_files
 from .kineto_files import event, kernel, launch, op, training_step, write_trace
 
 DEEP = "9" * 5000
-NCU = ("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size")
-NCU += ("Device", "CC")
+NCU = (
+    *("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size"),
+    *("Device", "CC"),
+)
 
 
 @pytest.fixture

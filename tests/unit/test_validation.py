@@ -21,7 +21,7 @@ def row(table: str, **other: Any) -> dict[str, Any]:
 
 def frame(table: str, *rows: dict[str, Any]) -> pl.DataFrame:
     """Numbers as wide as a reader of foreign files has them."""
-    wide = {pl.Int32: pl.Int64}
+    wide: dict[type[pl.DataType], type[pl.DataType]] = {pl.Int32: pl.Int64}
     schema = {name: wide.get(kind, kind) for name, kind in tables.SCHEMAS[table].items()}
     return pl.DataFrame(rows, schema=schema)
 

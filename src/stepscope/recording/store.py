@@ -223,8 +223,9 @@ def load(folder: Path) -> Recording:
     except MisfitError as error:
         raise _damaged(folder, f"`{name}.parquet`: {error}") from None
     repairs = Repairs()
-    frames = {name: settle(name, frame, repairs) for name, frame in frames.items()}
-    return replace(recording, **frames).with_manifest(notes=(*manifest.notes, *repairs.notes()))
+    settled = {name: settle(name, frame, repairs) for name, frame in frames.items()}
+    notes = (*manifest.notes, *repairs.notes())
+    return Recording(manifest=msgspec.structs.replace(recording.manifest, notes=notes), **settled)
 
 
 def _limits(recording: Recording, table: str) -> dict[str, int]:

@@ -20,7 +20,7 @@ from stepscope.recording.tables import MOST_BYTES, ORDERED, TABLES, UNIQUE, Colu
 
 _OF_EVENTS = ("kernels", "launches", "ops", "ranges", "links")
 _MOST_IN_ALL = 2.0**60
-_LIMITS = {pl.Int32: (-(2**31), 2**31 - 1)}
+_LIMITS: dict[type[pl.DataType], tuple[float | None, float | None]] = {pl.Int32: (-(2**31), 2**31 - 1)}
 
 
 class MisfitError(Exception):
