@@ -34,6 +34,10 @@ from stepscope.errors import StepscopeError
 
 MOST_BYTES = 1 << 30  # of what is read whole: a sweep writes kilobytes per case
 
+# A number that may be too long for 64 bits, unless it stands in a text.
+_LONG_NUMBER = re.compile(rb"\d{19}")
+_WHOLE_NUMBERS = range(-(2**63), 2**63)
+
 T = TypeVar("T")
 File = tuple["io.BufferedReader[io.FileIO]", os.stat_result]
 
@@ -84,11 +88,22 @@ def decode(content: bytes, kind: type[T]) -> T:
     """A JSON document as a `kind`. Raises msgspec.DecodeError, with the place, for whatever is wrong with it; a
     ValidationError unless it might only be cut short."""
     try:
-        return msgspec.json.decode(content, type=kind)
+        decoded = msgspec.json.decode(content, type=kind)
+        if _LONG_NUMBER.search(content):
+            _require_64_bits(msgspec.json.decode(content))
+        return decoded
     except UnicodeDecodeError as error:
         raise msgspec.ValidationError(f"not UTF-8: {error.reason} at byte {error.start} of a text") from None
     except RecursionError:
         raise msgspec.ValidationError("nested too deeply") from None
+
+
+def _require_64_bits(value: object) -> None:
+    """No measurement needs more, and neither tables nor floats can hold it."""
+    if isinstance(value, int) and value not in _WHOLE_NUMBERS:
+        raise msgspec.ValidationError("a whole number that does not fit into 64 bits")
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _require_64_bits(one)
 
 
 @contextmanager

@@ -180,7 +180,7 @@ def _results() -> list[Seed]:
         _seed("bench", "bench", "results.jsonl", _lines(*timed)),
         _seed("memory-rows", "memory-rows", "results.jsonl", _lines(*weighed)),
         _seed("attention", "attention", "results.jsonl", _lines(*attended)),
-        _seed("comm", "comm", "results.jsonl", _lines(*sent, communicate("broadcast", "failed"))),
+        _seed("comm", "comm", "results.jsonl", _lines(*sent, communicate("broadcast", "error"))),
     ]
 
 

@@ -15,6 +15,7 @@ from stepscope.explain.comm import (
 from stepscope.explain.comm_figure import comm_figure
 from stepscope.findings import Cell, Table
 from stepscope.recording.bench import Doubt
+from stepscope.recording.comm import CommMeasurement
 from tests.unit.comm_rows import MB, MS, communicate
 
 
@@ -131,3 +132,9 @@ def test_a_doubt_of_a_later_version_is_said_in_its_own_words() -> None:
     doubts = (Doubt(code="tomorrow", text="something new was seen"),)
     notes = comm_table([communicate(doubts=doubts), communicate(ranks=4, doubts=doubts)]).notes
     assert "tomorrow: something new was seen (2 cases)" in notes
+
+
+@pytest.mark.parametrize("samples_ns", [((1, 2), (3,)), ((), ()), ((0, 1), (1, 1)), ((-5,), (5,))])
+def test_samples_that_cannot_be_are_refused(samples_ns: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="samples"):
+        CommMeasurement(clock="host", samples_ns=samples_ns, processor_ns=(1, 1))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ from stepscope.recording.precision import (
     write_report,
 )
 from stepscope.report.formats import Format
+from stepscope.report.page import render_page
 from stepscope.report.tables import render
 from stepscope.spec import Precision, build_case
 from tests.unit.rows import ENVIRONMENT, row
@@ -273,3 +275,23 @@ def test_a_file_is_read_as_ours_or_refused(tmp_path: Path) -> None:
             read_report(tmp_path / "a.json")
     with pytest.raises(StepscopeError, match="cannot read"):
         read_report(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"precision": "fp16"', '"precision": "fp32"'),
+        ('"scale": 65536.0', '"scale": 0.0'),
+        ('"part": "rsqrt"', '"part": "of tomorrow"'),
+        ('"accumulator": "fp16"', '"accumulator": "fp8"'),
+        ('"result": 9.9', '"result": 0.0'),
+        ('"scale": 65536.0', '"scale": 3.0'),
+        ('"device": "cuda:0"', '"device": "npu:0"'),
+    ],
+)
+def test_an_edited_file_is_shown_as_far_as_it_goes_or_refused(tmp_path: Path, old: str, new: str) -> None:
+    text = encode_report(report(run("fp32"), run("fp16"))).decode()
+    assert old in text
+    (tmp_path / "edited.json").write_text(text.replace(old, new, 1))
+    with suppress(StepscopeError):
+        assert render_page(make_page(read_report(tmp_path / "edited.json"), detail=True), width=100)

@@ -399,7 +399,7 @@ def test_a_line_a_stage_with_what_is_done_and_what_is_to_come() -> None:
     console.print(display.render())
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == "bench      95.1 ms a step (done before; --fresh runs it again"[:59] + "…"
-    assert lines[1].startswith("profile    warming up \ufffd[31mand on")
+    assert lines[1].startswith(r"profile    warming up \u001b[31mand on")
     assert lines[2] == "memory     to come"
     assert lines[3] == "0 s so far, about 11 s left"
     display.finish("profile", Ending.FAILED, "oom")

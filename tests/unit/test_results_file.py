@@ -219,3 +219,20 @@ def test_retry_chooses_failed_rows_or_those_that_something_disturbed(
 ) -> None:
     one = row(status, doubts=tuple(Doubt(code=code, text="") for code in codes))
     assert {retry: not one.is_settled(retry) for retry in runs_again} == runs_again
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"step_ns":[100000000,', b'"step_ns":[0,'),
+        (b'"fp32":5e13', b'"fp32":0'),
+        (b'"peak_bytes":1073741824', b'"peak_bytes":1' + b"0" * 30),
+        (b'"num_layers":12', b'"num_layers":2147483648'),
+    ],
+)
+def test_a_number_that_cannot_be_is_an_error_with_its_line(tmp_path: Path, old: bytes, new: bytes) -> None:
+    whole = lines()
+    assert old in whole[1]
+    path = write(tmp_path / "results.jsonl", [whole[0], whole[1].replace(old, new), whole[2]])
+    with pytest.raises(StepscopeError, match="line 2"):
+        read_rows(path)

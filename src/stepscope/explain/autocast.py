@@ -80,7 +80,7 @@ def find_policy(operation: str, device: str) -> Policy | None:
     """The list that an operation is on, by the name of its function; None where it is on none."""
     name = _OTHER_NAMES.get(operation, operation)
     parts = _PARTS.get((device, name), (name,))
-    return LISTS[device].get(parts[-1])
+    return LISTS.get(device, {}).get(parts[-1])
 
 
 def explain_dtype(output: Output, *, device: str, precision: str) -> str:
@@ -117,7 +117,7 @@ def _elsewhere(operation: str, device: str, policy: Policy) -> str:
     other = "cuda" if device == "cpu" else "cpu"
     if find_policy(operation, other) == policy:
         return ""
-    return f" on {_DEVICES[device]}, and not on {_DEVICES[other]}"
+    return f" on {_DEVICES.get(device, device)}, and not on {_DEVICES[other]}"
 
 
 def _explain_unlisted(output: Output, device: str, *, listed: bool) -> str:
@@ -144,7 +144,7 @@ def _not_on_a_list(operation: str, device: str) -> str:
         return f"`{operation}` is on no list"
     word = {"lower": "lower-precision", "fp32": "fp32", "widest": "widest-input"}[elsewhere]
     where = "CUDA's" if other == "cuda" else "the CPU's"
-    return f"`{operation}` is on {where} {word} list and on no list on {_DEVICES[device]}"
+    return f"`{operation}` is on {where} {word} list and on no list on {_DEVICES.get(device, device)}"
 
 
 def _widest(dtypes: Sequence[str]) -> str | None:

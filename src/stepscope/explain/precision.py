@@ -9,6 +9,7 @@ class, and it is among them that errors differ.
 import math
 import re
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -55,8 +56,8 @@ def answer(report: PrecisionReport) -> tuple[str, ...]:
     """What people ask: what does it cost, does fp16 need its loss scaled, is the norm special?"""
     runs = {run.precision: run for run in report.comparison.runs}
     said = [_say_cost(run) for run in runs.values()]
-    if "fp16" in runs:
-        said.append(_say_underflow(runs["fp16"]))
+    if "fp16" in runs and (underflow := _say_underflow(runs["fp16"])):
+        said.append(underflow)
     return (*said, _say_norm(report.comparison.norm_parts))
 
 
@@ -71,7 +72,11 @@ def _say_cost(run: PrecisionRun) -> str:
 
 
 def _say_underflow(run: PrecisionRun) -> str:
-    plain, scaled = run.backwards[0], next(one for one in run.backwards if one.scale == 2.0**16)
+    """Nothing where it was not tried with and without the scale that most begin with."""
+    by_scale = {one.scale: one for one in run.backwards}
+    plain, scaled = by_scale.get(1.0), by_scale.get(2.0**16)
+    if plain is None or scaled is None:
+        return ""
     overflowing = [one.scale for one in run.backwards if one.total.parameters_not_finite]
     over = f"infinite from {_power(min(overflowing))} on" if overflowing else "none is infinite at any scale tried"
     return (
@@ -303,7 +308,10 @@ def _name_sum(one: Sum) -> str:
 
 
 def explain_sum(one: Sum) -> str:
-    """Which of the two roundings made the error: the term's, once, or the sum's, at every addition."""
+    """Which of the two roundings made the error: the term's, once, or the sum's, at every addition. Nothing for a dtype
+    of a later version, or a sum so small that numbers near it are as far apart as anywhere below."""
+    if one.accumulator not in _MANTISSA_BITS or not sys.float_info.min < abs(one.result) < math.inf:
+        return ""
     exact, spacing = one.count * one.stored_term, find_spacing(one.accumulator, one.result)
     step = f"{_power(spacing)} = {spacing:.3g}"
     if one.stopped_at is not None:
@@ -326,8 +334,8 @@ def find_spacing(dtype: str, value: float) -> float:
 
 def _norm_table(report: PrecisionReport, _detail: bool) -> Table:
     parts = report.comparison.norm_parts
-    found = {(one.norm, one.part, one.dtype, one.input_scale): one.error for one in parts}
-    scales = list(dict.fromkeys(one.input_scale for one in parts))
+    found = {(one.norm, one.part, one.dtype, one.input_scale): _or_infinite(one.error) for one in parts}
+    scales = list({f"{one.input_scale:g}": one.input_scale for one in parts}.values())
     dtypes: tuple[LowDtype, ...] = ("fp16", "bf16")
     heads = [(dtype, scale) for dtype in dtypes for scale in scales]
     return Table(
@@ -341,7 +349,7 @@ def _norm_table(report: PrecisionReport, _detail: bool) -> Table:
             ),
         ),
         rows=tuple(
-            (norm, part, *(_or_infinite(found[norm, part, dtype, scale]) for dtype, scale in heads))
+            (norm, part, *(found.get((norm, part, dtype, scale)) for dtype, scale in heads))
             for norm, part in dict.fromkeys((one.norm, one.part) for one in parts)
         ),
         notes=(

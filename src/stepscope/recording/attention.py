@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.errors import nearest
-from stepscope.recording.bench import Clock, Doubt, Row, Status
+from stepscope.recording.bench import Clock, Doubt, Row, Status, require_samples
 from stepscope.spec import Precision, SpecError
 
 SCHEMA = "stepscope.attention/1"
@@ -124,6 +124,9 @@ class AttentionMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     both_ns: tuple[int, ...]
     memory: AttentionMemory
     accuracies: tuple[Accuracy, ...]
+
+    def __post_init__(self) -> None:
+        require_samples(self.forward_ns, self.backward_ns, self.both_ns)
 
 
 class AttentionOutcome(msgspec.Struct, frozen=True, kw_only=True):

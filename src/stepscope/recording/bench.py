@@ -66,6 +66,12 @@ class Doubt(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+def require_samples(*samples_ns: tuple[int, ...]) -> None:
+    """Raises a ValueError where there are none, or some that took no time: a rate or a share could not be made."""
+    if not all(samples_ns) or min(map(min, samples_ns), default=0) <= 0:
+        raise ValueError("expected samples that took time")
+
+
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """The samples of one case, one entry a step. Phases add up to the step on the same clock."""
 
@@ -86,6 +92,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     has_samples: bool = False  # where it has no tokens: the batch counts what a step works on
     optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
     attention_kernels: tuple[str, ...] = ()  # what `--attention flash` took
+
+    def __post_init__(self) -> None:
+        require_samples(self.step_ns)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

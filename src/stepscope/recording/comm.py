@@ -3,10 +3,12 @@
 A case that did not fit, or whose ranks failed, is a row as well, with its status and reason.
 """
 
+from datetime import datetime
+
 import msgspec
 
 from stepscope.errors import nearest
-from stepscope.recording.bench import Clock, Doubt, Row, Status
+from stepscope.recording.bench import Clock, Doubt, Row, Status, require_samples
 from stepscope.recording.links import BACKENDS, COLLECTIVES, DTYPES, Backend, Collective, Dtype, Place
 from stepscope.spec import SpecError
 
@@ -87,6 +89,11 @@ class CommMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     samples_ns: tuple[tuple[int, ...], ...]
     processor_ns: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if len({len(of_rank) for of_rank in self.samples_ns}) != 1:
+            raise ValueError("expected as many samples of each rank")
+        require_samples(*self.samples_ns)
+
     @property
     def slowest_ns(self) -> tuple[int, ...]:
         """A collective is done when its last rank is."""
@@ -113,6 +120,9 @@ class CommRow(Row, frozen=True, kw_only=True):
     schema: str = SCHEMA
     case: CommCase
     measurement: CommMeasurement | None = None
+
+    def __post_init__(self) -> None:
+        datetime.fromisoformat(self.started)  # of two measurements the newer counts
 
     @property
     def place(self) -> Place:

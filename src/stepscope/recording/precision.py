@@ -8,6 +8,7 @@ JSON has no number that is not finite. A figure that is NaN or infinite, such as
 overflowed, is None here, and the tables say so.
 """
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -66,6 +67,10 @@ class ScaledBackward(msgspec.Struct, frozen=True, kw_only=True):
     scale: float
     gradient_error: float | None
     modules: tuple[Underflow, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"`{self.scale}` is not a scale: expected more than 0")
 
     @property
     def total(self) -> Underflow:
@@ -135,6 +140,10 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     step_ns: int
     fp32_step_ns: int
 
+    def __post_init__(self) -> None:
+        if min(self.step_ns, self.fp32_step_ns) <= 0:
+            raise ValueError("expected steps that took time")
+
     @property
     def speedup(self) -> float:
         return self.fp32_step_ns / self.step_ns
@@ -147,6 +156,13 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[PrecisionRun, ...]
     sums: tuple[Sum, ...]
     norm_parts: tuple[NormPart, ...]
+
+    def __post_init__(self) -> None:
+        precisions = [run.precision for run in self.runs]
+        if not precisions or len(set(precisions)) < len(precisions):
+            raise ValueError(f"expected one run in each of some precisions, found {precisions}")
+        if not self.sums or not self.norm_parts:
+            raise ValueError("expected sums, and parts of norms")
 
 
 class PrecisionReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,12 +42,12 @@ def require_choice(name: str, value: str) -> None:
         )
 
 
-def require_positive(name: str, value: int) -> None:
+def require_positive(name: str, value: int, *, too_large: int = TOO_LARGE) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise SpecError(f"{name} `{value}` is not a whole number", hint=f"{flag_of(name)} 1")
     if value < 1:
         raise SpecError(f"{name} `{value}` is not positive", detail="expected 1 or more", hint=f"{flag_of(name)} 1")
-    if value >= TOO_LARGE:
+    if value >= too_large:
         raise SpecError(
             f"{name} `{value}` is too large", detail="no machine has room for it", hint=f"{flag_of(name)} 1"
         )

@@ -58,7 +58,7 @@ def grid_from_toml(path: Path) -> Grid:
         fields = tomllib.loads(read_plain(path).decode())
     except OSError as error:
         raise SpecError(f"cannot read the settings file: `{path}`", detail=error.strerror or "") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"not a TOML file: `{path}`", detail=str(error)) from None
     check_names(fields)
     arguments = fields.pop("set", {})

@@ -87,8 +87,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, tag="builtin", forbi
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "vocab"):
+        for name in ("d_model", "d_ff", "num_heads", "num_kv_heads", "vocab"):
             require_positive(name, getattr(self, name))
+        require_positive("num_layers", self.num_layers, too_large=2**20)  # each is an entry in lists
         if self.d_model % self.num_heads:
             near = _nearest_divisor(self.d_model, self.num_heads)
             raise SpecError(
