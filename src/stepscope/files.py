@@ -148,7 +148,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    descriptor = os.open(path.parent, os.O_RDONLY)
+    descriptor = os.open(Path(os.path.realpath(path)).parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -169,9 +169,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def restore(path: Path) -> None:
     """Moves back a folder that a killed process had moved out of the way and not yet replaced."""
-    place = Path(os.path.realpath(path))
-    if not place.exists() and place.parent.is_dir():
-        _remove_abandoned(place.parent)
+    with suppress(OSError, ValueError):  # nothing that could be looked into, or no name that a file can have
+        if not path.exists():
+            _remove_abandoned(Path(os.path.realpath(path)).parent)
 
 
 def _put_in_place(new: Path, place: Path) -> None:
@@ -215,6 +215,8 @@ def _make_locked(parent: Path, name: str) -> tuple[Path, int]:
 
 
 def _remove_abandoned(parent: Path) -> None:
+    if not os.access(parent, os.R_OK):  # into which one may write and not look: others will have to
+        return
     for folder, found in [(one, _SCRATCH_NAME.fullmatch(one.name)) for one in parent.iterdir()]:
         if found is None:
             continue

@@ -71,8 +71,10 @@ def check_drawn(page: "Page", width: int) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [420, 900, 1440])
 @pytest.mark.parametrize("sample", [one_run, two_runs])
-def test_every_chart_is_drawn_and_its_picture_kept(open_page: Open, sample: Any, width: int, scheme: str) -> None:
-    folder = Path(os.environ.get("STEPSCOPE_SCREENSHOTS", "build/screenshots"))
+def test_every_chart_is_drawn_and_its_picture_kept(
+    open_page: Open, tmp_path: Path, sample: Any, width: int, scheme: str
+) -> None:
+    folder = Path(os.environ.get("STEPSCOPE_SCREENSHOTS", tmp_path))
     folder.mkdir(parents=True, exist_ok=True)
     page = open_page(sample(), width=width, color_scheme=scheme)
     check_drawn(page, width)

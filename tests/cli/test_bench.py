@@ -38,6 +38,10 @@ def raises_at_32(batch, context):
         raise RuntimeError("only 16")
     return build(batch, context)
 
+def trained(batch, context):
+    model, *rest = build(batch, context)
+    return model, *rest, torch.optim.Adagrad(model.parameters())
+
 def hangs(batch, context):
     import time
     open("hanging", "w").close()
@@ -74,14 +78,16 @@ def test_formats_carry_the_same_rows(tmp_path: Path) -> None:
     assert r"\toprule" in stepscope(tmp_path, *show, "--format", "latex").stdout
 
 
-def test_chart_is_drawn_and_not_overwritten_unless_forced(tmp_path: Path) -> None:
+def test_a_chart_is_drawn_again_and_a_foreign_file_not_overwritten_unless_forced(tmp_path: Path) -> None:
     stepscope(tmp_path, "bench", *TINY, "--context", "8,16")
     show = ["bench", "--from", "runs/bench/results.jsonl", "--plot", "chart.png"]
     assert stepscope(tmp_path, *show).returncode == 0
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-    again = stepscope(tmp_path, *show)
-    assert again.returncode == 2
-    assert "--force" in again.stderr
+    assert stepscope(tmp_path, *show).returncode == 0
+    (tmp_path / "chart.png").write_bytes(b"\x89PNG of somebody else")
+    refused = stepscope(tmp_path, *show)
+    assert refused.returncode == 2
+    assert "--force" in refused.stderr
     assert stepscope(tmp_path, *show, "--force").returncode == 0
 
 
@@ -174,6 +180,32 @@ def test_an_edited_model_is_measured_anew(tmp_path: Path) -> None:
     assert [r["status"] for r in rows(tmp_path)] == ["ok", "ok"]
 
 
+def test_a_factory_in_a_file_trains_with_the_optimizer_that_it_returns(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/layers.py").write_text(FACTORY)
+    (tmp_path / "models/my-model.py").write_text("from layers import build, trained\n")
+    command = ["bench", "--model", "models/my-model.py:build,models/my-model.py:trained", "--device", "cpu"]
+    done = stepscope(tmp_path, *command, "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert [r["measurement"]["optimizer"] for r in rows(tmp_path)] == ["adamw-torch", "Adagrad"]
+    assert [r["case"]["workload"]["context"] for r in rows(tmp_path)] == [128, 128]
+    assert "Adagrad" in done.stdout
+
+
+def test_a_model_of_images_has_no_context(tmp_path: Path) -> None:
+    sizes = ["hidden_size=16", "intermediate_size=32", "num_hidden_layers=1", "num_attention_heads=2", "image_size=32"]
+    command = ["bench", "--hf", "vit", *(word for size in sizes for word in ("--set", size)), "--device", "cpu"]
+    done = stepscope(tmp_path, *command, "--batch", "2", "--steps", "2", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["rows"]
+    assert (found["context"], found["tokens_per_s"], found["optimizer"]) == (None, None, "adamw-torch")
+    assert found["samples_per_s"] == pytest.approx(2 / found["step_median_ms"] * 1e3)
+    assert found["tflops"] > 0
+    refused = stepscope(tmp_path, *command, "--context", "128")
+    assert refused.returncode == 2
+    assert "`vit` takes no context" in refused.stderr
+
+
 @pytest.mark.parametrize("contexts", ["16,32", "32,16"])
 def test_a_factory_that_fails_at_one_point_is_a_row_and_retry_runs_it_again(tmp_path: Path, contexts: str) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)
@@ -183,6 +215,23 @@ def test_a_factory_that_fails_at_one_point_is_a_row_and_retry_runs_it_again(tmp_
     assert "only 16" in rows(tmp_path)[1]["reason"]
     stepscope(tmp_path, *command, "--retry")
     assert [r["status"] for r in rows(tmp_path)] == ["ok", "error", "error"]
+
+
+def test_a_doubtful_case_is_measured_again_when_asked(tmp_path: Path) -> None:
+    command = ["bench", *TINY, "--context", "8,16"]
+    assert stepscope(tmp_path, *command).returncode == 0
+    path = tmp_path / "runs/bench/results.jsonl"
+    sound, doubtful = (json.loads(line) | {"doubts": []} for line in path.read_text().splitlines())
+    doubtful["doubts"] = [{"code": "spread", "text": "it spread"}]
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in (sound, doubtful)))
+    assert stepscope(tmp_path, *command).returncode == 0
+    assert len(rows(tmp_path)) == 2
+    assert stepscope(tmp_path, *command, "--retry").returncode == 0
+    assert len(rows(tmp_path)) == 2
+    assert stepscope(tmp_path, *command, "--retry", "doubtful").returncode == 0
+    assert [r["key"] for r in rows(tmp_path)] == [sound["key"], doubtful["key"], doubtful["key"]]
+    refused = stepscope(tmp_path, *command, "--retry", "everything")
+    assert refused.returncode == 2
 
 
 def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(tmp_path: Path) -> None:
@@ -207,6 +256,10 @@ def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(t
         (["--model", "mine:missing"], ["`mine` has no `missing`"]),
         (["--model", "absent:build"], ["cannot import `absent`", "hint: run from the folder"]),
         (["--model", "broken:build"], ["importing `broken:build` raised SyntaxError"]),
+        (["--model", "gone/mine.py:build"], ["there is no file `gone/mine.py`", "hint: --model path/to/file.py:build"]),
+        (["--model", "mine.py:trained", "--optimizer", "sgd"], ["`--optimizer sgd`", "its own Adagrad"]),
+        (["--hf", "acme/Llama-8B"], ["on the Hugging Face Hub", "hint: --hf llama", "hf download acme/Llama-8B"]),
+        (["--hf", "gone/config.json"], ["there is no file `gone/config.json`"]),
         (["--device", "cuda:7"], ["no device `cuda:7`", "hint: stepscope doctor"]),
         (["--config", "none.toml"], ["cannot read the settings file: `none.toml`"]),
         (["--out", "mine.py/x"], ["cannot write to", "hint: stepscope bench --out FOLDER"]),

@@ -62,7 +62,7 @@ def test_bench_runs_where_bf16_products_die_and_its_rows_say_what_was_limited(
     assert row["environment"]["cpu_limits"] == "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
     assert stepscope(tmp_path, *arguments, **machine).returncode == 0
     assert rows(tmp_path) == [row], "the same command finds the row again"
-    line = _instructions(tmp_path, machine)
+    line = _verdicts(tmp_path, machine)["cpu instructions"]
     assert line["verdict"] == "limited"
     assert "SIGILL in a bf16 product" in line["found"]
 
@@ -73,10 +73,20 @@ def test_a_setting_of_the_users_own_that_dies_is_said_and_stays(tmp_path: Path, 
     assert done.returncode == 2
     assert "`ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX`" in done.stderr
     assert "hint: unset ONEDNN_MAX_CPU_ISA" in done.stderr
-    assert _instructions(tmp_path, own)["verdict"] == "broken"
+    assert _verdicts(tmp_path, own)["cpu instructions"]["verdict"] == "broken"
 
 
-def _instructions(folder: Path, machine: dict[str, str]) -> dict[str, Any]:
+def test_a_torch_that_crashes_when_it_is_imported_is_broken_and_not_the_cpu(
+    tmp_path: Path, machine: dict[str, str]
+) -> None:
+    (tmp_path / "site" / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    (tmp_path / "site" / "sitecustomize.py").unlink()
+    verdicts = _verdicts(tmp_path, machine)
+    assert verdicts["torch"]["verdict"] == "broken"
+    assert "SIGSEGV" in verdicts["torch"]["found"]
+    assert verdicts["cpu instructions"]["verdict"] == "fine"
+
+
+def _verdicts(folder: Path, machine: dict[str, str]) -> dict[str, dict[str, Any]]:
     done = stepscope(folder, "doctor", "--format", "json", **machine)
-    (line,) = (row for row in json.loads(done.stdout)["rows"] if row["subject"] == "cpu instructions")
-    return dict(line)
+    return {row["subject"]: row for row in json.loads(done.stdout)["rows"]}

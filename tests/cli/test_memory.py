@@ -109,7 +109,7 @@ def test_questions_are_answered_from_a_row(
     assert "When is most memory allocated" in done.stdout
 
 
-def test_pictures_are_drawn_and_not_overwritten_unless_forced(
+def test_pictures_are_drawn_again_and_a_foreign_file_not_overwritten_unless_forced(
     recorded: tuple[Path, "subprocess.CompletedProcess[str]"],
 ) -> None:
     folder, done = recorded
@@ -121,9 +121,11 @@ def test_pictures_are_drawn_and_not_overwritten_unless_forced(
     draw = ["explain", str(only_recording(folder)), "--plot", "memory.png", "--by", "module", "--step", "1"]
     assert stepscope(folder, *draw, "--detail", "50%").returncode == 0
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
-    again = stepscope(folder, *draw)
-    assert again.returncode == 2
-    assert "--force" in again.stderr
+    assert stepscope(folder, *draw).returncode == 0
+    (folder / "memory.png").write_bytes(b"\x89PNG of somebody else")
+    refused = stepscope(folder, *draw)
+    assert refused.returncode == 2
+    assert "--force" in refused.stderr
     assert stepscope(folder, *draw, "--force").returncode == 0
 
 
@@ -166,6 +168,24 @@ def test_what_is_of_one_case_is_refused_for_several(
     done = stepscope(grid[0], "memory", "--from", RESULTS, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
+
+
+@pytest.mark.parametrize("view", [[], ["--questions"], ["--table", "phases"]])
+def test_an_only_case_that_failed_is_shown_as_bench_shows_it(tmp_path: Path, view: list[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Broken(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        raise RuntimeError('it broke')\n"
+        "def build():\n"
+        "    return Broken(2, 2), torch.ones(1, 2), lambda y: y.sum()\n"
+    )
+    model = ["--model", "mine:build", "--device", "cpu", "--steps", "1"]
+    bench = stepscope(tmp_path, "bench", *model)
+    memory = stepscope(tmp_path, "memory", *model, *view)
+    assert (
+        (memory.returncode, "it broke" in memory.stdout) == (bench.returncode, "it broke" in bench.stdout) == (0, True)
+    )
 
 
 def test_a_study_compares_ways_to_recompute(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """Nothing that is not ours is deleted or changed, whatever a folder that the user names looks like."""
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import TINY, stepscope
+from tests.cli.command import TINY, kill, start, stepscope
 
 TRAIN = [*TINY[: TINY.index("--warmup")], "--context", "8", "--steps", "2"]
 BENCH = [*TINY, "--context", "8"]
@@ -84,3 +85,37 @@ def test_a_profile_replaces_no_foreign_folder_even_by_force(tmp_path: Path, name
     fill(tmp_path / "theirs", *names)
     (tmp_path / "theirs" / names[0]).write_text('{"name": "web app", "schema": "theirs"}')
     refuse(tmp_path, "profile", *BENCH, "--out", "theirs", "--force")
+
+
+def wait_for(process: "subprocess.Popen[bytes]", folder: Path, pattern: str) -> None:
+    while not list(folder.glob(pattern)):
+        assert process.poll() is None, (folder.parent / "stderr.txt").read_text()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["profile", *BENCH, "--out", "out"],
+        ["memory", *MEMORY, "--out", "out"],
+        ["train", *TRAIN, "--out", "out"],
+        ["comm", *COMM, "--out", "out"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_what_a_killed_command_leaves_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    process = start(tmp_path, *command)
+    wait_for(process, temporary, ".stepscope.*")
+    kill(process)
+    assert list(temporary.glob(".stepscope.*"))
+    done = stepscope(tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    assert not [*temporary.glob(".stepscope.*"), *tmp_path.rglob("*.stepscope-scratch")]
+    assert not (tmp_path / "out" / "ranks").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name not in ("tmp", "cache", "out", "stderr.txt")]

@@ -91,7 +91,7 @@ def test_a_recording_is_replaced_only_by_force_and_nothing_else_ever_is(folder: 
     assert "function:scale" not in set(load(folder / "a").ranges["name"])
     precious = stepscope(folder, *model, "--out", ".", "--force")
     assert precious.returncode == 2
-    assert "is no recording" in precious.stderr
+    assert "is not a recording" in precious.stderr
     assert left(folder) == {"a"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.report.site import is_site
+from stepscope.files import is_ours
 from tests.cli.command import TINY, kill, rows, start, stepscope, wait_until, workers
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_one_command_makes_a_page(made: "tuple[Path, subprocess.CompletedProcess
     assert "bf16" in said["precision"]
     assert "fastest" in said["attention"]
     assert done.stderr.splitlines()[-1] == "next: stepscope report data --out report.html --export figures"
-    assert is_site(folder / "report.html")
+    assert is_ours(folder / "report.html")
     assert {path.name for path in folder.iterdir()} == {"report.html", "data"}
     names = {path.name for path in (folder / "data").iterdir()}
     assert names == {"bench", "profile", "memory", "precision.json", "attention", "report.json"}
@@ -95,7 +95,7 @@ def test_its_folder_is_told_again_without_running(
     done = stepscope(tmp_path, "report", str(made[0] / "data"), str(TRACE), "--out", "both.html")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "both.html\n"
-    assert is_site(tmp_path / "both.html")
+    assert is_ours(tmp_path / "both.html")
     refused = stepscope(tmp_path, "report", str(made[0] / "data"), "--size", "nano")
     assert refused.returncode == 2
     assert "`--size` does nothing here" in refused.stderr
@@ -117,7 +117,7 @@ def test_a_kill_and_ctrl_c_leave_a_page_and_the_same_command_goes_on(tmp_path: P
     wait_until((tmp_path / "report.html").exists)
     kill(process)
     wait_until_gone(tmp_path)
-    assert is_site(tmp_path / "report.html")
+    assert is_ours(tmp_path / "report.html")
     assert "not done yet when this page was written" in (tmp_path / "report.html").read_text()
 
     process = start(tmp_path, *command)
@@ -130,7 +130,7 @@ def test_a_kill_and_ctrl_c_leave_a_page_and_the_same_command_goes_on(tmp_path: P
     page = (tmp_path / "report.html").read_text()
     assert "interrupted before it was done" in page
     assert "not done yet" not in page
-    assert is_site(tmp_path / "report.html")
+    assert is_ours(tmp_path / "report.html")
     wait_until_gone(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "data", "stderr.txt"}
 
@@ -166,7 +166,7 @@ def test_bad_input_leaves_nothing(folder: Path) -> None:
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("<html>my own</html>")
     calls = {
-        ("--out", "mine.html"): "`mine.html` exists and is no page of ours",
+        ("--out", "mine.html"): "not a file that stepscope wrote",
         ("--out", "report.pdf"): "a report is a page, not `.pdf`",
         ("--without", "memroy"): "there is no stage `memroy`",
         ("--size", "nano,small"): "these settings make 2 cases",
@@ -178,4 +178,4 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
         assert (done.returncode, says in done.stderr) == (2, True), f"{words}: {done.stderr}"
     assert {path.name for path in tmp_path.iterdir()} == {"mine.html"}
     assert stepscope(tmp_path, "report", str(TRACE), "--out", "mine.html", "--force").returncode == 0
-    assert is_site(tmp_path / "mine.html")
+    assert is_ours(tmp_path / "mine.html")

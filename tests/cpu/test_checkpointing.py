@@ -81,7 +81,6 @@ def test_groups_are_traced_as_one_graph(setting: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_in_groups_trains() -> None:
     step = make(compile=True, checkpoint="2", num_layers=2, mode="train")
     losses = []

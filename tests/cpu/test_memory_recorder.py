@@ -184,7 +184,6 @@ def test_the_first_step_makes_the_optimizer_state(tmp_path: Path) -> None:
     assert profile.peak_between(*last)[1] - profile.peak_between(*first)[1] > 0
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_recorded_too(tmp_path: Path) -> None:
     profile = record(tiny(compile=True), tmp_path)
     after = dict(profile.categories_at(_last(profile, "backward")))

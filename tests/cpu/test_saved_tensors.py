@@ -232,7 +232,6 @@ def test_what_a_users_hook_packs_is_what_is_held() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_graph_keeps_less_and_is_one_node() -> None:
     eager, compiled = saved(num_layers=1), saved(num_layers=1, compile=True)
     inside = compiled.filter(pl.col("op") == "CompiledFunctionBackward")

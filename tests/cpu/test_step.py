@@ -3,10 +3,9 @@
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -16,11 +15,12 @@ from hypothesis import strategies as st
 from stepscope import cost
 from stepscope.errors import StepscopeError
 from stepscope.measure.flops import count_forward_flops
-from stepscope.spec import SIZES, HuggingFace, ModelShape, Scalar, Workload, build_case
+from stepscope.nn import AdamW
+from stepscope.spec import SIZES, Factory, ModelShape, Scalar, Workload, build_case
 from stepscope.step import Step, build
 from stepscope.step.builtin import build_builtin
 from stepscope.step.checkpointing import repeated_blocks
-from stepscope.step.hf import load_config
+from stepscope.step.own import load_factory, source_digest
 
 CPU = torch.device("cpu")
 TINY: dict[str, Scalar] = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab": 50}
@@ -78,6 +78,12 @@ def encoder(batch, context):
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     return layer, torch.zeros(batch, context, 16), lambda output: output.sum()
 def flat(batch, context): return nn.Linear(1, 1), torch.zeros(1, 1), lambda output: output.sum()
+def trained(batch, context, kind="SGD"):
+    model, ids, loss = build(batch, context)
+    return model, ids, loss, getattr(torch.optim, kind)(model.parameters(), lr=0.5)
+def no_optimizer(batch, context): return *build(batch, context), "SGD"
+def other_parameters(batch, context): return *build(batch, context), torch.optim.SGD(nn.Linear(1, 1).parameters())
+not_callable = 3
 """
 
 
@@ -221,6 +227,11 @@ def test_set_reaches_the_factory(own_module: str) -> None:
         ("biuld", {}, "did you mean `build`"),
         ("Own.forward.nothing", {}, "has no"),
         ("flat", {"checkpoint": "block"}, "no repeated blocks"),
+        ("not_callable", {}, "not a function"),
+        ("no_optimizer", {}, "a str as optimizer"),
+        ("other_parameters", {}, "holds no parameter of its module"),
+        ("trained", {"optimizer": "adamw-fused"}, "returns its own SGD"),
+        ("trained", {"set": {"kind": "LBFGS"}}, "needs a closure"),
     ],
 )
 def test_a_factory_off_the_contract_is_told_what_is_wrong(
@@ -281,6 +292,110 @@ def test_a_loss_that_is_no_scalar_is_refused(own_module: str) -> None:
         make(model=f"{own_module}:vector_loss").run()
 
 
+def test_the_optimizer_of_a_factory_updates_the_weights(own_module: str) -> None:
+    step = make(model=f"{own_module}:trained")
+    assert step.optimizer_name == "SGD"
+    weight, before = step.module.out.bias, step.module.out.bias.detach().clone()
+    forward, backward, update = (phase for _, phase in step.phases)
+    forward()
+    backward()
+    gradient = weight.grad.clone()
+    update()
+    torch.testing.assert_close(weight.detach(), before - 0.5 * gradient)
+
+
+def test_the_state_of_a_factorys_optimizer_is_named_after_the_parameters(own_module: str) -> None:
+    step = make(model=f"{own_module}:trained", set={"kind": "Adam"})
+    step.run()
+    names = {name for name, _ in step.optimizer_state()}
+    assert {f"{name}.exp_avg" for name, _ in step.module.named_parameters()} <= names
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [(TINY, AdamW), ({"model": "{own}:build"}, torch.optim.AdamW), ({"hf": "gpt2"}, torch.optim.AdamW)],
+)
+def test_only_the_built_in_model_is_trained_by_the_textbook_adamw(
+    own_module: str, settings: dict[str, Scalar], kind: type
+) -> None:
+    tiny: dict[str, Scalar] = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 9}
+    given = {name: str(value).format(own=own_module) if name == "model" else value for name, value in settings.items()}
+    step = make(**given, **({"set": tiny} if "hf" in settings else {}))
+    assert type(step._optimizer) is kind
+    assert step.optimizer_name == ("adamw" if kind is AdamW else "adamw-torch")
+
+
+class TestFiles:
+    """`--model path/to/file.py:build`."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        (tmp_path / "models").mkdir()
+        (tmp_path / "models/my-model.py").write_text("import layers\ndef build(): return layers.NAME\n")
+        (tmp_path / "models/layers.py").write_text("NAME = 'ours'\n")
+        (tmp_path / "layers.py").write_text("NAME = 'of the current folder'\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        yield tmp_path
+        self.forget(tmp_path)
+
+    def forget(self, folder: Path) -> None:
+        """What a process has imported stays imported; a case has a process of its own."""
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(str(folder)):
+                del sys.modules[name]
+
+    def call(self, target: str) -> object:
+        return load_factory(Factory(target=target))()
+
+    @pytest.mark.parametrize("place", [".", "./", "{}", "~"])
+    def test_a_path_works_as_for_python(self, folder: Path, place: str) -> None:
+        assert self.call(f"{place.format(folder)}/models/my-model.py:build") == "ours"
+
+    def test_a_file_that_is_called_like_a_library_does_not_replace_it(self, folder: Path) -> None:
+        (folder / "models/torch.py").write_text("def build(): return 'not torch'\n")
+        assert self.call("models/torch.py:build") == "not torch"
+        assert sys.modules["torch"] is torch
+
+    def test_neighbours_of_one_file_are_not_those_of_another(self, folder: Path) -> None:
+        (folder / "others").mkdir()
+        (folder / "others/my-model.py").write_text((folder / "models/my-model.py").read_text())
+        (folder / "others/layers.py").write_text("NAME = 'theirs'\n")
+        built = [self.call(f"{one}/my-model.py:build") for one in ("models", "others", "models")]
+        assert built == ["ours", "theirs", "ours"]
+
+    def test_the_digest_covers_the_file_and_its_neighbours(self, folder: Path) -> None:
+        digests = []
+        for edited in ("", "layers.py", "models/layers.py", "models/my-model.py"):
+            if edited:
+                (folder / edited).write_text((folder / edited).read_text() + f"# {edited}\n")
+            self.forget(folder)
+            self.call("models/my-model.py:build")
+            digests.append(source_digest())
+        unchanged, not_imported, *changed = digests
+        assert unchanged == not_imported
+        assert len({unchanged, *changed}) == 3
+
+    @pytest.mark.parametrize(
+        ("target", "said"),
+        [
+            ("models/my_model.py:build", "did you mean `models/my-model.py`"),
+            ("nowhere/gone.py:build", "no file `nowhere/gone.py`"),
+            ("folder.py:build", "`folder.py` is a directory"),
+            ("models:build", "--model models/FILE.py:build"),
+            ("models/my-model.py:biuld", "did you mean `build`"),
+            ("models/broken.py:build", "cannot import `no_such_package`, which"),
+        ],
+    )
+    def test_what_is_not_there_is_named(self, folder: Path, target: str, said: str) -> None:
+        (folder / "folder.py").mkdir()
+        (folder / "models/broken.py").write_text("import no_such_package\n")
+        with pytest.raises(StepscopeError) as raised:
+            self.call(target)
+        assert said in str(raised.value)
+
+
 def test_a_module_that_is_not_there_is_named() -> None:
     with pytest.raises(StepscopeError, match="no_such_module"):
         make(model="no_such_module:build")
@@ -331,57 +446,6 @@ def test_counting_agrees_with_the_closed_form_and_halves_causal_attention() -> N
     assert count_forward_flops(fused) == closed
     # Written out by hand, the mask is applied after the products: the full square is computed and counted.
     assert count_forward_flops(naive) == closed + 2 * 2 * 2 * 16 * 16 * 32
-
-
-class TestTransformers:
-    """Random weights, no network."""
-
-    TINY_GPT2: ClassVar[dict[str, int]] = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 60}
-
-    def test_a_model_type_with_overrides_trains(self) -> None:
-        step = make(hf="gpt2", set=self.TINY_GPT2, checkpoint="block")
-        first = loss_of(step)
-        for _ in range(3):
-            step.run()
-        assert loss_of(step) < first
-
-    def test_fields_that_follow_from_others_follow_the_overrides(self) -> None:
-        """A llama of 4 heads has 4 key/value heads, and a head size to match, unless told otherwise."""
-        config = load_config(HuggingFace(config="llama", arguments=(("hidden_size", 64), ("num_attention_heads", 4))))
-        assert (config.num_key_value_heads, config.head_dim) == (4, 16)
-
-    @pytest.mark.parametrize("attention", ["naive", "sdpa"])
-    def test_attention_is_theirs_by_our_name(self, attention: str) -> None:
-        step = make(hf="gpt2", set=self.TINY_GPT2, attention=attention)
-        config = step.module.config
-        assert getattr(config, "_attn_implementation", None) == {"naive": "eager", "sdpa": "sdpa"}[attention]
-
-    def test_a_config_file_is_taken(self, tmp_path: Path) -> None:
-        from transformers import GPT2Config
-
-        GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=60).save_pretrained(tmp_path)
-        step = make(hf=str(tmp_path / "config.json"), mode="inference")
-        step.run()
-        assert step.parameters > 0
-
-    @pytest.mark.parametrize(
-        ("config", "overrides", "said"),
-        [
-            ("gtp2", {}, "did you mean `gpt2`"),
-            ("gpt2", {"n_layers_": 2}, "has no `n_layers_`"),
-            ("gpt2", {"n_positions": 8}, "longer than the model's `8` positions"),
-            ("clip", {}, "causal language model"),
-        ],
-    )
-    def test_what_transformers_cannot_build(self, config: str, overrides: dict[str, Scalar], said: str) -> None:
-        with pytest.raises(StepscopeError) as raised:
-            make(hf=config, set=overrides)
-        assert said in str(raised.value)
-
-    def test_a_file_that_is_no_config(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text("{}")
-        with pytest.raises(StepscopeError, match="not a transformers config"):
-            make(hf=str(tmp_path / "config.json"))
 
 
 def test_workload_from_python_needs_no_flags() -> None:

@@ -68,7 +68,6 @@ def test_what_checkpointing_computes_again_is_seen_on_the_thread_of_backward(tmp
     assert again["thread"][0] != backward["thread"]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_keeps_its_outside_and_is_not_compiled_again(tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

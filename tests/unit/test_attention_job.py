@@ -23,7 +23,7 @@ from stepscope.jobs.messages import (
 from stepscope.jobs.process import Died, Ended
 from stepscope.jobs.sweep import Waiting
 from stepscope.recording.attention import AttentionCase, AttentionOutcome, AttentionRow
-from stepscope.recording.bench import Row
+from stepscope.recording.bench import Retry, Row
 from tests.unit.rows import ENVIRONMENT
 
 GRID = AttentionGrid(implementation=("naive", "triton"), head_dim=(64,), length=(256, 512, 1024))
@@ -144,7 +144,7 @@ def test_what_is_done_is_not_done_again_unless_asked(tmp_path: Path, monkeypatch
     run(tmp_path, monkeypatch, lambda case: fails if case.length == 1024 else None)
     _, workers, listener = run(tmp_path, monkeypatch)
     assert (workers.requests, listener.waiting, listener.done) == ([], [], 6)
-    rows, workers, listener = run(tmp_path, monkeypatch, retry=True)
+    rows, workers, listener = run(tmp_path, monkeypatch, retry=Retry.FAILED)
     assert len(listener.waiting) == 2
     assert [row.status for row in rows] == ["ok"] * 6
     _, _, listener = run(tmp_path, monkeypatch, fresh=True)

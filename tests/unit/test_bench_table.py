@@ -4,7 +4,10 @@ import msgspec
 
 from stepscope.explain.bench import bench_figure, bench_table, sizes_table
 from stepscope.findings import Cell, Table
-from stepscope.recording.bench import Doubt
+from stepscope.recording.bench import BenchRow, Doubt
+from stepscope.report.formats import Format
+from stepscope.report.tables import render
+from stepscope.spec import Scalar
 from tests.unit.rows import row
 
 MS = 1_000_000
@@ -97,6 +100,67 @@ def test_doubts_stand_in_the_row_and_are_explained_below() -> None:
     assert cells(table, "remarks") == ["spread, cold"]
     assert cells(table, "reason") == ["20 %; first"]
     assert sum(note.startswith(("spread:", "cold:")) for note in table.notes) == 2
+
+
+SPREAD = Doubt(code="spread", text="20 %")
+
+
+def test_a_ratio_is_marked_where_either_case_is_doubtful() -> None:
+    table = bench_table(
+        [
+            row(size="small", precision="fp32"),
+            row(size="small", precision="bf16", doubts=(SPREAD,)),
+            row(size="medium", precision="fp32", doubts=(Doubt(code="shared", text="others"),)),
+            row(size="medium", precision="bf16", doubts=(SPREAD,)),
+            row(size="large", precision="fp32", doubts=(Doubt(code="uncounted", text="no count"),)),
+            row(size="large", precision="bf16"),
+        ]
+    )
+    why = cells(table, "speedup_precision_doubts")
+    assert why == [None, "spread", None, "shared, spread", None, None]
+    assert "speedup_precision_doubts" not in shown(table)
+    assert any(note.startswith("?") and "spread" in note and "shared" in note for note in table.notes)
+    for format_ in (Format.TEXT, Format.MD, Format.LATEX):
+        assert [line.count("?") for line in render(table, format_).splitlines() if "bf16" in line][:3] == [1, 1, 0]
+    assert "?" not in render(table, Format.CSV)
+
+
+def test_no_ratio_is_marked_where_no_time_is_doubtful() -> None:
+    table = bench_table([row(precision="fp32"), row(precision="bf16")])
+    assert "?" not in render(table, Format.TEXT)
+    assert not any(note.startswith("?") for note in table.notes)
+
+
+def own(*, has_tokens: bool = True, optimizer: str | None = None, **settings: Scalar) -> BenchRow:
+    made = row(**{"model": "mine:build", **settings})
+    assert made.measurement is not None
+    measurement = msgspec.structs.replace(
+        made.measurement, has_tokens=has_tokens, has_samples=True, optimizer=optimizer, flops_source="counted"
+    )
+    return msgspec.structs.replace(made, measurement=measurement)
+
+
+def test_a_model_without_tokens_has_samples_and_no_context() -> None:
+    table = bench_table([own(has_tokens=False, batch=8)])
+    assert cells(table, "context") == [None]
+    assert cells(table, "samples_per_s") == [80.0]
+    assert cells(table, "tokens_per_s") == [None]
+    assert "samples_per_s" in shown(table)
+    assert "tokens_per_s" not in shown(table)
+    assert "samples_per_s" not in shown(bench_table([row()]))
+
+
+def test_the_table_names_the_optimizer_that_a_factory_brought() -> None:
+    assert "Lion" in bench_table([own(optimizer="Lion")]).title
+    both = bench_table([own(optimizer="Lion"), row("oom", model="mine:build")])
+    assert "Lion" in both.title
+    assert "optimizer" not in shown(both)
+    assert "optimizer" in shown(bench_table([own(optimizer="Lion"), own(optimizer="SGD", batch=2)]))
+
+
+def test_a_figure_over_contexts_leaves_out_models_that_have_none() -> None:
+    figure = bench_figure([row(context=128), row(context=256), own(has_tokens=False)])
+    assert sorted(point.x for point in figure.points) == [128, 256]
 
 
 def test_every_doubt_that_can_be_raised_is_explained() -> None:

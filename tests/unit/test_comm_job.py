@@ -11,8 +11,9 @@ from stepscope.jobs import comm as job
 from stepscope.jobs.comm import CommSweep
 from stepscope.jobs.comm_grid import CommGrid, Machine, grid_from_texts
 from stepscope.jobs.rank_messages import CommMeasured, MeasureComm, Stage
+from stepscope.recording.bench import Retry
 from stepscope.recording.comm import CommCase, CommMeasurement, CommOutcome, CommRow
-from stepscope.recording.links import Place, find_link
+from stepscope.recording.links import Place, find_link, read_links
 from tests.unit.rows import ENVIRONMENT
 from tests.unit.test_attention_job import Silent
 
@@ -67,6 +68,16 @@ def run(
     return rows, ranks, listener
 
 
+def test_a_cache_that_cannot_be_written_costs_nothing_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file" / "cache"))
+    rows, _, _ = run(tmp_path, monkeypatch)
+    assert [row.status for row in rows] == ["ok"] * 8
+    assert read_links(tmp_path / "out" / "links.json")
+
+
 def test_the_cases_of_one_number_of_ranks_share_their_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +130,7 @@ def test_what_is_done_is_not_done_again_unless_asked(tmp_path: Path, monkeypatch
     run(tmp_path, monkeypatch, lambda case: "rank 1: ValueError" if case.ranks == 4 else "")
     _, ranks, listener = run(tmp_path, monkeypatch)
     assert (ranks.requests, listener.done) == ([], 8)
-    rows, _, listener = run(tmp_path, monkeypatch, retry=True)
+    rows, _, listener = run(tmp_path, monkeypatch, retry=Retry.FAILED)
     assert len(listener.waiting) == 4
     assert [row.status for row in rows] == ["ok"] * 8
     _, _, listener = run(tmp_path, monkeypatch, fresh=True)

@@ -135,7 +135,8 @@ def test_a_folder_is_the_old_one_or_the_new_one_wherever_its_writer_is_killed(
 
 def test_a_folder_is_not_taken_back_from_a_living_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "kept", "old")
-    rename, seen = Path.rename, []
+    rename = Path.rename
+    seen: list[bool] = []
 
     def rename_and_look(self: Path, target: Path) -> Path:
         result = rename(self, target)
@@ -234,6 +235,12 @@ def test_without_locks_nothing_is_taken_for_abandoned(tmp_path: Path, monkeypatc
     monkeypatch.setattr("fcntl.flock", no_locks)
     with scratch_folder(tmp_path) as first, scratch_folder(tmp_path):
         assert first.is_dir()
+    assert names(tmp_path) == []
+
+
+def test_there_is_nothing_to_restore_where_nothing_can_be(tmp_path: Path) -> None:
+    for path in (Path("a\0b"), Path("x" * 300), tmp_path / "none" / "a", Path("/proc/1/none/a"), Path()):
+        restore(path)
     assert names(tmp_path) == []
 
 

@@ -1,18 +1,29 @@
 """What is set where a CPU advertises instructions that it cannot run, found with a stand-in for the probe."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.attention import attention_table
 from stepscope.explain.bench import bench_table
+from stepscope.explain.comm import comm_table
+from stepscope.explain.memory.grid import grid_table
+from stepscope.findings import Table
 from stepscope.jobs.doctor import judge_instructions
 from stepscope.jobs.instructions import INHERITED, Limits, Machine, Outcome, settle_limits
 from stepscope.measure.instructions import COMPILED, LEVELS, PARTS
-from stepscope.recording.bench import Environment, case_key
+from stepscope.recording.bench import Environment, Row, case_key
+from tests.unit.attention_rows import attend
+from tests.unit.comm_rows import communicate
 from tests.unit.rows import ENVIRONMENT, row
+from tests.unit.test_memory_grid import weigh
+
+R = TypeVar("R", bound=Row)
 
 MACHINE = Machine(cpu="Xeon", flags="avx512_bf16 amx_tile amx_bf16", kernel="6.1", torch="2.13.0")
 ONEDNN = LEVELS["ONEDNN_MAX_CPU_ISA"]
@@ -197,13 +208,30 @@ def test_a_limit_makes_another_case_and_no_limit_leaves_rows_as_they_were() -> N
     assert msgspec.json.decode(msgspec.json.encode(limited), type=Environment) == limited
 
 
-def test_a_table_remarks_on_limits_and_tells_limited_rows_apart() -> None:
-    plain = row()
-    limited = msgspec.structs.replace(
-        plain, environment=msgspec.structs.replace(plain.environment, cpu_limits="ONEDNN_MAX_CPU_ISA=AVX2")
-    )
-    assert not any("ONEDNN" in note for note in bench_table([plain]).notes)
-    table = bench_table([plain, limited])
-    assert any("ONEDNN_MAX_CPU_ISA=AVX2" in note for note in table.notes)
+TABLES: dict[str, tuple[Callable[[list[Any]], Table], Row]] = {
+    "bench": (bench_table, row()),
+    "memory": (grid_table, weigh(parameters=5)),
+    "attention": (partial(attention_table, part="time"), attend()),
+    "comm": (comm_table, communicate()),
+}
+
+
+@pytest.mark.parametrize("verb", TABLES)
+def test_a_table_remarks_on_limits(verb: str) -> None:
+    make, plain = TABLES[verb]
+    assert not any("ONEDNN" in note for note in make([plain]).notes)
+    assert any("ONEDNN_MAX_CPU_ISA=AVX2" in note for note in make([_limited(plain)]).notes)
+
+
+def test_limited_rows_are_told_apart_from_others_and_never_compared_with_them() -> None:
+    table = bench_table([row(precision="fp32"), _limited(row(precision="bf16"))])
     (column,) = (column for column in table.columns if column.key == "cpu_limits")
     assert not column.detail
+    speedups = [column.key for column in table.columns].index("speedup_precision")
+    assert [cells[speedups] for cells in table.rows] == [1.0, None]
+
+
+def _limited(one: R) -> R:
+    return msgspec.structs.replace(
+        one, environment=msgspec.structs.replace(one.environment, cpu_limits="ONEDNN_MAX_CPU_ISA=AVX2")
+    )

@@ -13,8 +13,10 @@ from stepscope.cli.options import fill_bare_flags
         (["bench", "--compile", "no,yes"], ["bench", "--compile", "no,yes"]),
         (["bench", "--compile=no"], ["bench", "--compile=no"]),
         (["bench", "--tie-embeddings", "-h"], ["bench", "--tie-embeddings=yes", "-h"]),
+        (["bench", "--retry"], ["bench", "--retry=failed"]),
+        (["comm", "--retry", "doubtful"], ["comm", "--retry", "doubtful"]),
         ([], []),
     ],
 )
-def test_a_bare_flag_means_yes(given: list[str], meant: list[str]) -> None:
+def test_a_bare_flag_has_a_value(given: list[str], meant: list[str]) -> None:
     assert fill_bare_flags(given) == meant

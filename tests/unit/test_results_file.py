@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.bench import BenchRow
+from stepscope.recording.bench import BenchRow, Doubt, Retry, Status
 from stepscope.recording.lines import ResultsFile, read_rows
 from tests.unit.rows import row
 
@@ -201,6 +201,24 @@ def test_an_unwritable_folder_says_so(tmp_path: Path) -> None:
     ):
         pass
     assert "--out" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("status", "codes", "runs_again"),
+    [
+        ("ok", [], {None: False, Retry.FAILED: False, Retry.DOUBTFUL: False}),
+        ("oom", [], {None: False, Retry.FAILED: True, Retry.DOUBTFUL: False}),
+        ("ok", ["spread"], {None: False, Retry.FAILED: False, Retry.DOUBTFUL: True}),
+        ("ok", ["few", "shared"], {None: False, Retry.FAILED: False, Retry.DOUBTFUL: True}),
+        ("ok", ["throttled"], {None: False, Retry.FAILED: False, Retry.DOUBTFUL: True}),
+        ("ok", ["few", "host-bound", "not-finite", "of a later version"], dict.fromkeys([None, *Retry], False)),
+    ],
+)
+def test_retry_chooses_failed_rows_or_those_that_something_disturbed(
+    status: Status, codes: list[str], runs_again: dict[Retry | None, bool]
+) -> None:
+    one = row(status, doubts=tuple(Doubt(code=code, text="") for code in codes))
+    assert {retry: not one.is_settled(retry) for retry in runs_again} == runs_again
 
 
 @pytest.mark.parametrize(

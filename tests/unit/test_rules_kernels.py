@@ -263,6 +263,20 @@ def test_an_unfused_optimizer_against_one_pass_over_the_weights() -> None:
     assert saving_us(profile, "SS007") == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize(("optimizer", "bytes_per_parameter"), [("AdamW", 28), ("SGD", 12), ("Muon", None)])
+def test_what_fusing_saves_of_a_factorys_optimizer_follows_from_its_class(
+    optimizer: str, bytes_per_parameter: int | None
+) -> None:
+    parameters = 100_000_000
+    timeline, case = update(FOREACH, "aten::_foreach_add_"), build_case({"model": "mine:build"})
+    profile = timeline.profile(parameters=parameters, case=case, optimizer=optimizer)
+    if bytes_per_parameter is None:
+        assert found(profile, "SS007") is None
+    else:
+        expected = 50 * 40 - bytes_per_parameter * parameters / (H200_BYTES * BANDWIDTH_SHARE) * 1e6
+        assert saving_us(profile, "SS007") == pytest.approx(expected, rel=0.01)
+
+
 def test_without_a_number_of_parameters_only_adam_is_judged() -> None:
     assert saving_us(update(FOREACH, "aten::_foreach_addcdiv_").profile(), "SS007") == pytest.approx(2000 * 0.65)
     assert found(update(FOREACH, "aten::_foreach_add_").profile(), "SS007") is None

@@ -31,7 +31,7 @@ from stepscope.jobs.slurm.submissions import (
     write_whole,
 )
 from stepscope.jobs.slurm.watch import Watch, raise_failures
-from stepscope.recording.bench import BenchRow
+from stepscope.recording.bench import BenchRow, Retry
 from stepscope.recording.lines import ResultsFile
 from stepscope.spec import grid_from_flags
 from tests.unit.rows import row
@@ -118,7 +118,7 @@ def test_a_job_of_its_own_has_its_own_number() -> None:
 
 
 def test_submissions_are_found_again_newest_first_with_what_is_over(tmp_path: Path) -> None:
-    work = ShareWork(shares=deal(CASES, 2), retry=False, fresh=False, timeout_s=None)
+    work = ShareWork(shares=deal(CASES, 2), retry=None, fresh=False, timeout_s=None)
     first = keep(next_folder(tmp_path), "11", Resources(gpus=1), work, "bench")
     ranks = RankWork(entry="a:b", request="{}", ranks=2)
     second = keep(next_folder(tmp_path), "12", Resources(), ranks, "train")
@@ -130,6 +130,20 @@ def test_submissions_are_found_again_newest_first_with_what_is_over(tmp_path: Pa
     first.with_ended(first.jobs()[1])
     assert read_submissions(tmp_path)[1].submission.ended == (1,)
     assert next_folder(tmp_path).name == "4"
+
+
+@pytest.mark.parametrize(("written", "meant"), [(b"true", Retry.FAILED), (b"false", None)])
+def test_a_submission_of_an_earlier_version_says_whether_failed_cases_run_again(
+    tmp_path: Path, written: bytes, meant: Retry | None
+) -> None:
+    work = ShareWork(shares=deal(CASES, 2), retry=Retry.DOUBTFUL, fresh=False, timeout_s=None)
+    keep(next_folder(tmp_path), "11", Resources(), work, "bench")
+    path = tmp_path / "slurm/1/submission.json"
+    for content, expected in ((b'"doubtful"', Retry.DOUBTFUL), (written, meant)):
+        path.write_bytes(path.read_bytes().replace(b'"retry":"doubtful"', b'"retry":' + content))
+        found = read_submissions(tmp_path)[0].submission.work
+        assert isinstance(found, ShareWork)
+        assert found.retried is expected
 
 
 def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:

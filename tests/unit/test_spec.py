@@ -12,6 +12,7 @@ from stepscope.spec import (
     Case,
     Factory,
     ModelShape,
+    Scalar,
     SpecError,
     Timing,
     Workload,
@@ -86,6 +87,10 @@ def test_case_survives_json() -> None:
         ({"compile": "maybe"}, ("maybe", "--compile")),
         ({"seed": "-1"}, ("seed `-1`",)),
         ({"model": "mine"}, ("mine", "package.module:function")),
+        ({"model": "here/mine.py"}, ("--model here/mine.py:build",)),
+        ({"model": "here/mine:build"}, ("--model here/mine.py:build",)),
+        ({"model": "here/:build"}, ("--model here/FILE.py:build",)),
+        ({"hf": "vit", "context": "0"}, ("context `0`",)),
         ({"model": "a:b", "size": "small"}, ("`--model` and `--size`", "--set")),
         ({"model": "a:b", "hf": "gpt2"}, ("`--model` and `--hf`",)),
         ({"precison": "fp32"}, ("precison", "did you mean `precision`")),
@@ -96,6 +101,23 @@ def test_what_cannot_be_says_what_to_change(flags: dict[str, str], said: tuple[s
         grid_from_flags(flags).cases()
     for part in said:
         assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("target", ["a/b.py:build", "/a/my-model.py:build", "~/b c.py:make.it", "b.py:build"])
+def test_a_factory_may_be_in_a_file(target: str) -> None:
+    assert Factory(target=target).file == target.rpartition(":")[0]
+    assert Factory(target="package.module:build").file is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "context"),
+    [({}, "adamw", 128), ({"hf": "gpt2"}, "adamw-torch", 0), ({"model": "mine:build"}, None, 0)],
+)
+def test_defaults_follow_from_the_kind_of_model(
+    settings: dict[str, Scalar], optimizer: str | None, context: int
+) -> None:
+    workload = build_case(settings).workload
+    assert (workload.optimizer, workload.context) == (optimizer, context)
 
 
 @pytest.mark.parametrize(

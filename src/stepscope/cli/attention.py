@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stepscope.cli.options import RetryFlag
 from stepscope.cli.output import say, show_tables
 from stepscope.recording.attention import IMPLEMENTATIONS
 from stepscope.report.formats import Format
@@ -70,7 +71,7 @@ def attention(
     ] = None,
     plot_of: Annotated[Drawn, typer.Option("--plot-of", help="What is drawn.")] = Drawn.BOTH,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Run failed cases again.")] = False,
+    retry: RetryFlag = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything again.")] = False,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="End a case that takes longer.")

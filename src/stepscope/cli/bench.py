@@ -7,10 +7,10 @@ from typing import Annotated, TypedDict
 
 import typer
 
-from stepscope.cli.options import refuse_settings, takes_grid
+from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, takes_slurm, watching_jobs
-from stepscope.recording.bench import BenchRow
+from stepscope.recording.bench import BenchRow, Retry
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
 
@@ -34,7 +34,7 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Draw the chart: .png, .svg, .pdf or .html.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the chart.")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Run failed cases again.")] = False,
+    retry: RetryFlag = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything again.")] = False,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="End a case that takes longer.")
@@ -83,7 +83,7 @@ class _Options(TypedDict):
     """How to run, wherever it is."""
 
     folder: Path
-    retry: bool
+    retry: Retry | None
     fresh: bool
     timeout_s: float | None
 

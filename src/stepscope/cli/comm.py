@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stepscope.cli.options import RetryFlag
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.recording.links import COLLECTIVES
 from stepscope.report.formats import Format
@@ -50,7 +51,7 @@ def comm(
     ] = None,
     plot_of: Annotated[Drawn, typer.Option("--plot-of", help="What is drawn.")] = Drawn.BUS,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Run failed cases again.")] = False,
+    retry: RetryFlag = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything again.")] = False,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="End a case that takes longer.")

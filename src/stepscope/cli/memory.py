@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli.memory_output import MemoryPart, Stacked, check_view, draw, print_profile
-from stepscope.cli.options import refuse_settings, takes_grid
+from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show_tables
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
@@ -50,7 +50,7 @@ def memory(
         bool, typer.Option("--snapshots", help="Of several cases keep the snapshots too; of one it is kept anyway.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Run failed cases again.")] = False,
+    retry: RetryFlag = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Record everything again.")] = False,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="End a case that takes longer.")
@@ -103,9 +103,10 @@ def memory(
         say(f"recording: {recording_folder(out, rows[0].key)}")
         next_ = f"stepscope explain {shlex.quote(str(recording_folder(out, rows[0].key)))} --questions"
     else:
+        if alone and len(rows) > 1:
+            raise StepscopeError(f"`{alone}` is of one case, not of {len(rows)}", hint="leave it out")
         if alone:
-            found = f"not of {len(rows)}" if len(rows) > 1 else f"and there is none: {rows[0].status}"
-            raise StepscopeError(f"`{alone}` is of one case, {found}", hint="leave it out")
+            say(f"nothing to show for `{alone}`: the case failed")
         chosen = memory_view.show_saved(out, rows) if table == MemoryPart.SAVED else None
         tables = chosen or memory_view.show_rows(rows, study=checkpoint_study)
         show_tables(tables, format_, detail=detail == "yes")

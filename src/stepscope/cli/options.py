@@ -11,6 +11,7 @@ import typer
 
 from stepscope.cli.memory_output import SHARE
 from stepscope.errors import StepscopeError
+from stepscope.recording.bench import Retry
 from stepscope.spec import (
     RUN_SETTINGS,
     SETTINGS,
@@ -23,8 +24,12 @@ from stepscope.spec import (
     grid_from_toml,
 )
 
-# Flags that mean `yes` when they stand alone.
-_BARE_FLAGS = ("--compile", "--tie-embeddings")
+# What flags mean that stand alone.
+_BARE_FLAGS = {"--compile": "yes", "--tie-embeddings": "yes", "--retry": Retry.FAILED.value}
+RetryFlag = Annotated[
+    Retry | None,
+    typer.Option("--retry", help="Run failed cases again, or doubtful ones.  [failed, if no value is given]"),
+]
 _WITH_SHARES = ("memory", "explain")
 
 
@@ -66,14 +71,17 @@ def refuse_settings(grid: Grid, why: str) -> None:
 
 
 def fill_bare_flags(arguments: Sequence[str]) -> list[str]:
-    """`--compile` alone becomes `--compile=yes`: the flag is an axis, and an axis needs a value. So does `--detail` of
-    the verbs where it may be a share, unless one follows."""
+    """`--compile` alone becomes `--compile=yes`: the flag is an axis, and an axis needs a value. So do `--retry`, and
+    `--detail` of the verbs where it may be a share, unless one follows."""
     takes_share = bool(arguments) and arguments[0] in _WITH_SHARES
     filled = []
     for argument, following in itertools.pairwise([*arguments, "--"]):
-        bare = argument in _BARE_FLAGS and following.startswith("-")
-        bare = bare or (takes_share and argument == "--detail" and not SHARE.fullmatch(following))
-        filled.append(f"{argument}=yes" if bare else argument)
+        if argument in _BARE_FLAGS and following.startswith("-"):
+            filled.append(f"{argument}={_BARE_FLAGS[argument]}")
+        elif takes_share and argument == "--detail" and not SHARE.fullmatch(following):
+            filled.append(f"{argument}=yes")
+        else:
+            filled.append(argument)
     return filled
 
 

@@ -265,7 +265,7 @@ def _ratio_columns(
 
 def _doubt_note(doubts: Iterable[Sequence[Cell]]) -> list[str]:
     codes = dict.fromkeys(code for cells in doubts for cell in cells if cell for code in str(cell).split(", "))
-    return [f"?: a ratio of times that are doubtful: {', '.join(codes)}"] if codes else []
+    return [f"?: the times behind this ratio are doubtful: {', '.join(codes)}"] if codes else []
 
 
 def _remark_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:

@@ -21,7 +21,7 @@ from stepscope.jobs.messages import AttentionDone, AttentionMeasured, Failed, Me
 from stepscope.jobs.process import Ended, RefusedError, Workers, require_torch
 from stepscope.jobs.sweep import RESULTS_NAME, Listener, judge, keep_log, look_at
 from stepscope.recording.attention import AttentionCase, AttentionOutcome, AttentionRow
-from stepscope.recording.bench import Environment, case_key
+from stepscope.recording.bench import Environment, Retry, case_key
 from stepscope.recording.lines import ResultsFile
 from stepscope.spec import build_case
 
@@ -51,11 +51,11 @@ class PlannedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSweep:
-    """How to run a grid. `retry` runs failed cases again, `fresh` all of them; older rows stay in the file."""
+    """How to run a grid. `retry` runs some cases again, `fresh` all of them; older rows stay in the file."""
 
     folder: Path
     command: str
-    retry: bool = False
+    retry: Retry | None = None
     fresh: bool = False
     timeout_s: float | None = None
 
@@ -92,7 +92,7 @@ class AttentionSweep:
         return tuple(rows[one.key] for one in planned)
 
     def _is_done(self, row: AttentionRow) -> bool:
-        return not self.fresh and (row.status == "ok" or not self.retry)
+        return not self.fresh and row.is_settled(self.retry)
 
 
 @dataclass(kw_only=True)

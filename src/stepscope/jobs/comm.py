@@ -13,6 +13,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,7 @@ from stepscope.jobs.rank_messages import CommMeasured, MeasureComm, RankMessage,
 from stepscope.jobs.ranks import JOURNAL_NAME, LOGS_NAME, run_ranks
 from stepscope.jobs.sweep import RESULTS_NAME, Listener, keep_log, look_at
 from stepscope.measure.failures import mentions_out_of_memory
-from stepscope.recording.bench import Environment, Status, case_key
+from stepscope.recording.bench import Environment, Retry, Status, case_key
 from stepscope.recording.comm import CommCase, CommOutcome, CommRow
 from stepscope.recording.lines import ResultsFile
 from stepscope.recording.links import LINKS_NAME, keep_links, links_path, read_links
@@ -63,12 +64,12 @@ class PlannedComm(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class CommSweep:
-    """How to run a grid. `retry` runs failed cases again, `fresh` all of them; older rows stay in the file. A
+    """How to run a grid. `retry` runs some cases again, `fresh` all of them; older rows stay in the file. A
     collective that takes longer than `timeout_s` has failed."""
 
     folder: Path
     command: str
-    retry: bool = False
+    retry: Retry | None = None
     fresh: bool = False
     timeout_s: float = 300.0
 
@@ -106,13 +107,14 @@ class CommSweep:
         return ordered
 
     def _is_done(self, row: CommRow) -> bool:
-        return not self.fresh and (row.status == "ok" or not self.retry)
+        return not self.fresh and row.is_settled(self.retry)
 
     def _keep_links(self, rows: Sequence[CommRow]) -> None:
         """Where predictions find them, and beside the rows, to be carried elsewhere."""
         if found := fit_links(rows):
-            keep_links(found)
             keep_links(found, self.folder / LINKS_NAME)
+            with suppress(StepscopeError):  # a cache that cannot be written costs predictions, not what was measured
+                keep_links(found)
 
     def _serve_rank_0(self, grid: CommGrid) -> None:
         """Which cases are left is rank 0's to say; how to join the others follows from what was asked for."""

@@ -6,9 +6,9 @@ parts of a training step (`measure.instructions`). If it dies, it runs again und
 newest instruction set to the oldest. Settings that work go into the environment, which every later process inherits.
 
 The probe takes about as long as importing torch, so its result is cached for each CPU, kernel and version of torch. It
-runs on every x86 CPU: AMX is the usual culprit, but nothing else a hypervisor gets wrong is worth being killed for.
-Compiling takes ten times as long, and is probed only once something is limited: where oneDNN's AMX kernels run, those
-that Inductor generates run as well.
+runs on every x86 CPU, since AMX is the usual but not the only instruction set that hypervisors get wrong. Compiling
+takes ten times as long, and is probed only once something is limited: where oneDNN's AMX kernels run, those that
+Inductor generates run as well.
 """
 
 import hashlib
@@ -36,8 +36,8 @@ from stepscope.measure.instructions import ALIASES, LEVELS, PARTS, REMEDIES, rea
 INHERITED = "STEPSCOPE_CPU_LIMITS"
 _FOLDER = "instructions"
 _TIMEOUT_S = 300.0
-# Others, such as SIGKILL and SIGTERM, are somebody's wish and say nothing about the CPU.
-_CRASHES = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT)
+# Raised by the CPU. Others come from another process (SIGKILL, SIGTERM) or from a library that gave up (SIGABRT).
+_FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ def run_probe(settings: Mapping[str, str], *, compiled: bool) -> Outcome:
     if done.returncode == 0:
         return Outcome()
     begun = [line for line in done.stdout.decode(errors="replace").splitlines() if line in PARTS]
-    if -done.returncode not in _CRASHES or not begun:
+    if -done.returncode not in _FAULTS or not begun:  # a torch that cannot be imported is reported by the first worker
         return Outcome(conclusive=False)
     return Outcome(part=begun[-1], signal=signal.Signals(-done.returncode).name)
 

@@ -22,6 +22,7 @@ from stepscope.files import scratch_folder
 from stepscope.jobs.messages import Failed, MemoryRecorded, RecordMemory
 from stepscope.jobs.process import Ended, Workers
 from stepscope.jobs.sweep import Listener, Planned, Sweep
+from stepscope.recording.bench import Retry
 from stepscope.recording.memory_labels import SNAPSHOT_NAME, MemoryRun
 from stepscope.recording.memory_row import MemoryRow
 from stepscope.spec import Grid, grid_from_flags
@@ -125,7 +126,7 @@ class MemorySweep:
     folder: Path
     command: str
     snapshots: bool = False
-    retry: bool = False
+    retry: Retry | None = None
     fresh: bool = False
     timeout_s: float | None = None
 

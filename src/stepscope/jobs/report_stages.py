@@ -29,7 +29,7 @@ from stepscope.jobs.profile import Profile
 from stepscope.jobs.sweep import RESULTS_NAME, Planned, Sweep, Timed, Waiting
 from stepscope.recording import store
 from stepscope.recording.attention import AttentionCase, AttentionRow, Implementation
-from stepscope.recording.bench import BenchRow, Row
+from stepscope.recording.bench import BenchRow, Retry, Row
 from stepscope.recording.lines import R, read_rows_of
 from stepscope.recording.memory_row import MemoryRow
 from stepscope.recording.precision import read_report
@@ -106,7 +106,9 @@ class Bench:
         return replace(materials, bench=_read_rows(folder / self.name / RESULTS_NAME, BenchRow, keys))
 
     def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
-        sweep = Sweep(kind=Timed(), folder=work.folder / self.name, command=work.command, retry=True, fresh=work.fresh)
+        sweep = Sweep(
+            kind=Timed(), folder=work.folder / self.name, command=work.command, retry=Retry.FAILED, fresh=work.fresh
+        )
         rows = sweep.run_planned([work.planned], work.workers, _Relay(work.on_stage))
         _require_ok(rows)
         if rows[0].wall_s <= _LITTLE_S:
@@ -267,7 +269,9 @@ class AttentionStage:
 
     def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         planned = self.plan(work)
-        sweep = AttentionSweep(folder=work.folder / self.name, command=work.command, retry=True, fresh=work.fresh)
+        sweep = AttentionSweep(
+            folder=work.folder / self.name, command=work.command, retry=Retry.FAILED, fresh=work.fresh
+        )
         rows = sweep.run_planned(planned, work.workers, _Relay(work.on_stage))
         here = tuple(row for row in rows if row.status != "unsupported")
         if all(row.status != "ok" for row in here):

@@ -34,7 +34,7 @@ from stepscope.jobs.messages import (
     Run,
 )
 from stepscope.jobs.process import Died, Ended, RefusedError, Workers, require_torch
-from stepscope.recording.bench import BenchRow, CaseRow, Environment, Row, Status, case_key
+from stepscope.recording.bench import BenchRow, CaseRow, Environment, Retry, Row, Status, case_key
 from stepscope.recording.lines import ResultsFile
 from stepscope.spec import DEFAULT_CONTEXT, Case, Grid, ModelShape, grid_from_flags
 
@@ -132,12 +132,13 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Generic[R]):
-    """How to run a grid. `retry` runs failed cases again, `fresh` all of them; older rows stay in the file."""
+    """How to run a grid. `retry` runs some cases again that were run before, `fresh` all of them; older rows stay in
+    the file."""
 
     kind: Kind[R]
     folder: Path
     command: str
-    retry: bool = False
+    retry: Retry | None = None
     fresh: bool = False
     timeout_s: float | None = None
 
@@ -187,7 +188,7 @@ class Sweep(Generic[R]):
         return tuple(rows[one.key] for one in planned)
 
     def _is_done(self, row: R) -> bool:
-        return not self.fresh and (row.status == "ok" or not self.retry)
+        return not self.fresh and row.is_settled(self.retry)
 
     def _default_grid(self, workers: Workers) -> Grid:
         on_cpu = self.kind.default_grid(on_cpu=True)

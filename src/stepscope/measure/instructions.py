@@ -31,12 +31,10 @@ LEVELS = {
 # Older names of theirs, which work as well.
 ALIASES = {"DNNL_MAX_CPU_ISA": "ONEDNN_MAX_CPU_ISA"}
 
-START = "importing torch"
 COMPILED = "a compiled product"
 # In the order in which they run, with what may help where one dies. oneDNN has the products of bf16 and fp16, MKL those
 # of fp32 and some inside of attention, ATen what works element by element, and Inductor the compiled code.
 REMEDIES = {
-    START: ("ATEN_CPU_CAPABILITY",),
     "an operation on elements": ("ATEN_CPU_CAPABILITY",),
     "an fp32 product": ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"),
     "a bf16 product": ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"),
@@ -59,7 +57,6 @@ def say_limits(limits: Mapping[str, str]) -> str:
 def main(arguments: list[str]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # dying here is an answer, which needs no file of the memory
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers would outlive a process that died
-    _begin(START)
     import torch
 
     parts: dict[str, Callable[[], object]] = {

@@ -5,6 +5,7 @@ year works on last year's file. A case that failed is a row as well, with its st
 """
 
 import hashlib
+from enum import StrEnum
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +18,18 @@ SCHEMA = "stepscope.bench/1"
 Status = Literal["ok", "oom", "unsupported", "wrong", "error", "crash", "killed", "timeout"]
 Clock = Literal["cuda events", "host"]
 PeakKind = Literal["cuda allocator", "rss above start"]
+
+
+class Retry(StrEnum):
+    """Which cases a sweep runs again though they have a row: those that failed, or those that something disturbed
+    which may be gone by now."""
+
+    FAILED = "failed"
+    DOUBTFUL = "doubtful"
+
+
+# Doubts about the circumstances of a measurement. The others are about the case, and would be the same a second time.
+_PASSING_DOUBTS = frozenset(("spread", "shared", "throttled", "cold", "clocks"))
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,6 +111,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     command: str
     doubts: tuple[Doubt, ...] = ()
+
+    def is_settled(self, retry: Retry | None) -> bool:
+        """Whether the case need not run again under `retry`."""
+        match retry:
+            case Retry.FAILED:
+                return self.status == "ok"
+            case Retry.DOUBTFUL:
+                return not any(doubt.code in _PASSING_DOUBTS for doubt in self.doubts)
+            case None:
+                return True
 
 
 class CaseRow(Row, frozen=True, kw_only=True):

@@ -106,7 +106,7 @@ def read_links(path: Path, *, missing_ok: bool = False) -> tuple[Links, ...]:
     """All places of a file. One that cannot be read is an error: to pass over it would predict from something else."""
     try:
         return decode(read_plain(path), tuple[Links, ...])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if missing_ok:
             return ()
         raise StepscopeError(f"no file of links: `{path}`", hint="stepscope comm") from None

@@ -33,7 +33,7 @@ from stepscope.recover.placing import (
     find_patterns,
     place,
 )
-from stepscope.recover.predicting import Check, Predictor, identity
+from stepscope.recover.predicting import Check, Predictor
 from stepscope.recover.shape import divisors
 from stepscope.recover.structure import NoTransformerError, Role
 from stepscope.recover.unclaimed import Counted, find_counts
@@ -53,9 +53,9 @@ class ClaimedRun:
     predictor: Predictor
     placement: Placement
     checks: list[Check]
-    counts: list[tuple[Sighting, Counted]]
     wrong: int
     fits_otherwise: bool = False
+    counts: tuple[tuple[Sighting, Counted], ...] = ()
 
 
 def make_shape(claim: Claim) -> Shape:
@@ -79,7 +79,7 @@ def open_all(evidence: Sequence[Evidence], claim: Claim) -> ClaimedRuns:
     best: tuple[int, ClaimedRuns] | None = None
     for shape, left_open in _complete(make_shape(claim), opened, cache(lambda: _recover(evidence))):
         if best is not None and any(one.is_spent for one in opened):
-            return replace(best[1], is_cut=True)
+            return _finish(best[1], opened, is_cut=True)
         files = [one.lay_out(claim, shape) for one in opened]
         wrong = sum(file.wrong for file in files)
         if best is None or wrong < best[0]:
@@ -87,7 +87,12 @@ def open_all(evidence: Sequence[Evidence], claim: Claim) -> ClaimedRuns:
         if not wrong:
             break
     assert best is not None, "the claim itself is tried at last"
-    return replace(best[1], is_cut=any(one.is_cut for one in opened))
+    return _finish(best[1], opened, is_cut=any(one.is_cut for one in opened))
+
+
+def _finish(runs: ClaimedRuns, opened: Sequence["_Opened"], *, is_cut: bool) -> ClaimedRuns:
+    files = [one.count(file) for one, file in zip(opened, runs.files, strict=True)]
+    return replace(runs, files=files, is_cut=is_cut)
 
 
 def _complete(
@@ -147,19 +152,17 @@ def _pair(shape: Shape, opened: Sequence["_Opened"]) -> Iterator[Shape]:
     yield from fitting or others[:1]
 
 
-def _forgive_cuts(
-    placement: Placement, checks: list[Check], sightings: Sequence[Sighting], shape: Shape
-) -> list[Check]:
+def _forgive_cuts(placement: Placement, checks: list[Check], kernels: int, period: int, shape: Shape) -> list[Check]:
     """Recordings begin and end anywhere, and half a pass is easily misread. Where the whole file is one pass over and
     over, every kernel of a part has twins in the other passes: what is wrong with it and with none of them is the cut.
-    """
-    period = _find_period(placement, sightings)
-    if period is None:
+    `period`: after how many of the kernels the same come again, which is to be a whole pass and not a layer."""
+    inside = {(one.pass_number, one.layer) for one in placement.attentions if one.sighting.index >= kernels - period}
+    if period == kernels or len(inside) != max(placement.num_layers):
         return checks
 
     def keep(wrong: set[int]) -> set[int]:
         twins = {one: (one - period, one + period) for one in wrong}
-        return {one for one in wrong if all(twin in wrong for twin in twins[one] if 0 <= twin < len(sightings))}
+        return {one for one in wrong if all(twin in wrong for twin in twins[one] if 0 <= twin < kernels)}
 
     intruders = keep({one.sighting.index for one in placement.intruders})
     placement.intruders[:] = [one for one in placement.intruders if one.sighting.index in intruders]
@@ -176,18 +179,15 @@ def _forgive_cuts(
     return [one for one in checks if one.sighting.index not in forgiven]
 
 
-def _find_period(placement: Placement, sightings: Sequence[Sighting]) -> int | None:
-    """After how many kernels the same come again, if that is a whole pass and not a layer."""
-    keys = [identity(one) for one in sightings]
+def _find_period(keys: Sequence[object]) -> int:
+    """After how many kernels the same come again."""
     borders = [0]
     for key in keys[1:]:
         length = borders[-1]
         while length and keys[length] != key:
             length = borders[length - 1]
         borders.append(length + (keys[length] == key))
-    period = len(keys) - borders[-1]
-    inside = {(one.pass_number, one.layer) for one in placement.attentions if one.sighting.index >= len(keys) - period}
-    return period if period < len(keys) and len(inside) == max(placement.num_layers) else None
+    return len(keys) - borders[-1]
 
 
 class _Opened:
@@ -199,6 +199,7 @@ class _Opened:
         self.recent = is_recent(one.name for one in evidence.sightings)
         device = hardware.find(evidence.device) if evidence.device else None
         self.predictor = Predictor(evidence.device_sms or UNKNOWN, device, recent=self.recent)
+        self._period = _find_period([self.predictor.identify(one) for one in evidence.sightings])
         self._left = _MOST_LAID_OUT
         self.is_cut = False  # there were readings that were not laid out
 
@@ -221,10 +222,14 @@ class _Opened:
             predictor=self.predictor,
             placement=placement,
             checks=checks,
-            counts=[(where.sighting, counted) for where, counted in find_counts(placement, recent=self.recent)],
             wrong=wrong,
             fits_otherwise=other is not None and other[0] == (0, False, 0),
         )
+
+    def count(self, file: ClaimedRun) -> ClaimedRun:
+        """With the kernels that move data, which are needed of the best alone."""
+        found = find_counts(file.placement, recent=self.recent)
+        return replace(file, counts=tuple((where.sighting, counted) for where, counted in found))
 
     def _read(
         self, claim: Claim, shape: Shape, gated: bool | None
@@ -232,8 +237,13 @@ class _Opened:
         """The reading of the products that contradicts the claim least."""
         best: tuple[tuple[int, bool, int], Placement, list[Check]] | None = None
 
+        known: dict[object, bool] = {}
+
         def fits(role: Role, one: Sighting) -> bool:
-            return self.predictor.fits(role, one, shape) is not False
+            key = (role, self.predictor.identify(one))
+            if key not in known:
+                known[key] = self.predictor.fits(role, one, shape) is not False
+            return known[key]
 
         for pattern, behind in self._choose_patterns(gated, fits):
             if best is not None and self.is_spent:
@@ -242,7 +252,8 @@ class _Opened:
             self._left -= len(self.run.sightings)
             placement = place(self.run, pattern, behind, claim.num_layers, fits)
             placement.leave_out(self.predictor.find_single_steps(placement, shape))
-            checks = list(_forgive_cuts(placement, list(self.predictor.predict(placement)), self.run.sightings, shape))
+            checks = list(self.predictor.predict(placement))
+            checks = _forgive_cuts(placement, checks, len(self.run.sightings), self._period, shape)
             distinct = {check.key: check for check in checks}.values()
             wrong = sum(check.test(shape) is False for check in distinct) + len(placement.complaints)
             score = (wrong, breaks_feed_forward(placement), pattern.count(None))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import open_plain, writing
+from stepscope.files import open_plain, scratch_folder, writing
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -158,8 +158,11 @@ def _read(path: Path, *, private: bool) -> bytes:
 def _create(path: Path, content: bytes, *, mode: int, force: bool) -> None:
     """A new file, with its permissions from the first byte on. With `force` it takes the place of what is there, be it
     a link, when it is whole."""
-    place = path.with_name(f".{path.name}.{os.getpid()}.part") if force else path
-    with writing(path, if_full="nothing was kept", hint=f"{_MAKE_ONE} ANOTHER_FILE"):
+    with (
+        writing(path, if_full="nothing was kept", hint=f"{_MAKE_ONE} ANOTHER_FILE"),
+        scratch_folder(path.parent, path.name) as scratch,
+    ):
+        place = scratch / path.name if force else path
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:

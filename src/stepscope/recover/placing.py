@@ -105,8 +105,9 @@ class Placement:
         """Whether the file may hold only a part of the pass: the first where it starts, the last where it ends."""
         if pass_number == 1 and self.starts_late:
             return True
-        has_head = any(one.role == "head" and one.pass_number == pass_number for one in self.products)
-        return pass_number == len(self.num_layers) and not has_head
+        return pass_number == len(self.num_layers) and not any(
+            one.role == "head" and one.pass_number == pass_number for one in self.products
+        )
 
 
 def examine(sightings: Sequence[Sighting]) -> Run:
@@ -219,7 +220,7 @@ def place(run: Run, pattern: Pattern, behind: int, num_layers: int | None, fits:
     for number, anchors in enumerate(passes, start=1):
         previous = passes[number - 2][-1][-1].index if number > 1 else -1
         following = passes[number][0][0].index if number < len(passes) else len(run.sightings)
-        layout = _Layout(run, placement, number, pattern, behind, fits)
+        layout = _Layout(run, placement, number, pattern, behind, fits, len(placement.products))
         layout.lay_out(anchors, previous, following)
     return placement
 
@@ -271,6 +272,7 @@ class _Layout:
     pattern: Pattern
     behind: int
     fits: Fits
+    first_product: int  # of the pass, in the placement's list
 
     def lay_out(self, anchors: Sequence[Anchor], previous: int, following: int) -> None:
         """`previous` and `following`: where the pass before ended its attentions and where the next begins."""
@@ -392,7 +394,7 @@ class _Layout:
 
     def _place_others(self, anchors: Sequence[Anchor], previous: int, following: int) -> None:
         """Kernels between the products, by what stands before and behind them."""
-        own = [one for one in self.placement.products if one.pass_number == self.number]
+        own = self.placement.products[self.first_product :]
         marks = sorted(
             [(one.sighting.index, one.role, one.layer) for one in own]
             + [(kernel.index, None, layer) for layer, anchor in enumerate(anchors, 1) for kernel in anchor]

@@ -77,25 +77,32 @@ class Predictor:
         self._processors = processors
         self._hardware = hardware
         self._recent = recent
+        self._identities: dict[int, object] = {}  # by the kernel's index in the file
         # Launches that look alike say the same, and a run has thousands.
         self._products: dict[object, BoundedProduct | None] = {}
         self._attentions: dict[object, Attention | None] = {}
         self._facts: dict[object, tuple[MemoryFact, ...]] = {}
 
+    def identify(self, sighting: Sighting) -> object:
+        """Equal for launches that every reader takes alike. How long they took is not part of it."""
+        if sighting.index not in self._identities:
+            self._identities[sighting.index] = _identity(sighting)
+        return self._identities[sighting.index]
+
     def product(self, sighting: Sighting) -> BoundedProduct | None:
-        key = identity(sighting)
+        key = self.identify(sighting)
         if key not in self._products:
             self._products[key] = products.read(sighting, self._processors)
         return self._products[key]
 
     def _attention(self, sighting: Sighting) -> Attention | None:
-        key = identity(sighting)
+        key = self.identify(sighting)
         if key not in self._attentions:
             self._attentions[key] = attention.read(sighting, self._processors)
         return self._attentions[key]
 
     def _choices(self, sighting: Sighting) -> tuple[MemoryFact, ...]:
-        key = (identity(sighting), sighting.shared_bytes)
+        key = (self.identify(sighting), sighting.shared_bytes)
         if key not in self._facts:
             self._facts[key] = memory_bound.choices(sighting, recent=self._recent)
         return self._facts[key]
@@ -153,7 +160,7 @@ class Predictor:
             expect=lambda shape: _describe_product(role, shape),
             suggest=lambda shape: _suggest(role, shape, product),
             seen=describe_launch(sighting),
-            key=(role, identity(sighting)),
+            key=(role, self.identify(sighting)),
         )
 
     def _check_speed(self, places: list[Place]) -> Iterator[Check]:
@@ -188,7 +195,7 @@ class Predictor:
                 test=lambda shape: admits_attention(fact, shape),
                 expect=_describe_attention,
                 seen=describe_launch(sighting),
-                key=("attention", identity(sighting)),
+                key=("attention", self.identify(sighting)),
             )
         elif sighting.name.kernel_class in ("softmax", "reduction") and sighting.name.library != "Inductor":
             yield from self._check_rows(sighting, "softmax of attention", where, _softmax_rows, _context)
@@ -223,7 +230,7 @@ class Predictor:
             test=test,
             expect=lambda shape: f"{_say(rows(shape)[0])} rows of {_say(width(shape))}",
             seen=f"{_describe_windows([fact.rows for fact in facts])} rows, {describe_launch(sighting)}",
-            key=(what, where if what == "norm" and rows is _final_rows else "", identity(sighting)),
+            key=(what, where if what == "norm" and rows is _final_rows else "", self.identify(sighting)),
         )
 
     def _check_lookup(self, placement: Placement) -> Iterator[Check]:
@@ -234,11 +241,11 @@ class Predictor:
             if isinstance(fact, Gather):
                 found.setdefault(place.pass_number, []).append((place, fact))
         for lookups in found.values():
-            yield _lookup_check([place for place, _ in lookups], [fact for _, fact in lookups])
+            key = ("lookup", *(self.identify(place.sighting) for place, _ in lookups))
+            yield _lookup_check([place for place, _ in lookups], [fact for _, fact in lookups], key)
 
 
-def identity(sighting: Sighting) -> object:
-    """Equal for launches that every reader takes alike. How long they took is not part of it."""
+def _identity(sighting: Sighting) -> object:
     return (
         sighting.name.name,
         sighting.grid,
@@ -282,7 +289,7 @@ def _speed_check(role: Role, place: Place, peak: float) -> Check:
     )
 
 
-def _lookup_check(places: list[Place], facts: list[Gather]) -> Check:
+def _lookup_check(places: list[Place], facts: list[Gather], key: object) -> Check:
     def test(shape: Shape) -> bool | None:
         return _any_of(
             _both(
@@ -300,7 +307,7 @@ def _lookup_check(places: list[Place], facts: list[Gather]) -> Check:
         test=test,
         expect=lambda shape: f"{_say(shape.tokens)} rows of {_say(shape.d_model)} elements",
         seen=f"{_describe_windows([fact.rows for fact in facts])} rows, {describe_launch(first.sighting)}",
-        key=("lookup", *(identity(place.sighting) for place in places)),
+        key=key,
     )
 
 

@@ -228,11 +228,11 @@ def _find_widths(observation: Observation, tokens: int, effort: Effort) -> list[
     these come first, then the most usual."""
     seen = [seen for zone in _NORM_ZONES for seen in observation.zones.get(zone, ())]
     fixed = [one.widths for one in seen if one.widths and one.sighting.name.kernel_class == "norm"]
-    counts = [one.counts for one in seen if not one.is_rows]
+    counted = [one for one in seen if not one.is_rows]
     if not effort.afford(_KEEPING * (1 + len(seen))):
         return []
     ranges = [
-        Window(max(2, -(-window.low // tokens)), window.high // tokens) for windows in counts for window in windows
+        Window(max(2, -(-window.low // tokens)), window.high // tokens) for one in counted for window in one.counts
     ]
     ranges = [window for window in map(_clip, ranges) if 0 < window.size <= _MOST_WIDTHS]
     if not ranges:
@@ -245,9 +245,9 @@ def _find_widths(observation: Observation, tokens: int, effort: Effort) -> list[
             for size in ((2,) if observation.structure.dtype in _HALF else (4,))
         ]
     widths = _keep_inside(_join_windows(map(_clip, ranges), Window(0, WIDEST)), fixed)
-    if not effort.afford((1 + len(counts)) * len(widths)):
+    if not effort.afford((1 + len(counted)) * len(widths)):
         return []
-    scores = sum((_is_explained(windows, (tokens * widths,), len(widths)) for windows in counts), np.zeros_like(widths))
+    scores = _count_each((tokens * widths,), counted, len(widths))
     ranked = sorted(zip((-scores).tolist(), map(surprise_of_width, widths.tolist()), widths.tolist(), strict=True))
     found: list[int] = []
     most = 0
@@ -361,8 +361,10 @@ def _chain(
     queries = Window(min(link.query.low for link in links), max(link.query.high for link in links))
     with effort.share(2) as part:
         every, is_cut = find_heads(observation, links[0].tokens, queries, part, among)
+    if every is None:
+        return _Chain(num_widths=len(links), is_cut=is_cut)
     cores: list[Cores] = []
-    for link in links if every is not None else ():
+    for link in links:
         if not effort.afford(1 + len(every) // 8):
             break
         fitting = every.take(_fits(every, link))

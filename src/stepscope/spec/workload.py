@@ -134,14 +134,13 @@ class Factory(msgspec.Struct, frozen=True, kw_only=True, tag="factory", forbid_u
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*", self.target):
-            is_path = "/" in self.target or self.target.endswith(".py")
             file = self.target.rpartition(":")[0] or self.target
+            meant = f"{file}FILE.py" if file.endswith("/") else f"{file.removesuffix('.py')}.py"
+            is_path = "/" in file or file.endswith(".py")
             raise SpecError(
                 f"not a factory: `{self.target}`",
                 detail="expected package.module:function or path/to/file.py:function",
-                hint=f"--model {shlex.quote(file.removesuffix('.py') + '.py:build')}"
-                if is_path
-                else "--model my_model:build",
+                hint="--model " + shlex.quote(f"{meant if is_path else 'my_model'}:build"),
             )
 
     @property

@@ -107,10 +107,11 @@ def load_factory(factory: Factory) -> Callable[..., object]:
     for name in function_name.split("."):
         if not hasattr(value, name):
             close = nearest(name, vars(value) if hasattr(value, "__dict__") else ())
+            is_folder = isinstance(value, ModuleType) and _file_of(value) is None
             raise StepscopeError(
                 f"`{place}` has no `{function_name}`",
-                detail=f"did you mean `{close}`?" if close else "",
-                hint="--model " + shlex.quote(f"{place}:{close or 'build'}"),
+                detail="it is a directory" if is_folder else f"did you mean `{close}`?" if close else "",
+                hint="--model " + shlex.quote(f"{place}/FILE.py:{name}" if is_folder else f"{place}:{close or 'NAME'}"),
             )
         value = getattr(value, name)
     if not callable(value):
@@ -127,12 +128,18 @@ def _import_by_name(name: str) -> ModuleType:
 
 
 def _run_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        is_folder = file.is_dir()
+    if file.is_dir():
         raise StepscopeError(
-            f"`{file}` is a directory" if is_folder else f"there is no file `{file}`",
-            detail="" if file.is_absolute() else f"looked in {Path.cwd()}",
-            hint="--model " + shlex.quote(f"{file}/FILE.py:build" if is_folder else "path/to/file.py:build"),
+            f"`{file}` is a directory",
+            detail="expected a Python file",
+            hint="--model " + shlex.quote(f"{file}/FILE.py:build"),
+        )
+    if not file.is_file():
+        close = nearest(file.name, [one.name for one in file.parent.glob("*.py")])
+        raise StepscopeError(
+            f"there is no file `{file}`",
+            detail=f"did you mean `{file.with_name(close)}`?" if close else f"looked in {file.parent.absolute()}",
+            hint="--model " + shlex.quote(f"{file.with_name(close) if close else 'path/to/file.py'}:build"),
         )
     file = file.resolve()
     _forget_other_folders(file.parent)

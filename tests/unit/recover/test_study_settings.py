@@ -98,7 +98,7 @@ def test_settings_may_come_from_a_file_by_name() -> None:
 def test_arguments_of_an_own_model_are_fields_by_their_own_names() -> None:
     def counted(arguments: dict[str, Scalar]) -> Recording:
         model = HuggingFace(config="gpt2", arguments=tuple(arguments.items()))
-        workload = Workload(model=model, mode="inference")
+        workload = Workload(model=model, context=128, mode="inference")
         width = arguments["n_embd"]
         laws: Laws = {"query_key_value": lambda _: {TENSOR_OPS: 100 * int(width) ** 2}}
         return record(case(), laws).with_manifest(case=Case(workload=workload, timing=Timing(steps=1)))

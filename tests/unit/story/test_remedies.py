@@ -9,6 +9,7 @@ import pytest
 
 from stepscope.explain.rules import RULES
 from stepscope.explain.story import Materials
+from stepscope.explain.story.absence import command_for
 from stepscope.explain.story.commands import add_settings, write_command
 from stepscope.explain.story.remedies import advise
 from stepscope.explain.story.telling import list_advice
@@ -34,6 +35,8 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
     },
     "cpu": {"size": "nano", "device": "cpu"},
     "factory": {"model": "my_model:build"},
+    "file": {"model": "models/my model.py:build", "context": 64},
+    "no tokens": {"hf": "vit"},
     "transformers": {"hf": "gpt2", "attention": "sdpa"},
 }
 
@@ -112,6 +115,28 @@ def test_a_model_of_one_s_own_gets_the_command_and_the_code() -> None:
     command, python = advise(finding("SS003"), record_ours(product, case=case)).fixes
     assert command.text == "stepscope report --model my_model:build --context 128 --compile"
     assert python.text == "model = torch.compile(model)"
+
+
+@pytest.mark.parametrize("settings", [{"model": "my_model.py:build"}, {"hf": "gpt2"}])
+def test_the_adamw_of_a_model_of_ones_own_is_fused_by_a_flag(settings: dict[str, Scalar]) -> None:
+    profile = record_ours(product, case=build_case(settings), optimizer="adamw-torch")
+    command, python = advise(finding("SS007"), profile).fixes
+    assert read_case(command.text).workload == build_case({**settings, "optimizer": "adamw-fused"}).workload
+    assert "fused=True" in python.text
+
+
+def test_an_optimizer_that_a_factory_brought_is_replaced_by_no_flag() -> None:
+    """`--optimizer` would be refused."""
+    profile = record_ours(product, case=build_case({"model": "my_model:build"}), optimizer="AdamW")
+    (python,) = advise(finding("SS007"), profile).fixes
+    assert "fused=True" in python.text
+
+
+@pytest.mark.parametrize("settings", [{"model": "my_model:build"}, {"hf": "gpt2"}, {"size": "small"}])
+def test_the_command_for_precisions_names_no_optimizer(settings: dict[str, Scalar]) -> None:
+    """`stepscope precision` refuses it: no optimizer runs there."""
+    case = build_case({**settings, "optimizer": "sgd", "device": "cuda:0"})
+    assert "--optimizer" not in command_for(Materials(name="a", profile=record_ours(product, case=case)), "precision")
 
 
 def test_what_no_flag_mends_gets_code_alone() -> None:

@@ -21,7 +21,7 @@ from stepscope.jobs.slurm.rows import Ledger, seed
 from stepscope.jobs.slurm.submissions import Job, Kept, ShareWork, keep, next_folder, read_submissions
 from stepscope.jobs.slurm.watch import Counts, Watch, raise_failures
 from stepscope.jobs.sweep import RESULTS_NAME, Timed
-from stepscope.recording.bench import BenchRow
+from stepscope.recording.bench import BenchRow, Retry
 from stepscope.recording.lines import ResultsFile
 from stepscope.spec import Case, Grid
 
@@ -67,7 +67,7 @@ class SlurmBench:
     command: str
     resources: Resources
     array: int = 1
-    retry: bool = False
+    retry: Retry | None = None
     fresh: bool = False
     timeout_s: float | None = None
 
@@ -129,12 +129,12 @@ class SlurmBench:
         """Whether jobs that are under way measure what this command would have measured."""
         work = kept.submission.work
         assert isinstance(work, ShareWork)
-        return work.fresh or (not self.fresh and (work.retry or not self.retry))
+        return work.fresh or (not self.fresh and self.retry in (None, work.retried))
 
     def _is_done(self, place: _Place, ledger: Ledger) -> bool:
         """Known without asking a node. Never so with a model of the user's own, whose source only workers read."""
         row = ledger.rows.get(place.key() or "")
-        if row is None or self.fresh or (self.retry and row.status != "ok") or row.source is not None:
+        if row is None or self.fresh or not row.is_settled(self.retry) or row.source is not None:
             return False
         there = row.environment
         return (there.python, there.torch, there.triton, there.stepscope) == _software()
@@ -149,7 +149,7 @@ class SlurmBench:
         for index, share in enumerate(shares):
             own = folder / str(index)
             own.mkdir(parents=True)
-            old = [row for row in ledger.rows.values() if not self.retry or row.status == "ok"]
+            old = [row for row in ledger.rows.values() if row.is_settled(self.retry)]
             seed(own / RESULTS_NAME, share, [] if self.fresh else old)
             request = ShareRequest(cases=share, folder=str(own), command=self.command, timeout_s=self.timeout_s)
             tasks.append(ShareTask(request))

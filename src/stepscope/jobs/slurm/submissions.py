@@ -11,6 +11,7 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.files import decode, read_plain, write_atomically, writing
 from stepscope.jobs.slurm.resources import Resources
+from stepscope.recording.bench import Retry
 from stepscope.spec import Case
 
 FOLDER_NAME = "slurm"
@@ -22,9 +23,13 @@ class ShareWork(msgspec.Struct, frozen=True, kw_only=True, tag="share"):
     """A grid's cases, dealt to the jobs of an array. `retry` and `fresh` are those of the command."""
 
     shares: tuple[tuple[Case, ...], ...]
-    retry: bool
+    retry: Retry | bool | None  # a bool where an earlier version wrote it, which knew of failed cases only
     fresh: bool
     timeout_s: float | None
+
+    @property
+    def retried(self) -> Retry | None:
+        return Retry.FAILED if self.retry is True else self.retry or None
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True, tag="rank"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import write_atomically
+from stepscope.files import write_atomically, writing
 from stepscope.folders import cache_folder
 from stepscope.kernels.attention.tiles import Tile, TileKey
 
@@ -39,7 +39,8 @@ def keep(gpu: str, found: Mapping[TileKey, Tile]) -> Path:
     path = tiles_path()
     known = {(entry.gpu, entry.key): entry for entry in _read(path)}
     known |= {(gpu, key): _Entry(gpu=gpu, key=key, tile=tile) for key, tile in found.items()}
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1))
+    with writing(path, if_full="the tiles are not kept", hint="STEPSCOPE_CACHE=FOLDER stepscope tune"):
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1))
     tuned_tiles.cache_clear()
     return path
 
@@ -47,7 +48,7 @@ def keep(gpu: str, found: Mapping[TileKey, Tile]) -> Path:
 def _read(path: Path) -> list[_Entry]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[_Entry])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, msgspec.MsgspecError) as problem:
         raise StepscopeError(

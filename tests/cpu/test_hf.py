@@ -1,0 +1,187 @@
+"""A config of `transformers` is enough to build a model, whatever it reads, with its inputs and its loss."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from stepscope.errors import StepscopeError
+from stepscope.measure.flops import count_forward_flops
+from stepscope.spec import HuggingFace, Scalar, Workload, build_case
+from stepscope.step import Step, build
+from stepscope.step.hf import check_config, load_config
+from tests.cpu.test_step import CPU, loss_of, make
+
+# What each config is built as, when it does not say.
+KINDS = {
+    "gpt2": "GPT2LMHeadModel",
+    "bert": "BertForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
+    "whisper": "WhisperForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+    "videomae": "VideoMAEForVideoClassification",
+    "audio-spectrogram-transformer": "ASTForAudioClassification",
+}
+
+
+class TestTransformers:
+    """Random weights, no network."""
+
+    TINY_GPT2: ClassVar[dict[str, int]] = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 60}
+    TINY_BERT: ClassVar[dict[str, int]] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 60,
+    }
+    TINY_WHISPER: ClassVar[dict[str, int]] = {
+        **{f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")},
+        "d_model": 32,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "max_source_positions": 20,
+        "vocab_size": 60,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    }
+    TINY_ONES: ClassVar[dict[str, dict[str, int]]] = {
+        "gpt2": TINY_GPT2,
+        "bert": TINY_BERT,
+        "t5": {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 60},
+        "whisper": TINY_WHISPER,
+        "vit": {**TINY_BERT, "image_size": 32, "patch_size": 8},
+        "videomae": {**TINY_BERT, "image_size": 32, "patch_size": 8, "num_frames": 4},
+        "audio-spectrogram-transformer": {**TINY_BERT, "max_length": 64},
+    }
+
+    def make_tiny(self, config: str, **settings: Scalar) -> Step:
+        context = {"context": 16} if config in ("gpt2", "bert", "t5", "whisper") else {}
+        sizes = {name: value for name, value in self.TINY_ONES[config].items() if name != "vocab_size" or context}
+        run: dict[str, Scalar] = {"batch": 2, "device": "cpu", **context, **settings}
+        return build(build_case({**run, "hf": config, "set": sizes}).workload, CPU)
+
+    def test_a_model_type_with_overrides_trains(self) -> None:
+        step = make(hf="gpt2", set=self.TINY_GPT2, checkpoint="block")
+        first = loss_of(step)
+        for _ in range(3):
+            step.run()
+        assert loss_of(step) < first
+
+    def test_fields_that_follow_from_others_follow_the_overrides(self) -> None:
+        """A llama of 4 heads has 4 key/value heads, and a head size to match, unless told otherwise."""
+        config = load_config(HuggingFace(config="llama", arguments=(("hidden_size", 64), ("num_attention_heads", 4))))
+        assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+
+    @pytest.mark.parametrize("attention", ["naive", "sdpa"])
+    def test_attention_is_theirs_by_our_name(self, attention: str) -> None:
+        step = make(hf="gpt2", set=self.TINY_GPT2, attention=attention)
+        config = step.module.config
+        assert getattr(config, "_attn_implementation", None) == {"naive": "eager", "sdpa": "sdpa"}[attention]
+
+    def test_a_config_file_is_taken(self, tmp_path: Path) -> None:
+        from transformers import GPT2Config
+
+        GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=60).save_pretrained(tmp_path)
+        step = make(hf=str(tmp_path / "config.json"), mode="inference")
+        step.run()
+        assert step.parameters > 0
+
+    @pytest.mark.parametrize(
+        ("config", "overrides", "said"),
+        [
+            ("gtp2", {}, "did you mean `gpt2`"),
+            ("gpt2", {"n_layers_": 2}, "has no `n_layers_`"),
+            ("gpt2", {"n_positions": 8}, "longer than the model's `8` positions"),
+            ("sam", {}, "cannot be run by its config alone"),
+            ("vit", {}, "takes no context"),
+            ("whisper", {"vocab_size": 60}, "`pad_token_id` 50256"),
+            ("meta-llama/Llama-3.1-8B", {}, "--hf llama"),
+            ("meta-llama/Llama-3.1-8B", {}, "nothing is downloaded"),
+            ("nobody/config.json", {}, "no file `nobody/config.json`"),
+            ("./nobody", {}, "no file `./nobody`"),
+        ],
+    )
+    def test_what_transformers_cannot_build(self, config: str, overrides: dict[str, Scalar], said: str) -> None:
+        with pytest.raises(StepscopeError) as raised:
+            make(hf=config, set=overrides)
+        assert said in str(raised.value)
+
+    @pytest.mark.parametrize(("config", "kind"), [*KINDS.items()])
+    @pytest.mark.parametrize("mode", ["train", "inference"])
+    def test_a_head_with_its_loss_is_chosen_by_the_config(self, config: str, kind: str, mode: str) -> None:
+        step = self.make_tiny(config, mode=mode)
+        assert type(step.module).__name__ == kind
+        step.run()
+        if mode == "train":
+            first = loss_of(step)
+            for _ in range(3):
+                step.run()
+            assert loss_of(step) < first
+        assert count_forward_flops(step) > 0
+
+    @pytest.mark.parametrize(
+        ("config", "has_tokens"), [("t5", True), ("whisper", True), ("bert", True), ("vit", False)]
+    )
+    def test_tokens_are_counted_where_the_model_has_them(self, config: str, has_tokens: bool) -> None:
+        step = self.make_tiny(config, mode="inference")
+        assert (step.has_tokens, step.has_samples) == (has_tokens, True)
+
+    def test_the_context_is_the_length_of_what_is_read_and_of_what_is_said(self) -> None:
+        tokens = {}
+        for context in (8, 16):
+            step = self.make_tiny("t5", context=context)
+            inputs: dict[str, torch.Tensor] = {}
+            step._call(lambda inputs=inputs, **given: inputs.update(given))
+            tokens[context] = {inputs[name].shape for name in ("input_ids", "labels")}
+        assert tokens == {8: {(2, 8)}, 16: {(2, 16)}}
+
+    def test_a_masked_model_is_asked_for_some_tokens_only(self) -> None:
+        inputs: dict[str, torch.Tensor] = {}
+        self.make_tiny("bert")._call(lambda **given: inputs.update(given))
+        asked = inputs["labels"] != -100
+        assert 0 < asked.sum() < asked.numel() / 4
+        assert torch.equal(inputs["labels"][asked], inputs["input_ids"][asked])
+
+    def test_the_head_is_the_one_that_a_config_file_names(self, tmp_path: Path) -> None:
+        from transformers import BertConfig
+
+        config = BertConfig(**self.TINY_BERT, architectures=["BertForSequenceClassification"])
+        config.save_pretrained(tmp_path)
+        step = make(hf=str(tmp_path))
+        assert type(step.module).__name__ == "BertForSequenceClassification"
+        step.run()
+
+    def test_another_head_is_another_case(self, tmp_path: Path) -> None:
+        from transformers import BertConfig
+
+        digests = []
+        for name in ("BertForMaskedLM", "BertForSequenceClassification"):
+            BertConfig(**self.TINY_BERT, architectures=[name]).save_pretrained(tmp_path)
+            digests.append(
+                check_config(Workload(model=HuggingFace(config=str(tmp_path))), HuggingFace(config=str(tmp_path)))
+            )
+        assert digests[0] != digests[1]
+
+    def test_a_folder_in_place_of_an_owner_is_no_name_on_the_hub(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "configs").mkdir()
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(StepscopeError, match="there is no file `configs/llama`"):
+            make(hf="configs/llama")
+
+    @pytest.mark.parametrize("config", ["t5", "whisper", "vit"])
+    def test_layers_of_encoders_and_decoders_are_checkpointed(self, config: str) -> None:
+        plain, saved = (self.make_tiny(config, mode="forward-backward", checkpoint=one) for one in ("none", "block"))
+        for step in (plain, saved):
+            step.module.eval()  # dropout would draw other masks
+            step.run()
+        for a, b in zip(plain.module.parameters(), saved.module.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+    def test_a_file_that_is_no_config(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(StepscopeError, match="not a transformers config"):
+            make(hf=str(tmp_path / "config.json"))
