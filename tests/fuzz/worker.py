@@ -18,8 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import typer
 
-from stepscope.cli.main import main
+from stepscope.cli import main as cli
 from stepscope.errors import Exit
 from tests.fuzz.commands import choose_command
 from tests.fuzz.mutators import damage_parquet, mutate
@@ -45,11 +46,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
 
 
-def serve(folder: Path, number: int, only: str, main: Callable[[], object] = main) -> None:
+def serve(folder: Path, number: int, only: str, main: Callable[[], object] = cli.main) -> None:
     """Serves inputs of the run `number` until its standard input ends. `only` are words, separated by commas, of which
     one must be in the name of a seed."""
     seeds = [seed for seed in build_seeds() if any(word in seed.name for word in only.split(","))]
     good = companions()
+    cli.app = typer.main.get_command(cli.app)  # type: ignore[assignment]  # made once: it takes as long as an input
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     questions = os.fdopen(os.dup(0), "rb")
     outputs = folder / "output"
