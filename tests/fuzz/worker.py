@@ -95,7 +95,7 @@ def write_input(
 def _sign(files: dict[str, bytes], name: str) -> None:
     """Gives the manifest the digest of a table that was changed: what follows the digest is to be reached as well."""
     manifest = str(Path(name).with_name("manifest.json"))
-    with suppress(ValueError, KeyError, TypeError):  # the manifest may be damaged already, or gone
+    with suppress(ValueError, KeyError, TypeError, RecursionError):  # it may be damaged already, or gone
         content = json.loads(files[manifest])
         content["digests"][Path(name).stem] = hashlib.blake2b(files[name], digest_size=16).hexdigest()
         files[manifest] = json.dumps(content).encode()
