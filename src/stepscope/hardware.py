@@ -5,7 +5,6 @@ which is what PyTorch uses: on GeForce cards that halves the figure in NVIDIA's 
 lacks is absent rather than zero. Anything not listed here is measured (`measure.peak`) and marked so.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -24,12 +23,6 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth: Rate | None = None
     memory_bytes: Annotated[int, msgspec.Meta(gt=0, le=2**62)] | None = None
     source: Source = "datasheet"
-
-    def __post_init__(self) -> None:
-        """Shares are taken of these."""
-        for limit in (*self.peak_flops.values(), self.bandwidth, self.memory_bytes):
-            if limit is not None and not 0 < limit < math.inf:
-                raise ValueError(f"`{limit}` is not a limit of a device: expected more than 0")
 
 
 def _card(name: str, memory_gb: int, bandwidth_gb: float, **peak_tflops: float) -> Hardware:

@@ -2,12 +2,13 @@
 
 from random import Random
 
+from stepscope.cli.explain import Part
+from stepscope.cli.memory_output import MemoryPart
 from tests.fuzz.seeds import Seed
 
 _FORMATS = ("text", "md", "latex", "csv", "json")
-_PARTS = ("classes", "phases", "kernels", "modules", "layers", "ops", "steps", "streams", "roofline", "counters")
-_PARTS += ("findings", "ranks", "categories", "largest", "freed", "leaks", "saved")
-_MEMORY_PARTS = ("categories", "largest", "freed", "leaks", "saved", "phases", "steps", "modules")
+_PARTS = tuple(part.value for part in Part)
+_MEMORY_PARTS = tuple(part.value for part in MemoryPart)
 _GOOD = ("small.json", "good.json", "good.csv")
 
 
@@ -20,7 +21,13 @@ def choose_command(seed: Seed, chance: Random) -> list[str]:
             return chance.choice(_of_trace(seed, chance))
         case "memory":
             part = ["--table", chance.choice(_MEMORY_PARTS)]
-            views = ([], ["--questions"], ["--format", "json"], [*part, *format_, *detail], ["--plot", "memory.html"])
+            views: tuple[list[str], ...] = (
+                [],
+                ["--questions"],
+                ["--format", "json"],
+                [*part, *format_, *detail],
+                ["--plot", "memory.html"],
+            )
             shown = ["explain", entry, *chance.choice(views)]
             return chance.choice((shown, shown, shown, page, ["recover", "good.json", entry]))
         case "bench" | "attention" | "comm":

@@ -95,7 +95,7 @@ def write_input(
 def _sign(files: dict[str, bytes], name: str) -> None:
     """Gives the manifest the digest of a table that was changed: what follows the digest is to be reached as well."""
     manifest = str(Path(name).with_name("manifest.json"))
-    with suppress(ValueError, KeyError, TypeError, RecursionError):  # it may be damaged already, or gone
+    with suppress(ValueError, KeyError, TypeError, RecursionError):  # the manifest may be damaged already, or gone
         content = json.loads(files[manifest])
         content["digests"][Path(name).stem] = hashlib.blake2b(files[name], digest_size=16).hexdigest()
         files[manifest] = json.dumps(content).encode()
@@ -105,11 +105,11 @@ def _run_command(command: list[str], main: Callable[[], object]) -> Outcome:
     """By way of `main`, as a user's shell would see it."""
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the inputs before
     sys.argv = ["stepscope", *command]
-    code = Exit.OK
+    code = int(Exit.OK)
     try:
         main()
     except SystemExit as end:
-        code = Exit.OK if end.code is None else int(end.code)
+        code = int(end.code or Exit.OK)
     except BaseException as error:  # noqa: BLE001  # Python would print it, and exit with 1
         sys.stderr.write(f"Traceback: {type(error).__name__} left main: {error}\n")
         code = Exit.GATE_FAILED

@@ -41,7 +41,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "log": ("log.jsonl", read_log),
     "run": ("run.json", lambda path: read_run(path.parent)),
     "memory": ("memory.json", lambda path: read_memory(path.parent)),
-    "checkpoint": ("step-1.json", lambda path: checkpoints.newest(path.parent)),
+    "checkpoint": ("step-00000001.json", lambda path: checkpoints.newest(path.parent)),
     "report": (STATE_NAME, lambda path: read_state(path.parent)),
     "settings of a study": ("settings.json", read_truths),
 }

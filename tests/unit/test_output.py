@@ -6,12 +6,14 @@ import io
 import json
 import sys
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from stepscope.cli import main as cli
+from stepscope.recording.bench import Row
 from stepscope.report.formats import Format, visible
 from tests.unit.attention_rows import attend
 from tests.unit.comm_rows import communicate
@@ -36,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for size in (512, 3 << 20):
         model.malloc(size)
     write(model.snapshot(), tmp_path / "memory.pickle")
-    rows = {
+    rows: dict[str, Sequence[Row]] = {
         "bench": [row(), row("oom", context=2048)],
         "attention": [attend(), attend("naive", "error", reason=HOSTILE)],
         "comm": [communicate(), communicate("broadcast")],
