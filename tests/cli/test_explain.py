@@ -93,6 +93,8 @@ def test_perfetto_gets_a_trace_with_our_names_on_it(tmp_path: Path, trace: Path)
     kernels = [one for one in events if one.get("args", {}).get("phase") == "backward"]
     assert {one["args"]["module"] for one in kernels} == {"Block_0.Linear_0"}
     assert any(one["name"] == "Block_0.Linear_0" and one["cat"] == "module" for one in events if one["ph"] == "X")
+    assert stepscope(tmp_path, "explain", trace.name, "--perfetto", "out.json.gz").returncode == 0
+    (tmp_path / "out.json.gz").write_bytes(gzip.compress(b'{"traceEvents":[]}'))
     assert stepscope(tmp_path, "explain", trace.name, "--perfetto", "out.json.gz").returncode == 2
 
 

@@ -295,10 +295,12 @@ def test_a_loss_that_is_no_scalar_is_refused(own_module: str) -> None:
 def test_the_optimizer_of_a_factory_updates_the_weights(own_module: str) -> None:
     step = make(model=f"{own_module}:trained")
     assert step.optimizer_name == "SGD"
-    weight, before = step.module.out.bias, step.module.out.bias.detach().clone()
+    weight = step.module.get_parameter("out.bias")
+    before = weight.detach().clone()
     forward, backward, update = (phase for _, phase in step.phases)
     forward()
     backward()
+    assert weight.grad is not None
     gradient = weight.grad.clone()
     update()
     torch.testing.assert_close(weight.detach(), before - 0.5 * gradient)

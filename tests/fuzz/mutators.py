@@ -287,7 +287,7 @@ def _damage_frame(frame: pl.DataFrame, chance: Random) -> pl.DataFrame:
         case 1:
             return frame.with_columns(pl.lit(1).alias(chance.choice(("more", "", f"{name}_", "9"))))
         case 2:
-            return frame.rename({name: f"{name}_"})
+            return frame.rename({name: f"{name}{'_' * frame.width}"})
         case 3:
             others: tuple[Any, ...] = ("x", "1", 1.5, -1, True, None, b"a", [1], ["a"], {"a": 1}, math.nan)
             return frame.with_columns(pl.Series(name, [chance.choice(others)] * frame.height))

@@ -7,7 +7,6 @@ from stepscope.findings import Cell, Table
 from stepscope.recording.bench import BenchRow, Doubt
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
-from stepscope.spec import Scalar
 from tests.unit.rows import row
 
 MS = 1_000_000
@@ -131,8 +130,8 @@ def test_no_ratio_is_marked_where_no_time_is_doubtful() -> None:
     assert not any(note.startswith("?") for note in table.notes)
 
 
-def own(*, has_tokens: bool = True, optimizer: str | None = None, **settings: Scalar) -> BenchRow:
-    made = row(**{"model": "mine:build", **settings})
+def own(*, has_tokens: bool = True, optimizer: str | None = None, batch: int = 4) -> BenchRow:
+    made = row(model="mine:build", batch=batch)
     assert made.measurement is not None
     measurement = msgspec.structs.replace(
         made.measurement, has_tokens=has_tokens, has_samples=True, optimizer=optimizer, flops_source="counted"

@@ -184,6 +184,14 @@ def test_a_manifest_that_counts_too_many_events_takes_no_memory(remembered: Reco
     assert "1,099,511,627,776 events" in refusal(tmp_path / "kept")
 
 
+def test_events_are_of_one_device_where_spans_are(remembered: Recording, tmp_path: Path) -> None:
+    store.save(remembered, tmp_path / "kept")
+    edit_table(tmp_path / "kept", "allocations", device=at(0, 1, "device").cast(pl.Int32))
+    profile = make_memory_profile(store.load(tmp_path / "kept"))
+    assert profile.recording.manifest.memory is not None
+    assert profile.num_events == profile.recording.manifest.memory.events
+
+
 def test_a_category_of_a_later_version_still_adds_up(remembered: Recording, tmp_path: Path) -> None:
     store.save(remembered, tmp_path / "kept")
     edit_table(tmp_path / "kept", "allocations", category=at(0, "caches", "category"))

@@ -33,7 +33,9 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the chart: .png, .svg, .pdf or .html.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the chart.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file at --plot that stepscope did not draw.")
+    ] = False,
     retry: RetryFlag = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything again.")] = False,
     timeout: Annotated[

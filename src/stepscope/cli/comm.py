@@ -50,7 +50,9 @@ def comm(
         Path | None, typer.Option(metavar="FILE", help="Draw over the message: .png, .svg, .pdf or .html.")
     ] = None,
     plot_of: Annotated[Drawn, typer.Option("--plot-of", help="What is drawn.")] = Drawn.BUS,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file at --plot that stepscope did not draw.")
+    ] = False,
     retry: RetryFlag = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything again.")] = False,
     timeout: Annotated[

@@ -49,7 +49,9 @@ def memory(
     snapshots: Annotated[
         bool, typer.Option("--snapshots", help="Of several cases keep the snapshots too; of one it is kept anyway.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file at --plot that stepscope did not draw.")
+    ] = False,
     retry: RetryFlag = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Record everything again.")] = False,
     timeout: Annotated[

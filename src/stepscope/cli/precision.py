@@ -41,7 +41,7 @@ def precision(
         Path | None, typer.Option("--bench", metavar="FILE", help="Speeds from a results file of stepscope bench.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Keep the result.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file that --out names.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file at --out that another command wrote.")] = False,
     from_: Annotated[
         Path | None, typer.Option("--from", metavar="FILE.json", help="Show a kept result and run nothing.")
     ] = None,

@@ -23,7 +23,7 @@ def profile(
         Path | None,
         typer.Option(metavar="FOLDER", help="Where it goes.  [default: runs/profile, or runs/counters]"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a recording that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a recording that another command made.")] = False,
     record_steps: Annotated[
         int | None,
         typer.Option(

@@ -64,7 +64,7 @@ def train(
     from_: Annotated[
         Path | None, typer.Option("--from", metavar="FOLDER", help="Show a run and train nothing.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew: what is in the folder is deleted.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew: the run in the folder is deleted.")] = False,
     stop_on_nan: Annotated[
         bool, typer.Option("--stop-on-nan", help="Stop at a loss that is NaN or infinite, and exit with 1.")
     ] = False,
@@ -76,7 +76,9 @@ def train(
     format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
     detail: Annotated[bool, typer.Option("--detail", help="All columns.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the loss: .png, .svg, .pdf or .html.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the chart.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file at --plot that stepscope did not draw.")
+    ] = False,
 ) -> None:
     """Train the built-in model: loss, tokens a second, MFU, and how much of the communication was not hidden.
 

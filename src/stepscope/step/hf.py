@@ -33,6 +33,7 @@ AUDIO_S = 10  # of audio, for models that take any length
 SAMPLES_PER_S, FRAMES_PER_S = 16_000, 100
 TRANSCRIPT = 32  # labels of a recording: what can be aligned with AUDIO_S under any usual subsampling
 IMAGE_SIZE = 224  # of models that take any size
+CHARACTERS = 256  # of models that read them and have no vocabulary
 MASK_EVERY = 7  # about the 15 % that masked language models are trained on
 
 
@@ -84,6 +85,7 @@ def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
     options: dict[str, Any] = {"dtype": torch.float32}
     if workload.attention is not None:
         options["attn_implementation"] = _attention_name(workload.attention)
+    model.config.architectures = [model.kind.__name__]  # some configs have several classes for a head, and name none
     try:
         module = getattr(transformers, f"AutoModelFor{model.head.auto}").from_config(model.config, **options)
     except ValueError as error:
@@ -314,12 +316,12 @@ def _make_labels(model: _Model, given: Tensor, context: int) -> Tensor:
 
 
 def _vocabulary(config: "PretrainedConfig") -> int:
-    size: int = config.get_text_config(decoder=True).vocab_size
-    return size
+    return getattr(config.get_text_config(decoder=True), "vocab_size", None) or CHARACTERS
 
 
 def _tokens(config: "PretrainedConfig", batch: int, context: int) -> Tensor:
-    return torch.randint(config.get_text_config().vocab_size, (batch, context))
+    size = getattr(config.get_text_config(), "vocab_size", None) or CHARACTERS
+    return torch.randint(size, (batch, context))
 
 
 def _images(config: "PretrainedConfig", batch: int, _context: int) -> Tensor:
