@@ -14,6 +14,7 @@ import pickle
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -142,12 +143,12 @@ def _damage_tree(tree: list[Any], chance: Random, values: tuple[Any, ...]) -> No
         case 6 if isinstance(value, list) and value:
             container[key] = chance.choice((value[0], value[::-1], value * 20, [value], [*value, None]))
         case 7 if isinstance(container, dict):  # the same mistake everywhere, as another version of a tool makes it
-            value = chance.choice(values)
+            value = deepcopy(chance.choice(values))  # a later change must not reach what is chosen from
             for other, place in places:
                 if isinstance(other, dict) and place == key:
                     other[place] = value
         case _:
-            container[key] = chance.choice(values)
+            container[key] = deepcopy(chance.choice(values))
 
 
 def _places(tree: list[Any]) -> list[tuple[Any, Any]]:

@@ -42,7 +42,7 @@ from stepscope.explain.bounded_windows import (
 )
 from stepscope.explain.classes import classify
 from stepscope.explain.modules import number_layers
-from stepscope.explain.profile import UNKNOWN, Profile
+from stepscope.explain.profile import UNKNOWN, Profile, no_time
 from stepscope.explain.summary import KernelTime, Summary, summarise
 from stepscope.findings import Page, Table
 from stepscope.folders import cache_folder
@@ -131,6 +131,8 @@ def _explain(facts: Facts, spills: Spills) -> BoundedProfile:
     steps = _steps(facts)
     kind = "cpu" if on_host else "kernel"
     accounts, bounds = sweep_windows(facts, spills, kind, steps)
+    if not any(account.whole.busy_ns for account in accounts):
+        raise no_time(Recording(manifest=facts.manifest))
     recording = Recording(manifest=msgspec.structs.replace(facts.manifest, notes=(*facts.manifest.notes, NOTE)))
     return BoundedProfile(
         recording=recording,

@@ -38,11 +38,11 @@ class Profile:
 
     @cached_property
     def gpu_time_ns(self) -> int:
-        """All kernels' durations added up: what shares are of. Kernels side by side count each. Raises StepscopeError
-        where none lasts: then there is no time to take apart."""
+        """All kernels' durations added up: what shares are of. Kernels side by side count each. Counters may come
+        without times, and are all that can be asked for then."""
         total = int(self.kernels["time_ns"].sum())
-        if not total:
-            raise _no_time(self.recording)
+        if not total and self.recording.counters.height:
+            raise no_time(self.recording)
         return total
 
     @cached_property
@@ -154,10 +154,12 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
     else:
         kernels = _attribute_once(recording, kept_in / f"attributed-{code_digest()}.parquet")
     kernels = kernels.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns"))
+    if not (recording.counters.height or kernels["time_ns"].sum()):
+        raise no_time(recording)
     return Profile(recording=recording, kernels=kernels, kept_in=kept_in)
 
 
-def _no_time(recording: Recording) -> StepscopeError:
+def no_time(recording: Recording) -> StepscopeError:
     manifest = recording.manifest
     is_counted = manifest.source == "nsight compute"
     return StepscopeError(

@@ -19,7 +19,7 @@ FARTHEST_NS = 2**61
 LONGEST_NS = 2**50  # 13 days
 LONGEST_KERNEL_NS = 2**44  # 4.9 hours
 MOST_BYTES = 2**48
-MOST_COUNTED = 2.0**62
+MOST_COUNTED = 1e60  # neither a product of two nor a sum of many is infinite
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 _Stride = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 
