@@ -9,8 +9,9 @@ and `claim` for data. And may it be replaced: `check_target`, `find_foreign`.
 What is being made lies in a scratch folder. A file in it marks it as ours, says which host it belongs to, and is locked
 as long as its process lives. One that nobody has locked was left by a process that was killed. The next process on that
 host that writes to the same place removes it, and moves back what had been moved out of the way. A lock, unlike a
-process id, holds across the containers of one machine. Between machines it may not: some network file systems keep locks
-to themselves. So scratch folders of other hosts are left alone, and so are all where the file system has no locks.
+process id, holds across the containers of one machine. Between machines it may not: some network file systems keep a
+lock to the machine that took it. So scratch folders of other hosts are left alone, and so are all where the file system
+has no locks.
 """
 
 import errno
@@ -293,7 +294,7 @@ def _remove_if_abandoned(folder: Path) -> None:
             return
         lock = _read_lock(descriptor)
         if lock is None:  # left before it was written, or not ours
-            is_empty = os.listdir(folder) == [_LOCK_NAME] and os.fstat(descriptor).st_size == 0
+            is_empty = _names_in(folder) == {_LOCK_NAME} and os.fstat(descriptor).st_size == 0
         else:
             is_empty = lock.host == _HOST and _discard(folder, os.fsdecode(lock.target))
         if is_empty:  # the lock goes before it is given up: whoever is waiting to write into it looks for it then
@@ -328,7 +329,7 @@ def _discard(scratch: Path, target: str) -> bool:
                 shutil.rmtree(child, ignore_errors=True)
             elif child.name != _LOCK_NAME:
                 child.unlink()
-        return os.listdir(scratch) == [_LOCK_NAME]
+        return _names_in(scratch) == {_LOCK_NAME}
     return False
 
 
@@ -338,15 +339,19 @@ def _remove_empty(scratch: Path) -> None:
         scratch.rmdir()
 
 
+def _names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
 def _is_scratch(path: Path) -> bool:
     """Whether it is a scratch folder of ours, on whatever host, or was one a moment ago. One that is still empty gets
     its lock next."""
     if _SCRATCH_NAME.fullmatch(path.name) is None or path.is_symlink():
         return False
-    inside: list[str] = []
+    inside: set[str] = set()
     try:
-        inside = os.listdir(path)
-        if set(inside) <= {_LOCK_NAME}:
+        inside = _names_in(path)
+        if inside <= {_LOCK_NAME}:
             return True
         with _open(path / _LOCK_NAME) as (file, _):
             return _read_lock(file.fileno()) is not None

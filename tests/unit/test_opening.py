@@ -13,7 +13,7 @@ from stepscope.errors import StepscopeError
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
 from stepscope.recording.opening import open_recording
-from stepscope.recording.store import Manifest, Recording
+from stepscope.recording.store import Manifest, MemoryFacts, Recording
 
 from .kineto_files import training_step, write_trace
 
@@ -116,9 +116,7 @@ def test_only_what_a_recorder_writes_is_part_of_a_recording(tmp_path: Path, name
     assert (tmp_path / "kept" / name).read_text() == "work"
 
 
-def test_an_empty_folder_is_filled_and_its_manifest_comes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_folder_is_filled_and_its_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, raw = tmp_path / "kept", tmp_path / "trace.json.gz"
     folder.mkdir()
     raw.touch()
@@ -230,6 +228,26 @@ def test_a_damaged_cache_costs_a_second_reading_only(tmp_path: Path, monkeypatch
     _, folder = read_cached(path, open_recording)
     assert folder is not None
     (folder / "kernels.parquet").write_bytes(b"")
+    again, _ = read_cached(path, open_recording)
+    assert again.kernels.height == 7
+
+
+def test_a_damaged_entry_that_another_process_deletes_too_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
+    path = write_trace(tmp_path / "t.json", training_step())
+    _, folder = read_cached(path, open_recording)
+    assert folder is not None
+    (folder / "kernels.parquet").write_bytes(b"")
+
+    def delete_after_another(entry: Path) -> bool:
+        assert delete(entry)
+        return delete(entry)
+
+    delete = store.delete
+    monkeypatch.setattr(store, "delete", delete_after_another)
     again, _ = read_cached(path, open_recording)
     assert again.kernels.height == 7
 
