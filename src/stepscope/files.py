@@ -6,10 +6,12 @@ to do damage. How is something written so that a kill leaves the old version or 
 `write_atomically`. Whose is it: `is_ours` for figures, pages and traces, by what they say of themselves; `read_schema`
 and `claim` for data. And may it be replaced: `check_target`, `find_foreign`.
 
-What is being made lies in a scratch folder, whose name says so and which its process keeps locked. One that nobody has
-locked was left by a process that was killed. The next process that writes to the same place removes it, and moves back
-what had been moved out of the way. A lock, unlike a process id, holds across containers and machines that share a disk;
-where the file system has no locks, scratch folders are left alone.
+What is being made lies in a scratch folder. A file in it marks it as ours, says which host it belongs to, and is locked
+as long as its process lives. One that nobody has locked was left by a process that was killed. The next process on that
+host that writes to the same place removes it, and moves back what had been moved out of the way. A lock, unlike a
+process id, holds across the containers of one machine. Between machines it may not: some network file systems keep a
+lock to the machine that took it. So scratch folders of other hosts are left alone, and so are all where the file system
+has no locks.
 """
 
 import errno
@@ -42,11 +44,15 @@ T = TypeVar("T")
 File = tuple["io.BufferedReader[io.FileIO]", os.stat_result]
 
 _SCRATCH = ".stepscope-scratch"
-_SCRATCH_NAME = re.compile(rf"\.(.+)\.\w{{8}}{re.escape(_SCRATCH)}")
+_SCRATCH_NAME = re.compile(rf"\..*\.\w{{8}}{re.escape(_SCRATCH)}", re.DOTALL)
+_SCRATCH_NAME_BYTES = 100  # of what it is for, in the name of a scratch folder: names of files have at most 255
+_LOCK_NAME = ".stepscope-lock"  # in a scratch folder: the first file to come and the last to go
+_LOCK_SCHEMA = "stepscope.scratch/1"
+_HOST = os.uname().nodename
 _NEW, _OLD = "new", "old"  # in a scratch folder: what is being made, and what it takes the place of
 MARKER_NAME = ".stepscope"  # in a folder that was made by us
 _HINT = "--out FOLDER"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_LOCKS, _NO_SYNC = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP), (errno.EACCES, errno.EINVAL)
 _LARGEST_DOCUMENT = 64 << 20  # bytes that are read to find out what a document is
 
 GENERATOR = f"stepscope {__version__}"
@@ -61,6 +67,13 @@ class _Versioned(msgspec.Struct):
 
 class _Result(_Versioned):
     command: str
+
+
+class _Lock(_Versioned):
+    """What the lock of a scratch folder says: whose it is, and which name next to it `replacing` works on, if any."""
+
+    host: str
+    target: bytes
 
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
@@ -79,9 +92,10 @@ def open_plain(path: Path, *, what: str) -> Iterator[File]:
 def read_plain(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """All of a regular file. Raises OSError, as `Path.read_bytes` does, for anything else and beyond the bound."""
     with _open(path) as (file, state):
-        if state.st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB")
-        return file.read()
+        content = _read_start(file, state, most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB")
+    return content
 
 
 def decode(content: bytes, kind: type[T]) -> T:
@@ -113,6 +127,20 @@ def _open(path: Path) -> Iterator[File]:
         if not stat.S_ISREG(state.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         yield file, state
+
+
+def _read_start(file: "io.BufferedReader[io.FileIO]", state: os.stat_result, most_bytes: int) -> bytes:
+    """A file may be longer than its size says: it grows, or it is one of the kernel's own, whose size is 0. Nothing is
+    what a read gives (as None) that would have to wait."""
+    content = file.read(min(state.st_size + 1, most_bytes)) or b""
+    if len(content) > state.st_size:
+        content += file.read(most_bytes - len(content)) or b""
+    return content
+
+
+def _read_document(path: Path) -> bytes:
+    with _open(path) as (file, state):
+        return _read_start(file, state, _LARGEST_DOCUMENT)
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -148,7 +176,15 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    descriptor = os.open(Path(os.path.realpath(path)).parent, os.O_RDONLY)
+    try:
+        _sync_folder(Path(os.path.realpath(path)).parent)
+    except OSError as error:  # one may write there and not list, or the file system syncs no folders
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -156,15 +192,15 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, last: str = "") -> Iterator[Path]:
     """Yields where to write the file or folder that takes the place of `path` when the block ends without an error.
     Until then, and after an error or a kill, `path` is as it was. A symbolic link is followed: what it points to is
-    replaced, and the link stays."""
+    replaced, and the link stays. An empty folder is filled, with the file called `last` after all others."""
     place = Path(os.path.realpath(path))
     place.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(place.parent, place.name) as scratch:
+    with scratch_folder(place.parent, place.name, target=place.name) as scratch:
         yield scratch / _NEW
-        _put_in_place(scratch / _NEW, place)
+        _put_in_place(scratch / _NEW, place, last)
 
 
 def restore(path: Path) -> None:
@@ -174,68 +210,155 @@ def restore(path: Path) -> None:
             _remove_abandoned(Path(os.path.realpath(path)).parent)
 
 
-def _put_in_place(new: Path, place: Path) -> None:
+def _put_in_place(new: Path, place: Path, last: str) -> None:
     """A folder cannot replace one with files in it, so the old one steps aside first and goes last. One that is empty
-    is filled: somebody's shell may be in it."""
+    is filled: somebody's shell may be in it. Permissions stay as they were."""
+    if os.path.lexists(place):
+        _require_replaceable(place)
+        mode = stat.S_IMODE(place.stat().st_mode)
+        if stat.S_IMODE(new.stat().st_mode) != mode:
+            new.chmod(mode)
     if not new.is_dir() or not place.is_dir():
         new.replace(place)
     elif any(place.iterdir()):
         place.rename(new.with_name(_OLD))
         new.rename(place)
     else:
-        for child in sorted(new.iterdir()):
+        for child in sorted(new.iterdir(), key=lambda one: (one.name == last, one.name)):
             child.rename(place / child.name)
 
 
+def _require_replaceable(place: Path) -> None:
+    if not place.is_file() and not place.is_dir():
+        raise OSError(errno.EINVAL, "it exists and is not a regular file")
+
+
 @contextmanager
-def scratch_folder(parent: Path | None = None, name: str = "stepscope") -> Iterator[Path]:
+def scratch_folder(parent: Path | None = None, name: str = "stepscope", *, target: str = "") -> Iterator[Path]:
     """A private folder inside `parent`, or where the system keeps temporary files. It is gone when the block is left,
-    and if the process is killed, when the next one asks for a folder in the same parent."""
+    and if the process is killed, when the next one on this host asks for a folder in the same parent. `target` is for
+    `replacing`: what is moved out of the way belongs there."""
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
-    folder, descriptor = _make_locked(parent, name)
+    folder, descriptor = _make_locked(parent, name, target)
     try:
         yield folder
     finally:
-        _discard(folder, parent / name)
-        os.close(descriptor)
+        is_empty = _discard(folder, target)
+        os.close(descriptor)  # first: on NFS, a file that is removed while it is open keeps its folder from going
+        if is_empty:
+            _remove_empty(folder)
 
 
-def _make_locked(parent: Path, name: str) -> tuple[Path, int]:
+def _make_locked(parent: Path, name: str, target: str) -> tuple[Path, int]:
     """Again when another process took the folder for abandoned before it was locked."""
+    content = msgspec.json.encode(_Lock(schema=_LOCK_SCHEMA, host=_HOST, target=os.fsencode(target)))
+    short = os.fsencode(name)[:_SCRATCH_NAME_BYTES].decode(errors="ignore")
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=_SCRATCH, dir=parent))
-        with suppress(FileNotFoundError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            with suppress(BlockingIOError):
-                try_lock(descriptor)
-                if folder.exists():
-                    return folder, descriptor
-            os.close(descriptor)
+        folder = Path(tempfile.mkdtemp(prefix=f".{short}.", suffix=_SCRATCH, dir=parent))
+        with suppress(FileNotFoundError, BlockingIOError):
+            return folder, _lock_new(folder / _LOCK_NAME, content)
+
+
+def _lock_new(path: Path, content: bytes) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        try_lock(descriptor)
+        path.stat()  # FileNotFoundError where it was removed before it was locked
+        os.write(descriptor, content)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _remove_abandoned(parent: Path) -> None:
     if not os.access(parent, os.R_OK):  # into which one may write and not look: others will have to
         return
-    for folder, found in [(one, _SCRATCH_NAME.fullmatch(one.name)) for one in parent.iterdir()]:
-        if found is None:
-            continue
+    for folder in [one for one in parent.iterdir() if _SCRATCH_NAME.fullmatch(one.name)]:
         with suppress(OSError):  # gone meanwhile, in use (BlockingIOError), or somebody else's
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if os.fstat(descriptor).st_uid == os.getuid() and try_lock(descriptor):
-                    _discard(folder, parent / found[1])
-            finally:
-                os.close(descriptor)
+            state = folder.lstat()
+            if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid():
+                _remove_if_abandoned(folder)
 
 
-def _discard(scratch: Path, place: Path) -> None:
-    """With what is in it, unless that is a folder that was moved out of the way of one that never came."""
-    if (scratch / _OLD).exists() and (scratch / _NEW).exists():
-        if os.path.lexists(place):
+def _remove_if_abandoned(folder: Path) -> None:
+    """A folder without a lock was left before it got one, and is empty, or is not ours."""
+    try:
+        descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        folder.rmdir()
+        return
+    try:
+        if not try_lock(descriptor):
             return
-        (scratch / _OLD).rename(place)
-    shutil.rmtree(scratch, ignore_errors=True)
+        lock = _read_lock(descriptor)
+        if lock is None:  # left before it was written, or not ours
+            is_empty = _names_in(folder) == {_LOCK_NAME} and os.fstat(descriptor).st_size == 0
+        else:
+            is_empty = lock.host == _HOST and _discard(folder, os.fsdecode(lock.target))
+        if is_empty:  # the lock goes before it is given up: whoever is waiting to write into it looks for it then
+            (folder / _LOCK_NAME).unlink()
+    finally:
+        os.close(descriptor)
+    if is_empty:
+        folder.rmdir()
+
+
+def _read_lock(descriptor: int) -> _Lock | None:
+    """None for what is not a lock of ours, or not yet written."""
+    try:
+        lock = decode(os.pread(descriptor, _LOOKED_AT, 0), _Lock)
+    except (OSError, msgspec.DecodeError):
+        return None
+    is_name = not set(b"/\0") & set(lock.target)
+    return lock if lock.schema == _LOCK_SCHEMA and is_name else None
+
+
+def _discard(scratch: Path, target: str) -> bool:
+    """Deletes what is in it but the lock, unless that is a folder that was moved out of the way of one that never came
+    and has no way back. Whether only the lock is left."""
+    old, new, place = scratch / _OLD, scratch / _NEW, scratch.parent / target
+    with suppress(OSError):
+        if target and old.exists() and new.exists():
+            if os.path.lexists(place):
+                return False
+            old.rename(place)
+        for child in scratch.iterdir():
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child, ignore_errors=True)
+            elif child.name != _LOCK_NAME:
+                child.unlink()
+        return _names_in(scratch) == {_LOCK_NAME}
+    return False
+
+
+def _remove_empty(scratch: Path) -> None:
+    with suppress(OSError):  # another process, which took it for abandoned, was faster
+        (scratch / _LOCK_NAME).unlink(missing_ok=True)
+        scratch.rmdir()
+
+
+def _names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _is_scratch(path: Path) -> bool:
+    """Whether it is a scratch folder of ours, on whatever host, or was one a moment ago. One that is still empty gets
+    its lock next."""
+    if _SCRATCH_NAME.fullmatch(path.name) is None or path.is_symlink():
+        return False
+    inside: set[str] = set()
+    try:
+        inside = _names_in(path)
+        if inside <= {_LOCK_NAME}:
+            return True
+        with _open(path / _LOCK_NAME) as (file, _):
+            return _read_lock(file.fileno()) is not None
+    except FileNotFoundError:
+        return not inside or _LOCK_NAME in inside
+    except OSError:
+        return False
 
 
 def try_lock(descriptor: int) -> bool:
@@ -271,36 +394,32 @@ def stamp(content: bytes, suffix: str) -> bytes:
 
 def is_ours(path: Path) -> bool:
     """Whether a file is a figure, a page or a Perfetto trace that stepscope wrote, as it says itself."""
-    if not path.is_file():
-        return False
     try:
-        with path.open("rb") as file:
-            head = file.read(_LOOKED_AT)
-            file.seek(max(0, path.stat().st_size - _LOOKED_AT))
-            tail = file.read(_LOOKED_AT)
-        if head.startswith(b"\x1f\x8b"):
-            with gzip.open(path) as unpacked:
-                head = unpacked.read(_LOOKED_AT)
-    except (OSError, EOFError, zlib.error):
+        with _open(path) as (file, state):
+            head = file.read(_LOOKED_AT) or b""
+            file.seek(max(0, state.st_size - _LOOKED_AT))
+            tail = file.read(_LOOKED_AT) or b""
+            if head.startswith(b"\x1f\x8b"):
+                file.seek(0)
+                with gzip.GzipFile(fileobj=file) as unpacked:
+                    head = unpacked.read(_LOOKED_AT)
+    except (OSError, EOFError, ValueError, zlib.error):
         return False
     marks = (
-        (_PNG, b"tEXtSoftware\0stepscope ", head),
-        (b"<svg", b"<!-- Generator: stepscope ", tail),
-        (b"%PDF-", b"% Generator: stepscope ", tail),
-        (b"<!DOCTYPE html>", b'<meta name="generator" content="stepscope ', head),
-        (b"{", PERFETTO_MARK, head),
+        (_PNG, rb"tEXtSoftware\0stepscope \d", head),
+        (b"<svg", rb"<!-- Generator: stepscope \d", tail),
+        (b"%PDF-", rb"% Generator: stepscope \d", tail),
+        (b"<!DOCTYPE html>", rb'<meta name="generator" content="stepscope \d', head),
+        (b"{", re.escape(PERFETTO_MARK), head),
     )
-    return any(head.startswith(start) and mark in where for start, mark, where in marks)
+    return any(head.startswith(start) and re.search(mark, where) for start, mark, where in marks)
 
 
 def read_schema(path: Path) -> str:
     """What a JSON document, or the first of JSON lines, says it is; empty where it says nothing."""
-    if not path.is_file():
-        return ""
     try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_DOCUMENT)
-    except OSError:
+        content = _read_document(path)
+    except (OSError, ValueError):  # nothing that could be read, or no name that a file can have
         return ""
     for text in (content, content.partition(b"\n")[0]):
         with suppress(msgspec.DecodeError):
@@ -316,8 +435,7 @@ def is_of_kind(path: Path, schema: str) -> bool:
 def is_result_of(path: Path, command: str) -> bool:
     """Whether a document of ours was measured by this very command; `--force` in it makes no difference."""
     try:
-        with path.open("rb") as file:
-            found = decode(file.read(_LARGEST_DOCUMENT), _Result)
+        found = decode(_read_document(path), _Result)
     except (OSError, msgspec.DecodeError):
         return False
     return found.schema.startswith("stepscope.") and _without_force(found.command) == _without_force(command)
@@ -348,9 +466,9 @@ def require_own(
     # In this order: it may be claimed between the two looks, and then the second one shows it.
     if foreign is not None and not is_of_kind(folder / MARKER_NAME, schema) and not knows(folder):
         raise StepscopeError(
-            f"`{folder}` has files in it that stepscope did not put there: `{foreign}`",
-            detail="nothing in it was changed; only a folder of its own is written to",
-            hint=f"a folder that is new or empty: {hint}",
+            f"`{folder}` contains files that stepscope did not create: `{foreign}`",
+            detail="nothing was changed",
+            hint=f"use a new or empty directory: {hint}",
         )
 
 
@@ -359,10 +477,14 @@ def require_own(
 
 def check_target(path: Path, *, force: bool, flag: str, command: str | None = None) -> None:
     """Refuses, before anything runs, a file that could not or should not be written afterwards. `force` replaces
-    whatever is there; without it a figure or page of ours is replaced, and what was measured, for which `command` is
+    any regular file; without it a figure or page of ours is replaced, and what was measured, for which `command` is
     given, if the same command measured it."""
     if path.is_dir():
         raise StepscopeError(f"`{path}` is a directory", detail="expected the name of a file", hint=f"{flag} FILE")
+    if path.exists() and not path.is_file():
+        raise StepscopeError(
+            f"`{path}` exists and is not a regular file", detail="expected the name of a file", hint=f"{flag} FILE"
+        )
     if not path.parent.is_dir():
         raise StepscopeError(f"there is no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")
     if path.exists() and not force and not (is_ours(path) if command is None else is_result_of(path, command)):
@@ -382,7 +504,7 @@ def find_foreign(folder: Path, is_own: Callable[[str], bool]) -> str | None:
     while waiting:
         for path in sorted(waiting.pop().iterdir()):
             name = path.relative_to(folder).as_posix()
-            if path.name.endswith(_SCRATCH):
+            if _is_scratch(path):
                 continue
             if path.is_symlink() or not is_own(f"{name}/" if path.is_dir() else name):
                 return name

@@ -48,7 +48,7 @@ _RUN = ("logs/rank-0.log", "journal/0.journal", "journal/7.journal", "checkpoint
 def test_training_into_a_foreign_folder_is_refused(tmp_path: Path, names: tuple[str, ...], more: list[str]) -> None:
     fill(tmp_path / "theirs", *names)
     found = refuse(tmp_path, "train", *TRAIN, "--out", "theirs", *more)
-    assert "did not put there" in found.stderr
+    assert "did not create" in found.stderr
 
 
 def test_a_rank_that_somebody_started_refuses_a_foreign_folder_too(tmp_path: Path) -> None:

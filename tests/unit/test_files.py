@@ -3,7 +3,9 @@
 import errno
 import os
 import signal
+import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -228,6 +230,136 @@ def test_folders_that_only_look_like_scratch_stay(tmp_path: Path) -> None:
     assert (elsewhere / "file").read_text() == "precious"
 
 
+def leave_scratch(parent: Path, *, target: str = "") -> Path:
+    """As a killed process would have left it."""
+    folder, lock = files._make_locked(parent, target or "stepscope", target)
+    os.close(lock)
+    return folder
+
+
+def test_a_scratch_folder_of_another_host_stays_even_where_nobody_has_locked_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_HOST", "another")
+        theirs = leave_scratch(tmp_path)
+    (theirs / "work").write_text("precious")
+    with scratch_folder(tmp_path):
+        pass
+    assert (theirs / "work").read_text() == "precious"
+
+
+def test_the_lock_is_on_a_regular_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[bool] = []
+    monkeypatch.setattr("fcntl.flock", lambda descriptor, _: locked.append(stat.S_ISREG(os.fstat(descriptor).st_mode)))
+    with scratch_folder(tmp_path):
+        pass
+    assert locked == [True]
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"schema": "theirs/1", "host": "", "target": ""}'])
+def test_a_folder_with_the_name_of_scratch_and_without_its_mark_stays(tmp_path: Path, content: str | None) -> None:
+    folder = make_folder(tmp_path / ".stepscope.abcdefgh.stepscope-scratch", "precious")
+    if content is not None:
+        (folder / ".stepscope-lock").write_text(content)
+    with scratch_folder(tmp_path):
+        pass
+    assert (folder / "file").read_text() == "precious"
+    assert find_foreign(tmp_path, lambda _: False) == folder.name
+
+
+@pytest.mark.parametrize("has_lock", [False, True])
+def test_a_scratch_folder_that_a_kill_left_before_it_was_marked_goes(tmp_path: Path, has_lock: bool) -> None:
+    folder = tmp_path / ".stepscope.abcdefgh.stepscope-scratch"
+    folder.mkdir()
+    if has_lock:
+        (folder / ".stepscope-lock").touch()
+    assert find_foreign(tmp_path, lambda _: False) is None
+    with scratch_folder(tmp_path):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_scratch_that_replaces_nothing_is_never_moved_next_to_itself(tmp_path: Path) -> None:
+    folder = leave_scratch(tmp_path)
+    (folder / "old").mkdir()
+    (folder / "new").mkdir()
+    with scratch_folder(tmp_path):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_what_was_moved_aside_goes_back_to_a_name_of_any_bytes(tmp_path: Path) -> None:
+    target = os.fsdecode(b"caf\xe9\n" + b"x" * 240)
+    folder = leave_scratch(tmp_path, target=target)
+    make_folder(folder / "old", "old")
+    (folder / "new").mkdir()
+    restore(tmp_path / target)
+    assert names(tmp_path) == [target]
+    assert (tmp_path / target / "file").read_text() == "old"
+
+
+def test_only_scratch_folders_are_passed_over(tmp_path: Path) -> None:
+    name = ".stepscope.abcdefgh.stepscope-scratch"
+    with scratch_folder(tmp_path) as scratch:
+        (scratch / "work").touch()
+        assert find_foreign(tmp_path, lambda _: False) is None
+        (tmp_path / name).write_text("precious")
+        assert find_foreign(tmp_path, lambda _: False) == name
+        (tmp_path / name).unlink()
+        (tmp_path / name).symlink_to(scratch)
+        assert find_foreign(tmp_path, lambda _: False) == name
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127])
+def test_a_name_of_any_length_can_be_written(tmp_path: Path, name: str) -> None:
+    write_atomically(tmp_path / name, b"whole")
+    assert names(tmp_path) == [name]
+
+
+def test_a_file_keeps_its_permissions_when_it_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    for mode in (0o600, 0o640, 0o666):
+        path.chmod(mode)
+        write_atomically(path, b"new")
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EINVAL, errno.EIO])
+def test_a_folder_that_cannot_be_synced_is_no_reason_to_fail_and_a_broken_disk_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(_: Path) -> None:
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(files, "_sync_folder", refuse)
+    path = tmp_path / "file"
+    with pytest.raises(OSError, match="refused") if code == errno.EIO else nullcontext():
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_a_pipe_is_neither_waited_for_nor_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert read_schema(pipe) == ""
+    assert not is_ours(pipe)
+    assert not is_result_of(pipe, "stepscope precision")
+    for command in (None, "stepscope precision"):
+        with pytest.raises(StepscopeError, match="not a regular file"):
+            check_target(pipe, force=True, flag="--out", command=command)
+    with pytest.raises(OSError, match="not a regular file"):
+        write_atomically(pipe, b"new")
+    assert names(tmp_path) == ["pipe"]
+    assert pipe.is_fifo()
+
+
+def test_a_device_is_not_a_target() -> None:
+    with pytest.raises(StepscopeError, match="not a regular file"):
+        check_target(Path(os.devnull), force=True, flag="--perfetto")
+
+
 def test_without_locks_nothing_is_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
@@ -288,7 +420,11 @@ def test_a_target_is_refused_where_it_could_not_or_should_not_be_written(tmp_pat
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\x89PNG\r\n\x1a\n", b"<svg></svg>", b"<!DOCTYPE html><title>stepscope</title>", b"%PDF-1.7", b"\x1f\x8bno"],
+    [
+        *(b"", b"\x89PNG\r\n\x1a\n", b"<svg></svg>", b"%PDF-1.7", b"\x1f\x8bno"),
+        b"<!DOCTYPE html><title>stepscope</title>",
+        b'<!DOCTYPE html><meta name="generator" content="stepscope in practice, a blog">',
+    ],
 )
 def test_files_of_others_are_not_ours(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a"
@@ -309,7 +445,7 @@ def test_a_new_and_an_empty_folder_are_claimed_once_for_one_kind(tmp_path: Path)
         claim(folder, "stepscope.train/1")
         (folder / "more").touch()
         claim(folder, "stepscope.train/2")
-        with pytest.raises(StepscopeError, match="did not put there"):
+        with pytest.raises(StepscopeError, match="did not create"):
             claim(folder, "stepscope.comm/1")
 
 

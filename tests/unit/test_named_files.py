@@ -96,6 +96,21 @@ def test_a_file_larger_than_the_bound_is_not_read(tmp_path: Path) -> None:
         read_plain(path, most_bytes=10)
 
 
+@pytest.mark.parametrize("size", [0, 5])
+def test_a_file_that_is_longer_than_its_size_says_is_read_to_its_end_or_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    path = tmp_path / "growing"
+    path.write_bytes(b"x" * 11)
+    fstat = os.fstat
+    monkeypatch.setattr(
+        "os.fstat", lambda descriptor: os.stat_result((*fstat(descriptor)[:6], size, *fstat(descriptor)[7:]))
+    )
+    assert read_plain(path, most_bytes=11) == b"x" * 11
+    with pytest.raises(OSError, match="larger than"):
+        read_plain(path, most_bytes=10)
+
+
 def test_a_folder_and_a_device_are_no_regular_files(tmp_path: Path) -> None:
     for path in (tmp_path, Path("/dev/zero")):
         with pytest.raises(StepscopeError, match="cannot read a claim"), open_plain(path, what="a claim"):

@@ -207,7 +207,7 @@ def test_a_folder_of_somebody_else_is_refused_and_not_touched(stand_in: StandIn,
     out.mkdir()
     for name in ("report.nsys-rep", "report.sqlite", "request.json"):
         (out / name).write_text("theirs")
-    with pytest.raises(StepscopeError, match="did not put there"):
+    with pytest.raises(StepscopeError, match="did not create"):
         record(out)
     assert {path.name: path.read_text() for path in out.iterdir()} == dict.fromkeys(
         ("report.nsys-rep", "report.sqlite", "request.json"), "theirs"

@@ -13,7 +13,7 @@ from stepscope.errors import StepscopeError
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
 from stepscope.recording.opening import open_recording
-from stepscope.recording.store import Manifest, Recording
+from stepscope.recording.store import Manifest, MemoryFacts, Recording
 
 from .kineto_files import training_step, write_trace
 
@@ -97,11 +97,49 @@ def test_a_link_to_a_recording_is_written_through(tmp_path: Path, dangling: bool
 
 def test_a_recording_that_a_kill_left_moved_aside_is_read_again(tmp_path: Path) -> None:
     store.save(Recording(manifest=Manifest(source="stepscope", file="old")), tmp_path / "kept")
-    scratch = tmp_path / ".kept.abcdefgh.stepscope-scratch"
-    (scratch / "new").mkdir(parents=True)
+    scratch, lock = files._make_locked(tmp_path, "kept", "kept")
+    (scratch / "new").mkdir()
     (tmp_path / "kept").rename(scratch / "old")
+    os.close(lock)
     assert open_recording(tmp_path / "kept").manifest.file == "old"
     assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("name", ["raw.notes.txt", "raw", "raw.json.bak", "raw.d"])
+def test_only_what_a_recorder_writes_is_part_of_a_recording(tmp_path: Path, name: str) -> None:
+    recording = Recording(manifest=Manifest(source="stepscope"))
+    store.save(recording, tmp_path / "kept")
+    (tmp_path / "kept" / name).write_text("work")
+    with pytest.raises(StepscopeError, match="not part of the recording"):
+        store.save(recording, tmp_path / "kept", force=True)
+    assert not store.delete(tmp_path / "kept")
+    assert (tmp_path / "kept" / name).read_text() == "work"
+
+
+def test_an_empty_folder_is_filled_and_its_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, raw = tmp_path / "kept", tmp_path / "trace.json.gz"
+    folder.mkdir()
+    raw.touch()
+    before = folder.stat().st_ino
+    rename, moved = Path.rename, list[str]()
+
+    def watch(self: Path, target: Path) -> Path:
+        moved.append(target.name)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", watch)
+    store.save(Recording(manifest=Manifest(source="stepscope", file="new")), folder, raw=raw)
+    assert moved == ["raw.json.gz", "manifest.json"]
+    assert folder.stat().st_ino == before
+    assert store.load(folder).manifest.file == "new"
+
+
+def test_a_count_of_events_that_no_rows_bear_out_is_laid_to_the_manifest(tmp_path: Path) -> None:
+    facts = MemoryFacts(events=1 << 40)
+    store.save(Recording(manifest=Manifest(source="stepscope", memory=facts)), tmp_path / "kept")
+    with pytest.raises(StepscopeError) as caught:
+        store.load(tmp_path / "kept")
+    assert caught.value.detail.startswith("`manifest.json`")
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +228,26 @@ def test_a_damaged_cache_costs_a_second_reading_only(tmp_path: Path, monkeypatch
     _, folder = read_cached(path, open_recording)
     assert folder is not None
     (folder / "kernels.parquet").write_bytes(b"")
+    again, _ = read_cached(path, open_recording)
+    assert again.kernels.height == 7
+
+
+def test_a_damaged_entry_that_another_process_deletes_too_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
+    path = write_trace(tmp_path / "t.json", training_step())
+    _, folder = read_cached(path, open_recording)
+    assert folder is not None
+    (folder / "kernels.parquet").write_bytes(b"")
+
+    def delete_after_another(entry: Path) -> bool:
+        assert delete(entry)
+        return delete(entry)
+
+    delete = store.delete
+    monkeypatch.setattr(store, "delete", delete_after_another)
     again, _ = read_cached(path, open_recording)
     assert again.kernels.height == 7
 

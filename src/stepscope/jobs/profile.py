@@ -177,6 +177,7 @@ def describe_recording(
     from stepscope.recording.store import Overhead
 
     environment = planned.environment
+    plain_ns = _median(run.step_ns)
     versions = {
         name: value
         for name in ("python", "torch", "triton", "cuda", "driver", "stepscope")
@@ -191,8 +192,10 @@ def describe_recording(
         started=started,
         doubts=run.doubts,
         notes=(*recording.manifest.notes, *run.notes, *limit_notes([environment])),
-        overhead=Overhead(
-            plain_ns=_median(run.step_ns) or 0,
+        overhead=None
+        if plain_ns is None
+        else Overhead(
+            plain_ns=plain_ns,
             recorded_ns=_median(run.recorded_step_ns),
             annotated_ns=_median(run.annotated_step_ns),
         ),
@@ -218,7 +221,8 @@ def _steps_table(run: RecordedRun) -> "pl.DataFrame":
 
 
 def _median(samples_ns: Sequence[int]) -> int | None:
-    return round(summarise(samples_ns).median) if samples_ns else None
+    """None where nothing was timed, be it that the clock did not advance."""
+    return round(summarise(samples_ns).median) or None if samples_ns else None
 
 
 def save_recording(recording: "Recording", folder: Path, *, raw: Path, force: bool, command: str) -> None:

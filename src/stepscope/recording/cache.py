@@ -32,7 +32,8 @@ def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recordin
         try:
             recording = store.load(folder)
         except StepscopeError:  # written by a version that is gone, or damaged: read the file itself again
-            store.delete(folder)
+            with suppress(OSError):  # another process deletes it too
+                store.delete(folder)
         else:
             with suppress(OSError):  # a cache that cannot be written is still read
                 os.utime(folder)

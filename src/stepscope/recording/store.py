@@ -119,7 +119,8 @@ class Recording:
 
 TABLE_NAMES = tuple(one.name for one in fields(Recording) if one.name != "manifest")
 _KEPT = r"attributed-[0-9a-f]{12}\.(parquet|\d+)|findings-[0-9a-f]{12}\.json"
-_PARTS = re.compile(rf"{re.escape(MANIFEST_NAME)}|({'|'.join(TABLE_NAMES)})\.parquet|{RAW_NAME}(\.[^/]+)?|{_KEPT}")
+_RAW = rf"{RAW_NAME}\.(json|csv|pickle|sqlite|nsys-rep|qdrep)(\.gz)?"  # what recorders write
+_PARTS = re.compile(rf"{re.escape(MANIFEST_NAME)}|({'|'.join(TABLE_NAMES)})\.parquet|{_RAW}|{_KEPT}")
 
 
 def save(
@@ -131,13 +132,15 @@ def save(
     with (
         writing(folder, if_full="nothing was kept", hint="a folder on another disk"),
         _telling_polars_errors(),
-        replacing(folder) as building,
+        replacing(folder, last=MANIFEST_NAME) as building,
     ):
         building.mkdir()
         written = tuple(name for name in TABLE_NAMES if getattr(recording, name).height)
         digests = {name: write_table(getattr(recording, name), building / f"{name}.parquet") for name in written}
         if raw is not None:
-            shutil.move(raw, building / (RAW_NAME + "".join(raw.suffixes)))
+            kept_name = RAW_NAME + "".join(raw.suffixes)
+            assert _is_part(kept_name), "or the recording could never be replaced"
+            shutil.move(raw, building / kept_name)
         manifest = msgspec.structs.replace(recording.manifest, tables=written, digests=digests)
         content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
         (building / MANIFEST_NAME).write_bytes(content + b"\n")
@@ -145,9 +148,9 @@ def save(
 
 def check_place(folder: Path, *, force: bool, command: str = "") -> None:
     """Refuses a place that a recording must not take. A recording is replaced by `force`, or by the `command` that made
-    it; a folder that is not a recording, or has something else in it too, never is."""
+    it; a folder that is neither empty nor a recording, or has something else in it too, never is."""
     restore(folder)
-    if not folder.exists():
+    if not folder.exists() or _is_empty_folder(folder):
         return
     if not is_of_kind(folder / MANIFEST_NAME, SCHEMA):
         raise StepscopeError(
@@ -162,6 +165,13 @@ def check_place(folder: Path, *, force: bool, command: str = "") -> None:
         )
     if not force and not (command and is_result_of(folder / MANIFEST_NAME, command)):
         raise StepscopeError(f"`{folder}` exists", hint="--force, or another folder")
+
+
+def _is_empty_folder(path: Path) -> bool:
+    try:
+        return path.is_dir() and not any(path.iterdir())
+    except OSError:  # one that cannot be listed may have anything in it
+        return False
 
 
 @contextmanager
@@ -215,6 +225,10 @@ def load(folder: Path) -> Recording:
     except (DamagedTableError, OSError) as error:
         raise _damaged(folder, str(error)) from None
     recording = Recording(manifest=msgspec.structs.replace(manifest, tables=None, digests=None), **frames)
+    rows = recording.allocations.height + recording.segments.height
+    if manifest.memory is not None and manifest.memory.events > _EVENTS_OF_ANY_FILE + _MOST_EVENTS_PER_ROW * rows:
+        told = f"it says {manifest.memory.events:,} events, more than {rows:,} rows can tell of"
+        raise _damaged(folder, f"`{MANIFEST_NAME}`: {told}")
     try:
         for name, frame in frames.items():
             check(name, frame)
@@ -231,9 +245,6 @@ def load(folder: Path) -> Recording:
 def _limits(recording: Recording, table: str) -> dict[str, int]:
     """What the numbers that point into other tables stay below."""
     facts = recording.manifest.memory
-    rows = recording.allocations.height + recording.segments.height
-    if facts is not None and facts.events > _EVENTS_OF_ANY_FILE + _MOST_EVENTS_PER_ROW * rows:
-        raise MisfitError(f"{MANIFEST_NAME} says {facts.events:,} events, more than {rows:,} rows can tell of")
     match table:
         case "counters":
             return {"kernel": recording.kernels.height}
