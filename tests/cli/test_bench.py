@@ -273,7 +273,7 @@ def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(t
         (["--device", "cuda:99999999999"], ["unknown device"]),
         (["--plot", ""], ["cannot be written", "--plot figure.png"]),
         (["--out", "x" * 300], ["cannot write to", "too long"]),
-        (["--from", "mine.py"], ["damaged results file: `mine.py`", "mend or delete that line"]),
+        (["--from", "mine.py"], ["damaged results file: `mine.py`", "fix or delete that line"]),
         (["--config", "deep.toml"], ["not a TOML file"]),
         (["--model", "mine:build", "--set", "batch=7"], ["`--set batch`", "hint: --batch 7"]),
         (["--model", "endless:build", "--timeout", "8"], ["not done after 8 s, while importing `endless:build`"]),
