@@ -1,5 +1,6 @@
-"""A CPU that advertises instructions it cannot run: PyTorch dies of SIGILL in bf16 and fp16 products until it is told
-not to use them. Simulated in every process that loads torch, so that the chain from the command to the row is real."""
+"""A CPU that advertises instructions it cannot run: PyTorch crashes with SIGILL in bf16 and fp16 products until it is
+told not to use them. Simulated in every process that loads torch, so that the chain from the command to the row is
+real."""
 
 import json
 import os

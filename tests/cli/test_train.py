@@ -190,3 +190,12 @@ def test_stop_on_nan_stops_there_fails_the_gate_and_keeps_the_checkpoint_before(
         assert len(done) < 50
         last = max(path.stem for path in (tmp_path / "runs/train/checkpoints").glob("*.pt"))
         assert last == f"step-{done[-1] - 1:08d}"
+
+
+def test_a_run_that_stops_at_its_first_step_still_says_what_memory_it_took(tmp_path: Path) -> None:
+    run = ["train", *TINY, "--lr", "1e20", "--save-every", "1", "--stop-on-nan"]
+    assert stepscope(tmp_path, *run, "--steps", "50", **ONE_THREAD).returncode == 1
+    (tmp_path / "runs/train/memory.json").unlink()
+    resumed = stepscope(tmp_path, *run, "--steps", "50", **ONE_THREAD)
+    assert resumed.returncode == 1, resumed.stderr
+    assert (tmp_path / "runs/train/memory.json").is_file()

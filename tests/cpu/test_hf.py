@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import os
 from pathlib import Path
 from typing import ClassVar
 
@@ -98,7 +100,7 @@ class TestTransformers:
             ("gtp2", {}, "did you mean `gpt2`"),
             ("gpt2", {"n_layers_": 2}, "has no `n_layers_`"),
             ("gpt2", {"n_positions": 8}, "longer than the model's `8` positions"),
-            ("sam", {}, "cannot be run by its config alone"),
+            ("sam", {}, "needs more than its config to run"),
             ("vit", {}, "takes no context"),
             ("whisper", {"vocab_size": 60}, "`pad_token_id` 50256"),
             ("meta-llama/Llama-3.1-8B", {}, "--hf llama"),
@@ -180,6 +182,17 @@ class TestTransformers:
             step.run()
         for a, b in zip(plain.module.parameters(), saved.module.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)
+
+    def test_a_pipe_is_refused_and_not_waited_for(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "config.json")
+        with pytest.raises(StepscopeError, match="not a transformers config") as refused:
+            make(hf=str(tmp_path))
+        assert "regular file" in refused.value.detail
+
+    def test_a_config_may_hold_infinity(self, tmp_path: Path) -> None:
+        """As the configs of mamba2 do, written by transformers."""
+        (tmp_path / "config.json").write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}')
+        assert load_config(HuggingFace(config=str(tmp_path))).time_step_limit[1] == math.inf
 
     def test_a_file_that_is_no_config(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")

@@ -367,6 +367,19 @@ class TestFiles:
         built = [self.call(f"{one}/my-model.py:build") for one in ("models", "others", "models")]
         assert built == ["ours", "theirs", "ours"]
 
+    def test_packages_in_the_folder_of_an_earlier_model_stay_imported(self, folder: Path) -> None:
+        packages = folder / ".venv/lib/python3/site-packages"
+        packages.mkdir(parents=True)
+        (packages / "installed_package.py").touch()
+        (folder / "project.py").write_text("import installed_package\ndef build(): return installed_package\n")
+        sys.path.append(str(packages))
+        package = self.call("project.py:build")
+        (folder.parent / "elsewhere").mkdir()
+        (folder.parent / "elsewhere/other.py").write_text("def build(): return None\n")
+        self.call(f"{folder.parent}/elsewhere/other.py:build")
+        assert sys.modules["installed_package"] is package
+        assert "project" not in sys.modules
+
     def test_the_digest_covers_the_file_and_its_neighbours(self, folder: Path) -> None:
         digests = []
         for edited in ("", "layers.py", "models/layers.py", "models/my-model.py"):

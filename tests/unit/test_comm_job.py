@@ -63,18 +63,27 @@ def run(
 ) -> tuple[tuple[CommRow, ...], Ranks, Silent]:
     ranks, listener = Ranks(fail), Silent()
     monkeypatch.setattr(job, "run_ranks", ranks.run)
+    more = {"remark": fail_on_remark, **more}
     rows = CommSweep(folder=folder / "out", command="stepscope comm", **more).run(GRID, listener)
     assert rows is not None
     return rows, ranks, listener
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_that_was_measured(
+def fail_on_remark(text: str) -> None:
+    pytest.fail(text)
+
+
+def test_a_cache_that_cannot_be_written_is_remarked_on_and_costs_nothing_that_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file" / "cache"))
-    rows, _, _ = run(tmp_path, monkeypatch)
+    remarks: list[str] = []
+    rows, _, _ = run(tmp_path, monkeypatch, remark=remarks.append)
     assert [row.status for row in rows] == ["ok"] * 8
+    (remark,) = remarks
+    assert "links not cached" in remark
+    assert str(tmp_path / "file" / "cache") in remark
     assert read_links(tmp_path / "out" / "links.json")
 
 
@@ -170,7 +179,8 @@ def run_started(
         Ranks(fail).run(request, world=3, folder=folder / "ranks", on_message=hear)
 
     monkeypatch.setattr(job, "serve_here", serve)
-    return CommSweep(folder=folder / "out", command="stepscope comm").run(grid, Silent()), asked
+    sweep = CommSweep(folder=folder / "out", command="stepscope comm", remark=fail_on_remark)
+    return sweep.run(grid, Silent()), asked
 
 
 def test_under_torchrun_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

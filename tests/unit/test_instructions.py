@@ -1,5 +1,6 @@
 """What is set where a CPU advertises instructions that it cannot run, found with a stand-in for the probe."""
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from stepscope.explain.comm import comm_table
 from stepscope.explain.memory.grid import grid_table
 from stepscope.findings import Table
 from stepscope.jobs.doctor import judge_instructions
-from stepscope.jobs.instructions import INHERITED, Limits, Machine, Outcome, settle_limits
+from stepscope.jobs.instructions import INHERITED, Limits, Machine, Outcome, read_identity, settle_limits
 from stepscope.measure.instructions import COMPILED, LEVELS, PARTS
 from stepscope.recording.bench import Environment, Row, case_key
 from tests.unit.attention_rows import attend
@@ -31,7 +32,7 @@ BF16, FP16 = "a bf16 product", "an fp16 product"
 
 
 class StandIn:
-    """A probe that dies of SIGILL in a part, unless a variable is set to one of the levels that work there."""
+    """A probe that crashes with SIGILL in a part, unless a variable is set to one of the levels that work there."""
 
     def __init__(
         self, needs: Mapping[str, Mapping[str, Collection[str]]], environ: Mapping[str, str] | None = None
@@ -88,8 +89,10 @@ def test_a_limit_that_was_found_before_is_set_without_a_probe() -> None:
     assert len(probe.runs) == runs
 
 
-@pytest.mark.parametrize("changed", [{"torch": "2.14.0"}, {"kernel": "6.2"}, {"cpu": "EPYC"}, {"flags": "avx2"}])
-def test_another_torch_kernel_or_cpu_is_probed_anew(changed: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "changed", [{"torch": "2.14.0"}, {"kernel": "6.2"}, {"cpu": "EPYC"}, {"flags": "avx2"}, {"identity": "b"}]
+)
+def test_another_torch_kernel_cpu_or_machine_is_probed_anew(changed: dict[str, str]) -> None:
     settle_limits({}, MACHINE, without_amx())
     probe = StandIn({})
     assert settle_limits({}, msgspec.structs.replace(MACHINE, **changed), probe).settings == {}
@@ -122,6 +125,45 @@ def test_a_probe_that_something_else_ended_says_nothing_and_is_not_kept() -> Non
 
     assert settle_limits({}, MACHINE, ended).settings == {}
     assert settle_limits({}, MACHINE, without_amx()).settings
+
+
+def test_a_setting_under_which_nothing_is_known_is_not_taken_for_one_that_works() -> None:
+    probe, unclear = without_amx(), "AVX512_CORE_FP16"
+
+    def abort_once(settings: Mapping[str, str], *, compiled: bool) -> Outcome:
+        if settings.get("ONEDNN_MAX_CPU_ISA") == unclear:
+            return Outcome(conclusive=False)
+        return probe(settings, compiled=compiled)
+
+    level = ONEDNN[ONEDNN.index(unclear) + 1]
+    assert settle_limits({}, MACHINE, abort_once).settings == {"ONEDNN_MAX_CPU_ISA": level}
+
+
+def test_a_machine_is_known_by_its_id_or_else_by_its_boot(tmp_path: Path) -> None:
+    machine_id, boot_id = tmp_path / "machine-id", tmp_path / "boot_id"
+    assert read_identity((machine_id, boot_id)) == ""
+    machine_id.write_text("\n")  # as images of containers have it
+    boot_id.write_text("boot\n")
+    assert read_identity((machine_id, boot_id)) == "boot"
+    machine_id.write_text("machine\n")
+    assert read_identity((machine_id, boot_id)) == "machine"
+
+
+def test_what_identifies_a_machine_is_neither_kept_nor_handed_on(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    settle_limits(environ, msgspec.structs.replace(MACHINE, identity="confidential"), without_amx())
+    (path,) = (tmp_path / "cache" / "instructions").iterdir()
+    assert "confidential" not in f"{path} {path.read_text()} {environ}"
+
+
+def test_a_cache_entry_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    settle_limits({}, MACHINE, StandIn({}))
+    (path,) = (tmp_path / "cache" / "instructions").iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    probe = StandIn({})
+    settle_limits({}, MACHINE, probe)
+    assert len(probe.runs) == 1
 
 
 def test_compiled_code_that_dies_is_limited_as_well() -> None:

@@ -263,7 +263,10 @@ def test_an_unfused_optimizer_against_one_pass_over_the_weights() -> None:
     assert saving_us(profile, "SS007") == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize(("optimizer", "bytes_per_parameter"), [("AdamW", 28), ("SGD", 12), ("Muon", None)])
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_parameter"),
+    [("AdamW", 28), ("Adam", 28), ("SGD", 12), ("Muon", None), ("Adamax", None), ("Adam8bit", None)],
+)
 def test_what_fusing_saves_of_a_factorys_optimizer_follows_from_its_class(
     optimizer: str, bytes_per_parameter: int | None
 ) -> None:

@@ -33,7 +33,7 @@ from stepscope.jobs.slurm.submissions import (
 from stepscope.jobs.slurm.watch import Watch, raise_failures
 from stepscope.recording.bench import BenchRow, Retry
 from stepscope.recording.lines import ResultsFile
-from stepscope.spec import grid_from_flags
+from stepscope.spec import build_case, grid_from_flags
 from tests.unit.rows import row
 
 CASES = grid_from_flags({"size": "nano", "context": "8,16,24,32,40"}).cases()
@@ -186,6 +186,32 @@ def test_a_job_that_is_queued_again_runs_what_was_killed_with_it(tmp_path: Path)
     path = _own(tmp_path, row(context=8), row("oom", context=16), row("killed", context=24)).folder / "results.jsonl"
     forget_killed(path)
     assert [one.status for one in read_own(path)] == ["ok", "oom"]
+
+
+def test_forgetting_what_was_killed_keeps_rows_of_a_later_version(tmp_path: Path) -> None:
+    path = _own(tmp_path, row(context=8), row("killed", context=16)).folder / "results.jsonl"
+    later = msgspec.json.encode(row(context=24)).replace(b'"status":"ok"', b'"status":"melted"') + b"\n"
+    path.write_bytes(path.read_bytes() + later)
+    forget_killed(path)
+    assert path.read_bytes() == msgspec.json.encode(row(context=8)) + b"\n" + later
+
+
+@pytest.mark.parametrize("measured", [0, 128])
+@pytest.mark.parametrize("model", [{"model": "mine:build"}, {"hf": "gpt2"}])
+def test_a_job_is_given_the_rows_of_cases_that_leave_the_context_open(
+    tmp_path: Path, model: dict[str, str], measured: int
+) -> None:
+    asked = build_case(model)
+    assert asked.workload.context == 0
+    placed = msgspec.structs.replace(asked.workload, context=measured, device="cpu")
+    rows = [
+        msgspec.structs.replace(
+            row(context=8), case=msgspec.structs.replace(asked, workload=msgspec.structs.replace(placed, batch=batch))
+        )
+        for batch in (asked.workload.batch, asked.workload.batch + 1)
+    ]
+    seed(tmp_path / "results.jsonl", [asked], rows)
+    assert read_own(tmp_path / "results.jsonl") == (rows[0],)
 
 
 def test_a_job_is_given_the_rows_of_its_cases_whatever_the_device(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def comm(
         from stepscope.jobs.comm import CommSweep
 
         command = shlex.join(["stepscope", *sys.argv[1:]])
-        sweep = CommSweep(folder=out, command=command, retry=retry, fresh=fresh, timeout_s=timeout)
+        sweep = CommSweep(folder=out, command=command, retry=retry, fresh=fresh, timeout_s=timeout, remark=say)
         grid = grid_from_texts(texts)
         try:
             with choose_listener(outcome_of_comm, describe_comm) as listener:

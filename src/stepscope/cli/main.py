@@ -83,9 +83,8 @@ def main() -> NoReturn:
     except KeyboardInterrupt:  # outside of a verb
         sys.exit(Exit.INTERRUPTED)
     except SystemExit as end:
-        if isinstance(
-            end.__context__, typer.Abort
-        ):  # what typer makes of any EOFError, with the status of a failed gate
+        # What typer makes of any EOFError, with the status of a failed gate.
+        if isinstance(end.__context__, typer.Abort):
             _admit()
         raise
     except BaseException:  # noqa: BLE001  # the process boundary, for a panic of Rust's as well, which is no Exception

@@ -64,7 +64,7 @@ def train(
     from_: Annotated[
         Path | None, typer.Option("--from", metavar="FOLDER", help="Show a run and train nothing.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew: the run in the folder is deleted.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: the run in the folder is deleted.")] = False,
     stop_on_nan: Annotated[
         bool, typer.Option("--stop-on-nan", help="Stop at a loss that is NaN or infinite, and exit with 1.")
     ] = False,

@@ -12,8 +12,7 @@ import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,13 +64,15 @@ class PlannedComm(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, kw_only=True)
 class CommSweep:
     """How to run a grid. `retry` runs some cases again, `fresh` all of them; older rows stay in the file. A
-    collective that takes longer than `timeout_s` has failed."""
+    collective that takes longer than `timeout_s` has failed. `remark` is told what went wrong but does not end the
+    sweep."""
 
     folder: Path
     command: str
     retry: Retry | None = None
     fresh: bool = False
     timeout_s: float = 300.0
+    remark: Callable[[str], None]
 
     def run(self, grid: CommGrid, listener: Listener) -> tuple[CommRow, ...] | None:
         """The rows of all cases in the grid's order, whether they were measured now or before. None on a rank that
@@ -113,8 +114,10 @@ class CommSweep:
         """Where predictions find them, and beside the rows, to be carried elsewhere."""
         if found := fit_links(rows):
             keep_links(found, self.folder / LINKS_NAME)
-            with suppress(StepscopeError):  # a cache that cannot be written costs predictions, not what was measured
+            try:
                 keep_links(found)
+            except StepscopeError as error:  # it costs predictions, not what was measured
+                self.remark(f"links not cached: {error.message}")
 
     def _serve_rank_0(self, grid: CommGrid) -> None:
         """Which cases are left is rank 0's to say; how to join the others follows from what was asked for."""

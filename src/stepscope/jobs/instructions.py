@@ -1,14 +1,14 @@
 """Keeps PyTorch from instructions that this CPU advertises but cannot run.
 
-Some virtual machines advertise AMX although their hypervisor does not allow it. Any bf16 matrix product then kills the
-process with SIGILL, unless oneDNN is told not to use AMX. So before torch is first loaded, a child process runs the
-parts of a training step (`measure.instructions`). If it dies, it runs again under each setting that may help, from the
-newest instruction set to the oldest. Settings that work go into the environment, which every later process inherits.
+Some virtual machines advertise AMX although their hypervisor does not allow it. Any bf16 matrix product then crashes
+with SIGILL, unless oneDNN is told not to use AMX. So before torch is first loaded, a child process runs the parts of a
+training step (`measure.instructions`). If it crashes, it runs again under each setting that may help, from the newest
+instruction set to the oldest. Settings that work go into the environment, which every later process inherits.
 
-The probe takes about as long as importing torch, so its result is cached for each CPU, kernel and version of torch. It
-runs on every x86 CPU, since AMX is the usual but not the only instruction set that hypervisors get wrong. Compiling
-takes ten times as long, and is probed only once something is limited: where oneDNN's AMX kernels run, those that
-Inductor generates run as well.
+The probe takes about as long as importing torch, so its result is cached for each machine, CPU, kernel and version of
+torch. It runs on every x86 CPU, since AMX is the usual but not the only instruction set that hypervisors get wrong.
+Compiling takes ten times as long, and is probed only once something is limited: where oneDNN's AMX kernels run, those
+that Inductor generates run as well.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -28,13 +29,15 @@ import msgspec
 
 import stepscope
 from stepscope.errors import StepscopeError
-from stepscope.files import write_atomically
+from stepscope.files import decode, read_plain, write_atomically
 from stepscope.folders import cache_folder
 from stepscope.measure.instructions import ALIASES, LEVELS, PARTS, REMEDIES, read_limits, say_limits
 
 # What was found, for processes that this one starts: they need not ask again, nor take the limits for a user's own.
 INHERITED = "STEPSCOPE_CPU_LIMITS"
 _FOLDER = "instructions"
+# A machine's own, for good; where a container has none, its host's until that is started again.
+_IDENTITIES = (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id"))
 _TIMEOUT_S = 300.0
 # Raised by the CPU. Others come from another process (SIGKILL, SIGTERM) or from a library that gave up (SIGABRT).
 _FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
@@ -58,12 +61,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer depends on."""
+    """What the answer depends on. `identity` tells virtual machines apart that share a home and look the same: the
+    hypervisor of one may forbid what that of another allows."""
 
     cpu: str
     flags: str
     kernel: str
     torch: str
+    identity: str = ""
 
     @classmethod
     def here(cls) -> Self:
@@ -72,7 +77,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
             torch = version("torch")
         except PackageNotFoundError:  # on the path without having been installed
             torch = ""
-        return cls(cpu=cpu.get("model name", ""), flags=cpu.get("flags", ""), kernel=platform.release(), torch=torch)
+        return cls(
+            cpu=cpu.get("model name", ""),
+            flags=cpu.get("flags", ""),
+            kernel=platform.release(),
+            torch=torch,
+            identity=read_identity(),
+        )
 
     def key(self, own: Mapping[str, str]) -> str:
         content = msgspec.json.encode([self, stepscope.__version__, own], order="sorted")
@@ -147,7 +158,7 @@ def _find_limits(key: str, own: Mapping[str, str], probe: Probe) -> Limits:
         for candidate in _candidates(part, settings, own):
             tried.append(candidate)
             outcome = probe(candidate, compiled=True)
-            if not outcome.part or PARTS.index(outcome.part) > PARTS.index(part):
+            if outcome.conclusive and (not outcome.part or PARTS.index(outcome.part) > PARTS.index(part)):
                 settings = candidate
                 break
         else:
@@ -181,19 +192,28 @@ def _give_up(death: str, own: Mapping[str, str], tried: list[dict[str, str]]) ->
     said = "".join(f"\ntried {name}: {', '.join(_values(name, tried))}" for name in names)
     if own:
         return StepscopeError(
-            f"PyTorch dies on this CPU under `{say_limits(own)}`: {death}",
+            f"PyTorch crashes on this CPU under `{say_limits(own)}`: {death}",
             detail=f"these variables were set before stepscope started, and are left as they are{said}",
             hint=f"unset {' '.join(own)}",
         )
     return StepscopeError(
-        f"PyTorch dies on this CPU: {death}",
-        detail=f"no setting that keeps it from newer instructions helps{said}",
-        hint="python -m stepscope.measure.instructions compiled    # to see it die",
+        f"PyTorch crashes on this CPU: {death}",
+        detail=f"limiting the instruction set did not help{said}",
+        hint="python -m stepscope.measure.instructions compiled    # to see it crash",
     )
 
 
 def _values(name: str, tried: list[dict[str, str]]) -> list[str]:
     return list(dict.fromkeys(candidate[name] for candidate in tried if name in candidate))
+
+
+def read_identity(places: Iterable[Path] = _IDENTITIES) -> str:
+    """Only ever hashed: a machine id is confidential."""
+    for place in places:
+        with suppress(OSError):
+            if found := place.read_text(errors="replace").strip():
+                return found
+    return ""
 
 
 def _read_cpuinfo() -> dict[str, str]:
@@ -208,7 +228,7 @@ def _read_cpuinfo() -> dict[str, str]:
 def _read_cache(key: str) -> Limits | None:
     """None where there is none, where it is damaged, and where it is of something else."""
     try:
-        limits = _decode(_cache_path(key).read_bytes())
+        limits = _decode(read_plain(_cache_path(key)))
     except OSError:
         return None
     return limits if limits is not None and limits.key == key else None
@@ -230,7 +250,7 @@ def _cache_path(key: str) -> Path:
 
 def _decode(content: bytes) -> Limits | None:
     try:
-        limits = msgspec.json.decode(content, type=Limits)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        limits = decode(content, Limits)
+    except msgspec.DecodeError:
         return None
     return limits if set(limits.settings) <= set(LEVELS) else None

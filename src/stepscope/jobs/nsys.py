@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import require_own, write_atomically, writing
+from stepscope.files import decode, read_plain, require_own, write_atomically, writing
 from stepscope.jobs.outside import hear, run_outside
 from stepscope.jobs.process import require_torch
 from stepscope.measure.nsys_target import NsysAnswer, NsysRequest, Recorded
@@ -83,7 +83,7 @@ def record_with_nsys(
 def _has_request(folder: Path) -> bool:
     """Whether it holds the report of an earlier request, which may be replaced."""
     try:
-        msgspec.json.decode((folder / _REQUEST_NAME).read_bytes(), type=NsysRequest)
+        decode(read_plain(folder / _REQUEST_NAME), NsysRequest)
     except (OSError, msgspec.DecodeError):
         return False
     return True

@@ -85,13 +85,13 @@ def train(
             if log is not None:
                 log.append(row)
                 listener.stepped(row)
-            if stop_on_nan and not row.is_finite:  # the same on all ranks
-                break
             if step == done + 1:
                 memory = run.share_memory()
                 if is_first:
                     _keep(folder / MEMORY_NAME, memory)
                     listener.accounted(memory)
+            if stop_on_nan and not row.is_finite:  # the same on all ranks
+                break
             if step % training.save_every == 0 or step == training.steps:
                 if log is not None:
                     log.sync()

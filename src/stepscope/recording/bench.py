@@ -69,7 +69,7 @@ class Doubt(msgspec.Struct, frozen=True, kw_only=True):
 def require_samples(*samples_ns: tuple[int, ...]) -> None:
     """Raises a ValueError where there are none, or some that took no time: a rate or a share could not be made."""
     if not all(samples_ns) or min(map(min, samples_ns), default=0) <= 0:
-        raise ValueError("expected samples that took time")
+        raise ValueError("expected positive durations")
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):

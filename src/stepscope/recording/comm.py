@@ -91,7 +91,7 @@ class CommMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if len({len(of_rank) for of_rank in self.samples_ns}) != 1:
-            raise ValueError("expected as many samples of each rank")
+            raise ValueError("expected the same number of samples from each rank")
         require_samples(*self.samples_ns)
 
     @property

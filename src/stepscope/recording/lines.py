@@ -139,7 +139,7 @@ def parse_rows(path: Path, content: bytes, kind: type[R]) -> Parsed[R]:
                 raise StepscopeError(
                     f"damaged results file: `{path}`, line {number}",
                     detail=f"{error}; only a last line can be cut short by a crash, so this is other damage",
-                    hint=f"mend or delete that line, or write elsewhere: {_verb_of(kind)} --out FOLDER",
+                    hint=f"fix or delete that line, or write elsewhere: {_verb_of(kind)} --out FOLDER",
                 ) from None
         good_bytes += len(line)
     return Parsed(rows=tuple(rows), good_bytes=good_bytes, later=later)

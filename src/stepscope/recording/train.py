@@ -151,7 +151,7 @@ def read_log(path: Path) -> tuple[list[TrainRow], int]:
             raise StepscopeError(
                 f"not a step's times: `{path}`, line {number}",
                 detail="expected the same number of ranks in each, and steps that took time",
-                hint=f"mend or delete that line: {path}",
+                hint=f"fix or delete that line: {path}",
             )
         if row.schema != SCHEMA:
             raise StepscopeError(

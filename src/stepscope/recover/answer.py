@@ -178,15 +178,15 @@ def _find_left_open(found: Found) -> Iterable[str]:
     if found.is_open or any(one.solution.is_spent for one in found.reached):
         examined = sum(len(one.solution.consistent) for one in found.reached)
         yield (
-            f"too many sizes fit to look at all of them: the search stopped after {examined:,} sets of sizes; what is "
-            "shown is the likeliest of these, and no size is certain"
+            f"too many sizes fit; not all were tried: the search stopped after {examined:,} sets of sizes, shows the "
+            "likeliest of them, and is certain of no size"
         )
     elif found.is_cut:
-        yield "attention leaves nearly everything open: only the most usual batches and heads were looked at"
+        yield "attention alone leaves most sizes open; only the most common batch sizes and head counts were tried"
     if any(one.feed_forward.is_cut for one in found.reached):
-        yield "too many feed-forward widths would explain something: none was tried"
+        yield "too many feed-forward widths fit; none was tried"
     if any(one.vocabulary.is_cut for one in found.reached):
-        yield "too many vocabularies would explain something: not all were tried"
+        yield "too many vocabulary sizes fit; not all were tried"
 
 
 def _leave_open(field: Field, high: int | None) -> Field:

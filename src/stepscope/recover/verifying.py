@@ -362,7 +362,7 @@ class _Judge:
 
     def _find_missing(self, fields: dict[str, FieldResult]) -> Iterator[str]:
         if self.runs.is_cut:
-            yield "the kernels can be read in more ways than could be tried: another one may fit the claim"
+            yield "not every interpretation of the kernels was tried; another one may match the claim"
         for text in self.runs.left_open:
             yield f"sizes that are not claimed: {text}"
         misfits = sum(map(self._count_misfits, self.files))

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import find_foreign, replacing, restore, writing
+from stepscope.files import find_foreign, read_plain, replacing, restore, writing
 from stepscope.findings import Report, Table
 from stepscope.report.figures import draw_for_print
 from stepscope.report.formats import Format
@@ -56,7 +56,7 @@ def check_folder(folder: Path) -> None:
 def _names_of(folder: Path) -> frozenset[str]:
     """What an export put into a folder, as it says itself; nothing where there was none."""
     try:
-        own = (folder / _LIST).read_text(encoding="utf-8").splitlines()
+        own = read_plain(folder / _LIST).decode().splitlines()
     except (OSError, UnicodeDecodeError):
         return frozenset()
     return frozenset((*own, _LIST, f"{_FIGURES}/", f"{_TABLES}/"))

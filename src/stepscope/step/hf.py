@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from stepscope.errors import StepscopeError, nearest
+from stepscope.files import read_plain
 from stepscope.spec import DEFAULT_CONTEXT, Attention, HuggingFace, Workload
 from stepscope.step.own import Parts
 
@@ -185,7 +186,7 @@ def _unknown_config(spec: HuggingFace, kind: str, path: Path, known: Mapping[str
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_plain(path))  # transformers writes `Infinity`, which msgspec refuses
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StepscopeError(f"not a transformers config: `{path}`", detail=reason or "", hint="--hf gpt2") from None
@@ -253,7 +254,7 @@ def _complete_decoder(config: "PretrainedConfig", spec: HuggingFace) -> None:
 
 def _no_head(config: "PretrainedConfig", spec: HuggingFace) -> StepscopeError:
     return StepscopeError(
-        f"`{spec.config}` cannot be run by its config alone",
+        f"`{spec.config}` needs more than its config to run",
         detail=f"transformers has no head for a {type(config).__name__} that computes a loss from inputs that are made "
         "here: text, images, video or audio, with tokens or a class as labels",
         hint="--model my_model.py:build, with a function that returns the model, its inputs and its loss",

@@ -21,6 +21,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -168,7 +169,9 @@ def _forget_other_folders(folder: Path) -> None:
     """Two folders may each have a `layers.py`: what an earlier model imported from its own is not for this one."""
     for name, module in list(sys.modules.items()):
         file = _file_of(module)
-        if file is not None and folder not in file.parents and not _entered.isdisjoint(file.parents):
+        if file is None or folder in file.parents or _entered.isdisjoint(file.parents):
+            continue
+        if _is_own(file):  # a project's folder may hold its .venv
             del sys.modules[name]
     _entered.add(folder)
 
@@ -203,17 +206,21 @@ def source_digest() -> str:
 
 
 def _own_files() -> set[Path]:
-    # Not all of `sys.base_prefix`, which is /usr for many a Python: /usr/src/app is the user's.
-    others = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))]
     files = {file for module in list(sys.modules.values()) if (file := _file_of(module)) is not None}
-    return {
-        file
-        for file in files
-        if file.suffix == ".py"
-        and file.is_file()  # torch has modules that name files which are not there
-        and not {"site-packages", "dist-packages"} & set(file.parts)
-        and not any(other in file.parents for other in others)
-    }
+    # torch has modules that name files which are not there
+    return {file for file in files if file.suffix == ".py" and file.is_file() and _is_own(file)}
+
+
+def _is_own(file: Path) -> bool:
+    """Whether a module's file is the user's, not stepscope's, Python's or an installed package's."""
+    return {"site-packages", "dist-packages", *_others()}.isdisjoint((*file.parts, *file.parents))
+
+
+@cache
+def _others() -> tuple[Path, ...]:
+    # Not all of `sys.base_prefix`, which is /usr for many a Python: /usr/src/app is the user's.
+    places = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")))
+    return tuple(place.resolve() for place in places)
 
 
 def check_arguments(workload: Workload, factory: Factory, function: Callable[..., object]) -> bool:

@@ -67,9 +67,9 @@ def test_a_second_tuning_replaces_its_keys_and_keeps_the_others(cache_folder: Pa
     assert tuned.tuned_tiles("b") == {KEY: Tile(32, 32, 4, 1)}
 
 
-@pytest.mark.parametrize("content", ["not JSON", "[{}]", '[{"gpu": 3}]'])
-def test_a_damaged_file_is_an_error_and_not_passed_over(cache_folder: Path, content: str) -> None:
-    (cache_folder / "tiles.json").write_text(content)
+@pytest.mark.parametrize("content", [b"not JSON", b"[{}]", b'[{"gpu": 3}]', b'[{"gpu": "\xff"}]', b"[" * 100_000])
+def test_a_damaged_file_is_an_error_and_not_passed_over(cache_folder: Path, content: bytes) -> None:
+    (cache_folder / "tiles.json").write_bytes(content)
     with pytest.raises(StepscopeError, match="cannot read the tuned tiles"):
         tuned.tuned_tiles("NVIDIA H200")
 

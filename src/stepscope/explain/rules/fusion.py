@@ -20,6 +20,9 @@ _COPIES = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
 # Operators whose helper kernels (casts and layout changes inside of a library) are not the user's to fuse.
 _LIBRARY = r"convolution|linear$|mm$|attention|c10d"
 _ADAM = r"(?i)adam|addcdiv|addcmul"
+# Optimizers that read and write what Adam does: values of `--optimizer` and names of classes, in lower case. Adamax and
+# Adam8bit are not among them.
+_ADAM_NAMES = ("adam", "adamw", "adamw-torch", "adamw-fused", "fusedadam", "fusedadamw")
 _MANY_TENSORS = r"(?i)foreach|multi_tensor"
 _FUSED = r"(?i)fused_?adam|FusedAdam|fused_?sgd|FusedSgd|fused_adagrad"
 
@@ -156,13 +159,13 @@ def _fused_update_ns(evidence: Evidence, update: pl.DataFrame) -> float | None:
     is_adam = bool(
         update["op"].str.contains(_ADAM).any()
         or update["name"].str.contains(_ADAM).any()
-        or evidence.profile.recording.ranges["name"].str.contains(r"(?i)Optimizer\.step#Adam").any()
+        or evidence.profile.recording.ranges["name"].str.contains(r"(?i)Optimizer\.step#AdamW?\.").any()
     )
     case, manifest = evidence.case, evidence.profile.recording.manifest
     hardware, parameters = evidence.hardware, manifest.parameters
     if parameters and hardware is not None and hardware.bandwidth:
         name = manifest.optimizer or (case.workload.optimizer if case else None) or ""
-        is_adam = is_adam or name.lower().startswith("adam")
+        is_adam = name.lower() in _ADAM_NAMES if name else is_adam
         if name and not is_adam and name.lower() != "sgd":
             return None  # a factory's own: how much of it a fused one would be is not known
         moved = parameters * (ADAM_BYTES if is_adam else SGD_BYTES)

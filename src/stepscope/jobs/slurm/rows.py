@@ -1,7 +1,7 @@
 """Rows on their way from a job's own results file into the run's."""
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,7 @@ from stepscope.jobs.slurm.submissions import Job, write_whole
 from stepscope.jobs.sweep import LOGS_NAME, RESULTS_NAME
 from stepscope.recording.bench import BenchRow
 from stepscope.recording.lines import ResultsFile, parse_rows
-from stepscope.spec import Case
+from stepscope.spec import DEFAULT_CONTEXT, Case
 
 
 class _Identity(msgspec.Struct, frozen=True):
@@ -63,21 +63,30 @@ def read_own(path: Path) -> tuple[BenchRow, ...]:
 
 def forget_killed(path: Path) -> None:
     """A job that was killed may have taken a worker's end for the end of a case. It runs again."""
-    rows = read_own(path)
-    if any(row.status == "killed" for row in rows):
-        kept = (msgspec.json.encode(row) + b"\n" for row in rows if row.status != "killed")
-        write_whole(path, b"".join(kept))
+    killed = {row.key for row in read_own(path) if row.status == "killed"}
+    if killed:
+        lines = read_plain(path).splitlines(keepends=True)
+        write_whole(path, b"".join(line for line in lines if not _is_of(line, killed)))
+
+
+def _is_of(line: bytes, keys: Container[str]) -> bool:
+    try:
+        return decode(line, BenchRow).key in keys
+    except msgspec.DecodeError:  # of a later version, or cut short when the job was killed
+        return False
 
 
 def seed(path: Path, cases: Iterable[Case], rows: Iterable[BenchRow]) -> None:
     """Gives a job, before it is submitted, the rows that may be those of its cases. Whether they are shows on the node:
     a key has the device and the versions in it."""
-    wanted = {without_device(case) for case in cases}
-    chosen = [msgspec.json.encode(row) + b"\n" for row in rows if without_device(row.case) in wanted]
+    wanted = {_as_asked(case) for case in cases}
+    chosen = [msgspec.json.encode(row) + b"\n" for row in rows if _as_asked(row.case) in wanted]
     if chosen:
         write_whole(path, b"".join(chosen))
 
 
-def without_device(case: Case) -> Case:
-    """Cases ask for `auto` or `cuda`, rows name the device that it turned out to be."""
-    return msgspec.structs.replace(case, workload=msgspec.structs.replace(case.workload, device="auto"))
+def _as_asked(case: Case) -> Case:
+    """Without what is decided on the node. Cases ask for `auto` or `cuda` and may leave the context open; rows name the
+    device and the context that were used."""
+    workload = msgspec.structs.replace(case.workload, device="auto", context=case.workload.context or DEFAULT_CONTEXT)
+    return msgspec.structs.replace(case, workload=workload)

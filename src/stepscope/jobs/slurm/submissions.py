@@ -168,5 +168,7 @@ def _read_outcome(path: Path) -> Outcome | None:
         return None
     except (OSError, msgspec.DecodeError) as error:
         raise StepscopeError(
-            f"cannot read how a job ended: `{path}`", detail=str(error), hint=f"rm {path}    # it counts as not ended"
+            f"cannot read how a job ended: `{path}`",
+            detail=str(error),
+            hint=f"rm {path}    # the job then counts as running",
         ) from None

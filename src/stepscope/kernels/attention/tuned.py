@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import write_atomically, writing
+from stepscope.files import decode, read_plain, write_atomically, writing
 from stepscope.folders import cache_folder
 from stepscope.kernels.attention.tiles import Tile, TileKey
 
@@ -47,10 +47,10 @@ def keep(gpu: str, found: Mapping[TileKey, Tile]) -> Path:
 
 def _read(path: Path) -> list[_Entry]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[_Entry])
+        return decode(read_plain(path), list[_Entry])
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except (OSError, msgspec.MsgspecError) as problem:
+    except (OSError, msgspec.DecodeError) as problem:
         raise StepscopeError(
             f"cannot read the tuned tiles: `{path}`",
             detail=str(problem),
