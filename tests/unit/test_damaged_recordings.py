@@ -144,7 +144,7 @@ def test_a_kernel_without_a_device_is_explained_with_a_note(folder: Path) -> Non
     edit_table(folder, "kernels", device=at(2, None, "device").cast(pl.Int32))
     recording = store.load(folder)
     assert recording.kernels["device"].to_list() == [0] * 7
-    assert summarise(make_profile(recording), ()).notes[-1].startswith("1 kernels")
+    assert summarise(make_profile(recording), ()).notes[-1].startswith("1 kernel has no device")
 
 
 @pytest.mark.parametrize(

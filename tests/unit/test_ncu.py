@@ -145,6 +145,42 @@ def test_a_kernel_without_a_duration_has_no_length_and_is_counted(path: Path, sa
     assert "1 of 2 kernels have no duration" in notes(recording)
 
 
+@pytest.mark.parametrize("said", ["1e17", "-5", "-1e300", "1e300", str(tables.LONGEST_KERNEL_NS + 1)])
+def test_a_kernel_with_an_impossible_duration_has_no_length_and_keeps_its_row(path: Path, said: str) -> None:
+    recording = read(path, raw(kernel(0), kernel(1, duration=said, share="7"), kernel(2, share="8")))
+    assert rows(recording.kernels, "start_ns", "end_ns") == [(0, 3200), (3200, 3200), (3200, 6400)]
+    shares = recording.counters.filter(pl.col("metric").str.starts_with("sm__"))
+    assert rows(shares, "kernel", "value") == [(0, 12.5), (1, 7.0), (2, 8.0)]
+    assert "1 kernel has an impossible duration" in notes(recording)
+    assert "no duration" not in notes(recording)
+
+
+def test_the_longest_kernel_keeps_its_duration(path: Path) -> None:
+    recording = read(path, raw(kernel(0, duration=str(tables.LONGEST_KERNEL_NS))))
+    assert rows(recording.kernels, "start_ns", "end_ns") == [(0, tables.LONGEST_KERNEL_NS)]
+    assert "impossible" not in notes(recording)
+
+
+def test_kernels_beyond_the_range_of_times_keep_their_rows(path: Path) -> None:
+    fit = tables.FARTHEST_NS // tables.LONGEST_KERNEL_NS
+    longest = str(tables.LONGEST_KERNEL_NS)
+    body = "".join(f'"{at}","k","{longest}"\n' for at in range(fit + 2))
+    recording = read(path, line(["ID", "Kernel Name", "gpu__time_duration.sum"]) + line(["", "", "ns"]) + body)
+    assert recording.kernels.height == fit + 2
+    assert recording.counters["kernel"].max() == fit + 1
+    assert recording.kernels["end_ns"].tail(3).to_list() == [tables.FARTHEST_NS] * 3
+    assert "2 kernels have impossible durations" in notes(recording)
+
+
+@pytest.mark.parametrize("said", ["-5", "1e300", "-1e300"])
+@pytest.mark.parametrize(("old", "column"), [('"32","24.58"', "registers"), ('"24.58","16"', "shared_bytes")])
+def test_launch_settings_that_cannot_be_are_null_and_counted(path: Path, old: str, column: str, said: str) -> None:
+    new = f'"{said}",{old.split(",")[1]}'
+    recording = read(path, raw(kernel(0), kernel(1).replace(old, new)))
+    assert recording.kernels[column].is_null().to_list() == [False, True]
+    assert f"1 value of `{column}` in `kernels`" in notes(recording)
+
+
 def test_the_manifest_names_the_device_and_nobody(path: Path) -> None:
     recording = read(path, raw(kernel(0)))
     manifest = recording.manifest

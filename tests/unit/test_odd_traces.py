@@ -12,12 +12,13 @@ from stepscope.cost import operator_cost
 from stepscope.errors import StepscopeError
 from stepscope.explain import bounded, breakdown, counters
 from stepscope.explain.kernel_names import decode
-from stepscope.explain.profile import make_profile
+from stepscope.explain.profile import make_profile, no_time
 from stepscope.explain.questions import answer
 from stepscope.explain.rules import find
 from stepscope.explain.summary import Summary, summarise
 from stepscope.recording import kineto, ncu, nsys
 from stepscope.recording.opening import open_recording
+from stepscope.recording.store import Manifest, Recording, Source
 
 from . import nsys_files
 from .kineto_files import event, kernel, launch, op, training_step, write_trace
@@ -99,12 +100,12 @@ def test_kernels_whose_times_are_all_impossible_are_no_run_on_the_host(scratch: 
     for explain_it in (explain, bounded.summarise_bounded):
         with pytest.raises(StepscopeError, match="no kernel timeline") as error:
             explain_it(path)
-        assert "1 events have impossible times" in error.value.detail
+        assert "1 event has impossible times" in error.value.detail
 
 
 def test_ranges_whose_times_are_all_impossible_are_left_out(scratch: Path) -> None:
     path = write_trace(scratch / "t.json", [kernel("k", "10", "5", 1), event("user_annotation", "step:0", "10", "-5")])
-    assert explain(path).notes == ("1 events have impossible times and are left out",)
+    assert explain(path).notes == ("1 event has impossible times and is left out",)
 
 
 @pytest.mark.parametrize("is_bounded", [False, True])
@@ -177,6 +178,34 @@ def test_counters_beyond_any_number_are_not_known(scratch: Path, value: str) -> 
     recording = ncu.read(counted(scratch, metric, ("7", "0", value), unit="inst"))
     assert not recording.counters["value"].is_infinite().any()
     counters.kernels_table(recording)
+
+
+# --- Without any duration
+
+
+@pytest.mark.parametrize(
+    ("source", "file", "command", "hint"),
+    [
+        ("nsight systems", "a.sqlite", "", "nsys export --type sqlite"),
+        ("nsight compute", "my a.csv", "", "stepscope explain 'my a.csv' --table counters"),
+        ("pytorch profiler", "a.json", "", "torch.profiler.profile(activities=[CPU, CUDA])"),
+        ("pytorch profiler", "", "stepscope profile --size small", "stepscope profile --size small"),
+        ("nsight systems", "", "stepscope profile --nsys", "stepscope profile --nsys"),
+    ],
+)
+def test_the_hint_on_missing_durations_is_for_the_tool_that_recorded(
+    source: Source, file: str, command: str, hint: str
+) -> None:
+    error = no_time(Recording(manifest=Manifest(source=source, file=file, command=command)))
+    assert hint in error.hint
+    assert (f"`{file}`" in error.message) == bool(file)
+    assert "``" not in error.message
+
+
+def test_a_recording_of_ours_without_kernels_is_not_named_by_an_empty_file() -> None:
+    with pytest.raises(StepscopeError, match="no kernel timeline") as error:
+        make_profile(Recording(manifest=Manifest(source="pytorch profiler")))
+    assert "``" not in error.value.detail
 
 
 # --- Nsight Systems

@@ -119,6 +119,27 @@ def test_a_column_that_a_file_lacks_is_counted_under_zero_as_well() -> None:
     assert len(repairs.notes()) == 1
 
 
+@pytest.mark.parametrize(
+    ("table", "other", "one", "many"),
+    [
+        ("kernels", {"end_ns": 0}, "1 event has", "1,002 events have"),
+        ("allocations", {"bytes": -1}, "1 row of `allocations` is", "1,002 rows of `allocations` are"),
+        ("ops", {"shapes": "5"}, "1 text of `shapes` in `ops` does", "1,002 texts of `shapes` in `ops` do"),
+        ("kernels", {"registers": -1}, "1 value of `registers`", "1,002 values of `registers`"),
+        ("kernels", {"device": None}, "1 kernel has no device and is", "1,002 kernels have no device and are"),
+        ("launches", {"thread": None}, "1 launch has no thread and is", "1,002 launches have no thread and are"),
+        ("ops", {"thread": None}, "1 op has no thread and is", "1,002 ops have no thread and are"),
+        ("ranges", {"thread": None}, "1 range has no thread and is", "1,002 ranges have no thread and are"),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 1002])
+def test_notes_agree_with_their_count(table: str, other: dict[str, Any], one: str, many: str, count: int) -> None:
+    repairs = Repairs()
+    repair(table, frame(table, *[row(table, **other)] * count), repairs)
+    (note,) = repairs.notes()
+    assert note.startswith(f"{one if count == 1 else many} ")
+
+
 def test_repairs_add_up_over_blocks() -> None:
     repairs = Repairs()
     for _ in range(3):

@@ -2,6 +2,7 @@
 comparison starts from."""
 
 import hashlib
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -143,7 +144,7 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
             "the recording holds no kernel timeline",
             detail="; ".join(
                 (
-                    f"`{recording.manifest.file}` has {recording.ops.height} operators and no kernels",
+                    f"{_name_file(recording)} has {recording.ops.height} operators and no kernels",
                     *recording.manifest.notes,
                 )
             ),
@@ -161,14 +162,24 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
 
 def no_time(recording: Recording) -> StepscopeError:
     manifest = recording.manifest
-    is_counted = manifest.source == "nsight compute"
+    match manifest.source:
+        case _ if manifest.command:  # a recording of ours
+            hint = f"record it again: {manifest.command}"
+        case "nsight systems":
+            hint = "export it again: nsys export --type sqlite --output FILE.sqlite FILE.nsys-rep"
+        case "nsight compute":
+            table = shlex.join(["stepscope", "explain", manifest.file or "FILE", "--table", "counters"])
+            hint = f"count `gpu__time_duration.sum` as well, or: {table}"
+        case _:
+            hint = "record it again: torch.profiler.profile(activities=[CPU, CUDA])"
     return StepscopeError(
-        f"no kernel in `{manifest.file}` has a duration",
-        detail="; ".join(manifest.notes),
-        hint=f"count `gpu__time_duration.sum` as well, or: stepscope explain {manifest.file} --table counters"
-        if is_counted
-        else "record it again: torch.profiler.profile(activities=[CPU, CUDA])",
+        f"no kernel in {_name_file(recording)} has a duration", detail="; ".join(manifest.notes), hint=hint
     )
+
+
+def _name_file(recording: Recording) -> str:
+    """The foreign file; a recording of ours comes from none."""
+    return f"`{recording.manifest.file}`" if recording.manifest.file else "the recording"
 
 
 def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:

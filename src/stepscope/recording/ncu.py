@@ -18,7 +18,7 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.recording import tables
 from stepscope.recording.store import Manifest, Recording
-from stepscope.recording.validation import Repairs, repair
+from stepscope.recording.validation import Repairs, counted, repair
 
 _GZIP = b"\x1f\x8b"
 _LINE_BYTES = 4 * 2**20
@@ -231,11 +231,12 @@ def _lay_out(rows: pl.DataFrame, counters: pl.DataFrame) -> tuple[pl.DataFrame, 
         block,
     ).unnest("Grid", "Block")
     sizes = [f"{what}_{axis}" for what in ("grid", "block") for axis in "xyz"]
-    ends = duration.fill_null(0).cum_sum()
+    lasts = _possible(duration)
+    ends = lasts.cum_sum()
     frame = frame.with_columns(
         pl.col(sizes).cast(pl.Int64, strict=False),
         pl.lit("kernel").alias("kind"),
-        (ends - duration.fill_null(0)).alias("start_ns"),
+        (ends - lasts).alias("start_ns"),
         ends.alias("end_ns"),
         registers.alias("registers"),
         (static + dynamic).alias("shared_bytes"),
@@ -243,7 +244,22 @@ def _lay_out(rows: pl.DataFrame, counters: pl.DataFrame) -> tuple[pl.DataFrame, 
     notes = ["kernels ran one at a time under Nsight Compute: they are laid end to end, and gaps are not known"]
     if missing := duration.null_count():
         notes.append(f"{missing:,} of {count:,} kernels have no duration (gpu__time_duration) and last 0 ns")
+    if impossible := duration.filter(duration != lasts).len():
+        had = counted(
+            impossible, "kernel has an impossible duration and lasts", "kernels have impossible durations and last"
+        )
+        notes.append(f"{had} 0 ns")
     return frame, notes
+
+
+def _possible(duration: pl.Series) -> pl.Series:
+    """0 where the duration, or the end that it leads to, is out of range. `counters` refer to rows of `kernels`, so no
+    row may be left out for its times later."""
+    duration = duration.fill_null(0)
+    duration = duration.set(~duration.is_between(0, tables.LONGEST_KERNEL_NS), 0)
+    # Each term is small enough that the sum is seen beyond the range before it can wrap around.
+    too_late = (duration.cum_sum() > tables.FARTHEST_NS).cast(pl.Int8).cum_max() == 1
+    return duration.set(too_late, 0)
 
 
 def _whole(name: str) -> pl.Expr:
@@ -256,8 +272,8 @@ def _first_of(counters: pl.DataFrame, kernels: int, metrics: tuple[str, ...], sc
     unit = pl.col("unit").str.extract(r"^([A-Za-z]+)").str.replace(r"^([num]?)sec(ond)?$", "${1}s")
     scale = unit.replace_strict(list(scales), list(scales.values()), default=None, return_dtype=pl.Int64)
     amount = pl.col("value") * scale if scales else pl.col("value")
-    # Far beyond any kernel, and what a sum of many can still hold.
-    amount = amount.round().clip(0, 2.0**40).cast(pl.Int64, strict=False)
+    # An impossible value, or a sum with one, stays out of the range of its column: what checks that range notes it.
+    amount = amount.round().clip(-(2.0**61), 2.0**60).cast(pl.Int64, strict=False)
     for metric in metrics:
         found = counters.filter(pl.col("metric") == metric).select("kernel", amount.alias(metric))
         frame = frame.join(found.unique("kernel"), on="kernel", how="left", maintain_order="left")

@@ -19,12 +19,18 @@ import polars as pl
 from stepscope.recording.tables import MOST_BYTES, ORDERED, TABLES, UNIQUE, Column
 
 _OF_EVENTS = ("kernels", "launches", "ops", "ranges", "links")
+_SINGULAR = {"kernels": "kernel", "launches": "launch", "ops": "op", "ranges": "range"}  # of tables with `absent`
 _MOST_IN_ALL = 2.0**60
 _LIMITS: dict[type[pl.DataType], tuple[float | None, float | None]] = {pl.Int32: (-(2**31), 2**31 - 1)}
 
 
 class MisfitError(Exception):
     """The first value of a table that cannot be; the text says which, where, and what was expected."""
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """`1 kernel has …` or `3 kernels have …`."""
+    return f"{count:,} {one if count == 1 else many}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +44,26 @@ class Repairs:
         notes = []
         events = sum(count for table, count in self.lost_rows.items() if table in _OF_EVENTS)
         if events:
-            notes.append(f"{events:,} events have impossible times and are left out")
+            had = counted(events, "event has impossible times and is", "events have impossible times and are")
+            notes.append(f"{had} left out")
         for table, count in self.lost_rows.items():
             if table not in _OF_EVENTS:
-                notes.append(f"{count:,} rows of `{table}` are out of range and are left out")
+                outside = (f"row of `{table}` is out of range and is", f"rows of `{table}` are out of range and are")
+                notes.append(f"{counted(count, *outside)} left out")
         for (table, name), count in self.lost_values.items():
             column = TABLES[table][name]
+            where = f"of `{name}` in `{table}`"
             if column.json is not None:
-                notes.append(f"{count:,} texts of `{name}` in `{table}` do not decode and are left out")
+                bad = counted(count, f"text {where} does not decode and is", f"texts {where} do not decode and are")
+                notes.append(f"{bad} left out")
             elif column.absent is None:
-                notes.append(f"{count:,} values of `{name}` in `{table}` are out of range and are left out")
+                bad = counted(
+                    count, f"value {where} is out of range and is", f"values {where} are out of range and are"
+                )
+                notes.append(f"{bad} left out")
             else:
-                notes.append(f"{count:,} {table} do not say their {name} and are counted under {name} {column.absent}")
+                bare = counted(count, f"{_SINGULAR[table]} has no {name} and is", f"{table} have no {name} and are")
+                notes.append(f"{bare} counted as {name} {column.absent}")
         return notes
 
 

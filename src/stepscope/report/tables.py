@@ -21,9 +21,10 @@ from stepscope.report.markup import render_latex, render_markdown
 from stepscope.report.sheet import lay_out
 from stepscope.report.text import render_text
 
-# What spreadsheets take for the start of a formula. A number with a sign is none.
-_FORMULA = re.compile(r"[=+@\t\r]|-.")
-_NUMBER = re.compile(r"[+-]?(\d[\d,]*)?\.?\d+([eE][+-]?\d+)?\s?%?")
+# What spreadsheets take for the start of a formula. Some locales also evaluate the fullwidth forms of `=`, `+`, `-` and
+# `@`. A number with a sign is not a formula.
+_FORMULA = re.compile("[=+@\t\r\uff1d\uff0b\uff0d\uff20]|-.")
+_NUMBER = re.compile(r"[+-]?((\d[\d,]*)?\.?\d+([eE][+-]?\d+)?\s?%?|inf|nan)")
 
 
 class _JsonTable(msgspec.Struct, frozen=True, kw_only=True):

@@ -104,9 +104,21 @@ def test_importing_report_imports_neither_torch_nor_altair() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "-2+3", "--fast", "\t=1", "\r=1", "-x"])
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "-2+3", "--fast", "\t=1", "\r=1", "-x", "-info"]
+)
 def test_a_cell_that_a_spreadsheet_would_run_is_marked_as_text(text: str) -> None:
     assert cells_of_csv(text) == [f"'{text}"]
+
+
+@pytest.mark.parametrize("sign", ["\uff1d", "\uff0b", "\uff0d", "\uff20"])
+def test_a_formula_in_fullwidth_characters_is_marked_as_text(sign: str) -> None:
+    assert cells_of_csv(f"{sign}1+1") == [f"'{sign}1+1"]
+
+
+@pytest.mark.parametrize("value", ["-inf", "+inf", "-nan", "+nan", "inf", float("-inf")])
+def test_numbers_that_are_not_finite_are_left_as_they_are(value: str | float) -> None:
+    assert cells_of_csv(value) == [str(value)]
 
 
 @pytest.mark.parametrize("value", ["a=b", "-5", "+1.5e-3", "-1,234.5", "-12.5%", "-", "", "'=1", -5, -0.25, "– no"])
@@ -116,7 +128,7 @@ def test_numbers_and_other_texts_are_left_as_they_are(value: str | float) -> Non
 
 def unmarked(text: str) -> str:
     """Without the apostrophe before what would be a formula."""
-    return text[1:] if re.match("'[=+@\t\r-]", text) else text
+    return text[1:] if re.match("'[=+@\t\r\uff1d\uff0b\uff0d\uff20-]", text) else text
 
 
 def cells_of_csv(value: str | float) -> list[str]:
