@@ -251,7 +251,7 @@ def scratch_folder(parent: Path | None = None, name: str = "stepscope", *, targe
 
 
 def _make_locked(parent: Path, name: str, target: str) -> tuple[Path, int]:
-    """Again when another process took the folder for abandoned before it was locked."""
+    """Again when another process, which looks for abandoned ones, removed or locked it first."""
     content = msgspec.json.encode(_Lock(schema=_LOCK_SCHEMA, host=_HOST, target=os.fsencode(target)))
     short = os.fsencode(name)[:_SCRATCH_NAME_BYTES].decode(errors="ignore")
     while True:
@@ -264,10 +264,10 @@ def _lock_new(path: Path, content: bytes) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         try_lock(descriptor)
-        path.stat()  # FileNotFoundError where it was removed before it was locked
         os.write(descriptor, content)
     except BaseException:
         os.close(descriptor)
+        _remove_empty(path.parent)
         raise
     return descriptor
 
@@ -290,23 +290,16 @@ def _remove_if_abandoned(folder: Path) -> None:
         folder.rmdir()
         return
     try:
-        if not try_lock(descriptor):
-            return
-        lock = _read_lock(descriptor)
-        if lock is None:  # left before it was written, or not ours
-            is_empty = _names_in(folder) == {_LOCK_NAME} and os.fstat(descriptor).st_size == 0
-        else:
-            is_empty = lock.host == _HOST and _discard(folder, os.fsdecode(lock.target))
-        if is_empty:  # the lock goes before it is given up: whoever is waiting to write into it looks for it then
-            (folder / _LOCK_NAME).unlink()
+        lock = _read_lock(descriptor) if try_lock(descriptor) else None
+        is_empty = lock is not None and lock.host == _HOST and _discard(folder, os.fsdecode(lock.target))
     finally:
         os.close(descriptor)
     if is_empty:
-        folder.rmdir()
+        _remove_empty(folder)
 
 
 def _read_lock(descriptor: int) -> _Lock | None:
-    """None for what is not a lock of ours, or not yet written."""
+    """None for what is not a lock of ours, or not yet written, and then it may be any host's."""
     try:
         lock = decode(os.pread(descriptor, _LOOKED_AT, 0), _Lock)
     except (OSError, msgspec.DecodeError):

@@ -187,6 +187,7 @@ def test_one_case_replaces_only_what_the_same_command_counted(bench: Bench) -> N
 
 def test_a_folder_of_somebody_elses_is_refused_before_anything_runs(bench: Bench) -> None:
     (bench.out / "context-128").mkdir(parents=True)
+    (bench.out / "context-128" / "notes.txt").touch()
     for force in (False, True):
         with pytest.raises(StepscopeError, match=r"context-128` exists"):
             bench.count(GRID, force=force)

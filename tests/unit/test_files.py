@@ -268,14 +268,22 @@ def test_a_folder_with_the_name_of_scratch_and_without_its_mark_stays(tmp_path: 
     assert find_foreign(tmp_path, lambda _: False) == folder.name
 
 
-@pytest.mark.parametrize("has_lock", [False, True])
-def test_a_scratch_folder_that_a_kill_left_before_it_was_marked_goes(tmp_path: Path, has_lock: bool) -> None:
-    folder = tmp_path / ".stepscope.abcdefgh.stepscope-scratch"
-    folder.mkdir()
-    if has_lock:
-        (folder / ".stepscope-lock").touch()
+def test_a_scratch_folder_that_a_kill_left_before_it_was_marked_goes(tmp_path: Path) -> None:
+    (tmp_path / ".stepscope.abcdefgh.stepscope-scratch").mkdir()
     assert find_foreign(tmp_path, lambda _: False) is None
     with scratch_folder(tmp_path):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_a_disk_that_is_too_full_for_the_mark_keeps_no_scratch_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("os.write", refuse)
+    with pytest.raises(OSError, match="full"), scratch_folder(tmp_path):
         pass
     assert names(tmp_path) == []
 
