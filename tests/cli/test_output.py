@@ -78,3 +78,12 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, command: str
     done = shell(tmp_path, f"mkfifo pipe; ulimit -v 8000000; stepscope {command.replace('PATH', 'pipe')}")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
+
+
+def test_a_name_that_is_not_utf8_is_refused_before_it_gets_into_results(tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.json", training_step())
+    done = shell(tmp_path, r"stepscope explain trace.json --save $'saved\xff'")
+    assert done.returncode == 2
+    assert "UTF-8" in done.stderr
+    assert r"saved\xff" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

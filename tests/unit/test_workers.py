@@ -1,4 +1,4 @@
-"""How long a worker is waited for, with a stand-in for the process that forks it."""
+"""Workers: how long one is waited for, with a stand-in for the process that forks it, and what is said of its errors."""
 
 import os
 import socket
@@ -8,9 +8,11 @@ from tempfile import TemporaryFile
 from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from stepscope.jobs.messages import Failed, Inspect
 from stepscope.jobs.process import _Worker
+from stepscope.measure.failures import say_in_a_line
 
 ANSWER = Failed(message="no GPU", detail="", hint="")
 TIMEOUT_S = 0.1
@@ -38,3 +40,18 @@ def test_importing_torch_does_not_count_against_the_time_of_a_case() -> None:
     theirs.close()
     assert not worker.timed_out
     assert worker.answer == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no such dataset\nand more", "ValueError: no such dataset"),
+        (
+            "Validation error for field 'size':\n    TypeError: not an int",
+            "ValueError: Validation error for field 'size': TypeError: not an int",
+        ),
+        ("", "ValueError"),
+    ],
+)
+def test_an_error_in_a_line_has_its_reason(text: str, said: str) -> None:
+    assert say_in_a_line(ValueError(text)) == said

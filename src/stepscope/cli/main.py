@@ -76,6 +76,7 @@ def main() -> NoReturn:
         signal.signal(signal.SIGHUP, _raise_interrupt)
     prepare_streams()
     try:
+        _require_text(sys.argv[1:])
         app(args=fill_bare_flags(sys.argv[1:]), standalone_mode=True)
     except StepscopeError as error:
         say(f"error: {error}")
@@ -90,6 +91,16 @@ def main() -> NoReturn:
     except BaseException:  # noqa: BLE001  # the process boundary, for a panic of Rust's as well, which is no Exception
         _admit()
     sys.exit(Exit.OK)
+
+
+def _require_text(arguments: list[str]) -> None:
+    """Commands and file names go into results, recordings and pages, all of which are UTF-8."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = argument.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            raise StepscopeError(f"not valid UTF-8: `{shown}`", hint="rename the file or folder") from None
 
 
 def _admit() -> NoReturn:

@@ -243,9 +243,11 @@ def _claim_ranks(folder: Path) -> Path:
 
 
 def _forget_ranks(folder: Path) -> None:
-    """What the ranks kept, unless somebody else put something there."""
+    """What the ranks kept, unless the folder is not ours or somebody else put something there."""
     ranks = folder / RANKS_NAME
-    if ranks.is_dir() and find_foreign(ranks, lambda name: _RANK_FILES.fullmatch(name) is not None) is None:
+    if (ranks / MARKER_NAME).is_file() and find_foreign(
+        ranks, lambda name: _RANK_FILES.fullmatch(name) is not None
+    ) is None:
         shutil.rmtree(ranks, ignore_errors=True)
 
 

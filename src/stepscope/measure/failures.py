@@ -34,4 +34,5 @@ def mentions_out_of_memory(text: str) -> bool:
 def say_in_a_line(error: BaseException) -> str:
     # PyTorch's checks begin with where they are in its source, which tells a user nothing.
     lines = re.sub(r"^\[enforce fail at [^\]]*\][^.]*\. ", "", str(error).strip()).splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    said = " ".join(line.strip() for line in lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
