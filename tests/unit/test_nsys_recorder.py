@@ -109,7 +109,7 @@ def test_an_option_that_nsys_does_not_have_is_refused_before_it_runs(stand_in: S
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("content", [b'{"case": "\xff"}', b'{"x":' + b"[" * 100_000])
+@pytest.mark.parametrize("content", [b'{"functions": ["\xff"]}', b'{"x":' + b"[" * 100_000])
 def test_a_folder_with_a_damaged_request_is_not_written_to(stand_in: StandIn, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "request.json").write_bytes(content)
