@@ -320,6 +320,12 @@ def test_a_list_of_files_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> Non
     assert caught.value.hint == f"mkdir -p {tmp_path / 'a'}"
 
 
+def test_a_list_of_files_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".stepscope-export")
+    with pytest.raises(StepscopeError, match=r"\.stepscope-export"):
+        check_folder(tmp_path)
+
+
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     inode = tmp_path.stat().st_ino
     export(report_of(), tmp_path)
