@@ -100,10 +100,10 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
     def _find(self, one: _Named, planned: Planned, metrics: Sequence[str]) -> "Recording | None":
         """The recording of a case of a grid, where it is there already."""
-        from stepscope.recording.store import load
+        from stepscope.recording.store import is_recording, load
 
         folder = self.folder / one.name
-        if not one.name or self.force or not folder.exists():
+        if not one.name or self.force or not is_recording(folder):
             return None
         recording = load(folder)
         if _is_of(recording, planned, metrics):

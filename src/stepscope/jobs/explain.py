@@ -74,10 +74,11 @@ def make_profiles(opened: Sequence[Opened]) -> list[Profile]:
 
 
 def explain_fresh(recording: Recording, name: str) -> Page:
-    """A recording that was just made: its page, with what recording cost at the end."""
+    """A recording that was just made: its page, with what recording cost at the end, where that was timed."""
     profile = make_profile(recording.with_manifest(file=name))
     page = make_page([profile])
-    return msgspec.structs.replace(page, tables=(*page.tables, overhead_table(recording.manifest)))
+    cost = [overhead_table(recording.manifest)] if recording.manifest.overhead else []
+    return msgspec.structs.replace(page, tables=(*page.tables, *cost))
 
 
 def document_fresh(recording: Recording, name: str) -> str:
