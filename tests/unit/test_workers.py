@@ -1,4 +1,4 @@
-"""Workers: how long one is waited for, with a stand-in for the process that forks it, and what is said of its errors."""
+"""Workers: how long one is waited for, with a stand-in for what forks it, and what is said of its errors."""
 
 import os
 import socket
