@@ -136,5 +136,5 @@ def test_a_doubt_of_a_later_version_is_said_in_its_own_words() -> None:
 
 @pytest.mark.parametrize("samples_ns", [((1, 2), (3,)), ((), ()), ((0, 1), (1, 1)), ((-5,), (5,))])
 def test_samples_that_cannot_be_are_refused(samples_ns: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(ValueError, match="samples"):
+    with pytest.raises(ValueError, match="samples|durations"):
         CommMeasurement(clock="host", samples_ns=samples_ns, processor_ns=(1, 1))
