@@ -171,7 +171,7 @@ def writing(
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The old content or the new, whoever reads and whatever happens meanwhile. It is on the disk when this returns."""
+    """Readers see the old content or the new, never a mixture. The new one is on the disk when this returns."""
     with replacing(path) as new, new.open("wb") as file:
         file.write(content)
         file.flush()
@@ -421,7 +421,7 @@ def read_schema(path: Path) -> str:
 
 
 def is_of_kind(path: Path, schema: str) -> bool:
-    """Whether a document is of this schema, in whatever version."""
+    """Whether a document has this schema, in any version."""
     return read_schema(path).partition("/")[0] == schema.partition("/")[0]
 
 

@@ -157,8 +157,8 @@ def test_a_grid_is_a_table_of_peaks_and_what_does_not_fit_is_a_row(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--questions"], "`--questions` is of one case, not of 4"),
-        (["--table", "phases"], "`--table phases` is of one case, not of 4"),
+        (["--questions"], "`--questions` needs a single case; got 4"),
+        (["--table", "phases"], "`--table phases` needs a single case; got 4"),
         (["--table", "saved"], "`--table saved` of one both eager and compiled"),
     ],
 )
@@ -229,8 +229,8 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         (["--warmup", "3"], ["`--warmup` does nothing here", "hint: --steps 10"]),
         (["--table", "kernels"], ["kernels", "categories"]),
         (["--detail", "200%"], ["`--detail 200%` is no share", "hint: --detail 10%"]),
-        (["--questions", "--batch", "2,4"], ["`--questions` is of one case, not of several"]),
-        (["--table", "phases", "--checkpoint-study"], ["`--table phases` is of one case, not of several"]),
+        (["--questions", "--batch", "2,4"], ["`--questions` needs a single case; got several"]),
+        (["--table", "phases", "--checkpoint-study"], ["`--table phases` needs a single case; got several"]),
         (["--checkpoint-study", "--checkpoint", "2"], ["chooses --checkpoint itself"]),
         (["--checkpoint-study", "--batch", "2,4"], ["`--checkpoint-study` is of one workload"]),
         (["--plot", "memory.gif"], ["memory.gif", ".png"]),

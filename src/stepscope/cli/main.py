@@ -88,7 +88,7 @@ def main() -> NoReturn:
         if isinstance(end.__context__, typer.Abort):
             _admit()
         raise
-    except BaseException:  # noqa: BLE001  # the process boundary, for a panic of Rust's as well, which is no Exception
+    except BaseException:  # noqa: BLE001  # the process boundary: a Rust panic is not an Exception
         _admit()
     sys.exit(Exit.OK)
 

@@ -73,7 +73,7 @@ def memory(
         check_figure(plot, force=force)
     alone = "--questions" if questions else f"--table {table}" if table not in (None, MemoryPart.SAVED) else ""
     if alone and (checkpoint_study or len(grid.cases()) > 1):
-        raise StepscopeError(f"`{alone}` is of one case, not of several", hint="leave it out")
+        raise StepscopeError(f"`{alone}` needs a single case; got several", hint="leave it out")
     if from_ is not None:
         refuse_settings(grid, "--from shows a file as it is")
         from stepscope.recording.lines import read_rows_of
@@ -106,7 +106,7 @@ def memory(
         next_ = f"stepscope explain {shlex.quote(str(recording_folder(out, rows[0].key)))} --questions"
     else:
         if alone and len(rows) > 1:
-            raise StepscopeError(f"`{alone}` is of one case, not of {len(rows)}", hint="leave it out")
+            raise StepscopeError(f"`{alone}` needs a single case; got {len(rows)}", hint="leave it out")
         if alone:
             say(f"nothing to show for `{alone}`: the case failed")
         chosen = memory_view.show_saved(out, rows) if table == MemoryPart.SAVED else None

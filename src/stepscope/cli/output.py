@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Output(io.TextIOWrapper):
-    """A standard stream, whoever writes to it. A reader that leaves early (`| head`) has seen enough: the rest goes
+    """A standard stream. A reader that leaves early (`| head`) has seen enough: the rest goes
     nowhere, and the verb ends as it would have. A full disk is an error, if there is somebody to tell."""
 
     def write(self, text: str, /) -> int:
@@ -55,7 +55,7 @@ def prepare_streams() -> None:
 
 def show(text: str) -> None:
     """To standard output, with nothing in it that a terminal would obey."""
-    if sys.stdout is not None:  # closed by whoever started us
+    if sys.stdout is not None:  # it was closed before we started
         sys.stdout.write(visible(text))
         sys.stdout.flush()
 
@@ -68,7 +68,7 @@ def show_tables(tables: "Sequence[Table]", format_: Format, *, detail: bool = Fa
 
 
 def show_parts(parts: "Iterable[str | Table]", format_: Format) -> None:
-    """Prose and tables as they are read. Prose has no place in a table's file, and is said beside it."""
+    """Prose and tables as they are read. Prose does not belong in a table's file, and goes to standard error."""
     if format_ is Format.TEXT:
         for part in parts:
             if isinstance(part, str):

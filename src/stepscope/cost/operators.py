@@ -17,7 +17,7 @@ from stepscope.cost.calls import OperatorCost, UnknownCost, parse_call
 from stepscope.cost.products import Form
 
 SOFTMAX_OPERATIONS = 5
-_MOST = 2**56  # operations or bytes of one call: hours of any device. What says more is no cost
+_MOST = 2**56  # operations or bytes of one call: hours on any device. Anything above is not a cost
 SOFTMAX_CONVENTION = (
     "5 operations an element of a softmax: compare for the maximum, subtract it, exponential, add, divide. Where the "
     "notes of a course count 3 (exponential, add, divide), theirs is 3/5 of ours. It is no part of the FLOPs of a step"

@@ -226,7 +226,7 @@ def _read_cpuinfo() -> dict[str, str]:
 
 
 def _read_cache(key: str) -> Limits | None:
-    """None where there is none, where it is damaged, and where it is of something else."""
+    """None where the entry is missing or damaged, or belongs to another machine."""
     try:
         limits = _decode(read_plain(_cache_path(key)))
     except OSError:

@@ -156,7 +156,7 @@ def make_memory_profile(recording: Recording) -> MemoryProfile:
     known = pl.col("category").is_in(CATEGORIES)
     allocations = allocations.with_columns(category=pl.when(known).then("category").otherwise(pl.lit("other")))
     allocations = number_layers(_name_owners(allocations), pl.DataFrame())
-    # Each of several devices has events of its own, and the file's figure is of all together. Spans are of one device.
+    # With several devices, each numbers its own events and the file's figure counts all of them. Spans belong to one.
     events = facts.events if len(_devices(recording)) < 2 or recording.spans.height else 0
     num_events = max(events, _count_events(allocations, _of_device(recording.segments, device)))
     return MemoryProfile(recording=recording, device=device, allocations=allocations, num_events=num_events)
