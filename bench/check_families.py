@@ -21,10 +21,10 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.explain.attribution import attribute_kernels
 from stepscope.explain.kernel_names import decode
-from stepscope.recording import kineto, ncu
-from stepscope.recording.counter_metrics import METRICS, CounterKey
+from stepscope.explain.trace.attribution import attribute_kernels
+from stepscope.recording.readers import kineto, ncu
+from stepscope.recording.readers.counter_metrics import METRICS, CounterKey
 from stepscope.recording.store import Recording
 from stepscope.recover.facts import Elements, Gather, Rows, Sighting, Update, Window
 from stepscope.recover.families import elementwise, memory_bound, update

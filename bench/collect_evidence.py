@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stepscope.recording.counter_metrics import FEW
+from stepscope.recording.readers.counter_metrics import FEW
 
 COUNTED_LAYERS = 2
 WITH_SHAPES = "llama_bf16"  # whose traces keep all that the profiler wrote

@@ -51,8 +51,8 @@ from shaped_link import LinkError, Side, shaped_link
 from stepscope import cost
 from stepscope.cost import Compute, DdpStrategy, StepTime
 from stepscope.explain.statistics import Summary, summarise
-from stepscope.recording.comm import CommCase, CommOutcome
-from stepscope.recording.links import COLLECTIVES, Links, Place
+from stepscope.recording.rows.comm import CommCase, CommOutcome
+from stepscope.recording.rows.links import COLLECTIVES, Links, Place
 from stepscope.spec import ModelShape
 
 WORLD = 2

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.findings import Cell, Column, Table
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.answer import Answer, Field, recover
 from stepscope.recover.evidence import gather
 from stepscope.report.formats import Format

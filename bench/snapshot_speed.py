@@ -24,11 +24,11 @@ FRAMES = 2000
 READING = """
 import json, sys, time
 from pathlib import Path
-from stepscope.recording import snapshot_pickle
+from stepscope.recording.memory import snapshot_pickle
 if sys.argv[2] == "collect":
     snapshot_pickle.gc.disable = lambda: None
-from stepscope.recording.allocator import replay
-from stepscope.recording.snapshot import read_snapshot
+from stepscope.recording.memory.allocator import replay
+from stepscope.recording.memory.snapshot import read_snapshot
 started = time.perf_counter()
 load = snapshot_pickle.load
 def timed(path):

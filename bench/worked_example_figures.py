@@ -19,12 +19,12 @@ import altair as alt
 import polars as pl
 import vl_convert
 
-from stepscope.explain.profile import Profile, make_profile
 from stepscope.explain.questions import answer
 from stepscope.explain.questions.answers import in_phases, share_by, stepped, time_of
 from stepscope.explain.questions.matmuls import extents, find_products
+from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Cell, Column, Table
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
 

@@ -4,7 +4,7 @@ import signal
 
 from hypothesis import settings
 
-from stepscope.jobs.instructions import limit_instructions
+from stepscope.jobs.workers.instructions import limit_instructions
 
 # Before any test imports torch, and for every command that a test starts.
 limit_instructions()

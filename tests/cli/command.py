@@ -48,7 +48,7 @@ def rows(folder: Path, out: str = "runs/bench") -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
-def workers(folder: Path, nursery: str = "stepscope.jobs.nursery") -> list[int]:
+def workers(folder: Path, nursery: str = "stepscope.jobs.workers.nursery") -> list[int]:
     """Processes that a command in this folder started and that are alive, the nursery among them."""
     found = []
     for entry in Path("/proc").iterdir():

@@ -19,7 +19,7 @@ from stepscope.measure.attention_memory import weigh
 from stepscope.measure.attention_problem import AttentionProblem, make_problem
 from stepscope.measure.attention_timing import time_attention
 from stepscope.nn import functional
-from stepscope.recording.attention import AttentionCase, Implementation
+from stepscope.recording.rows.attention import AttentionCase, Implementation
 from stepscope.spec import Precision
 
 CPU = torch.device("cpu")

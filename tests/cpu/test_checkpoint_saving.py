@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stepscope.recording.checkpoints import newest
+from stepscope.recording.rows.checkpoints import newest
 
 # A limit on the size of files is what a test can have for a full disk: the write fails halfway, in the kernel.
 SCRIPT = """
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.checkpoints import save
+from stepscope.recording.rows.checkpoints import save
 from stepscope.spec import SIZES, Training, Workload
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

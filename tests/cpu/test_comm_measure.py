@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from stepscope.recording.comm import CommCase, CommOutcome
-from stepscope.recording.links import COLLECTIVES, Collective, Dtype
+from stepscope.recording.rows.comm import CommCase, CommOutcome
+from stepscope.recording.rows.links import COLLECTIVES, Collective, Dtype
 from tests.cpu.parallel.ranks import run_ranks
 
 

@@ -17,8 +17,8 @@ from stepscope.explain.memory import MemoryProfile, make_memory_profile
 from stepscope.explain.memory.profile import sum_over_events
 from stepscope.measure.memory_recorder import _OnCuda, record_memory
 from stepscope.measure.memory_tree import Happening
-from stepscope.recording import memory
-from stepscope.recording.memory_labels import NOBODY, SNAPSHOT_NAME
+from stepscope.recording.memory import reader as memory
+from stepscope.recording.memory.labels import NOBODY, SNAPSHOT_NAME
 from stepscope.spec import Case, Settings, build_case
 
 TINY: Settings = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab": 50, "context": 16, "batch": 2}

@@ -8,7 +8,7 @@ from torch import nn
 
 from stepscope.cost import forward_flops
 from stepscope.errors import StepscopeError
-from stepscope.jobs.ncu import count_with_ncu
+from stepscope.jobs.recorders.ncu import count_with_ncu
 from stepscope.measure.ncu_target import check_layers, count_operations
 from stepscope.spec import ModelShape, Scalar, build_case
 from stepscope.step import build

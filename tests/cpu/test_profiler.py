@@ -117,5 +117,5 @@ def test_a_wrong_function_is_refused_before_anything_is_built(tmp_path: Path, mo
 
 
 def test_the_worker_loads_no_tables() -> None:
-    code = "import sys, stepscope.measure.profiler, stepscope.jobs.worker; sys.exit('polars' in sys.modules)"
+    code = "import sys, stepscope.measure.profiler, stepscope.jobs.workers.worker; sys.exit('polars' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stepscope import cost
 from stepscope.errors import StepscopeError
-from stepscope.explain.saved import compare_saved, held_storages, saved_beside_closed_form
+from stepscope.explain.memory.saved import compare_saved, held_storages, saved_beside_closed_form
 from stepscope.measure.saved_tensors import LOSS, ModuleNumbers, SavedTensor, audit, audit_case, saved_frame
 from stepscope.nn.model import SwiGLU
 from stepscope.recording.tables import SCHEMAS

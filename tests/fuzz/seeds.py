@@ -16,12 +16,14 @@ from typing import Any
 
 import msgspec
 
-from stepscope.recording import memory, ncu, store
-from stepscope.recording.bench import Doubt, Row
-from stepscope.recording.links import Link, Links, Place
-from stepscope.recording.precision import encode_report
+from stepscope.recording import store
+from stepscope.recording.memory import reader as memory
+from stepscope.recording.readers import ncu
+from stepscope.recording.rows.bench import Doubt, Row
+from stepscope.recording.rows.links import Link, Links, Place
+from stepscope.recording.rows.precision import encode_report
+from stepscope.recording.rows.train import TrainMemory, TrainRow, TrainRun
 from stepscope.recording.store import Recording
-from stepscope.recording.train import TrainMemory, TrainRow, TrainRun
 from stepscope.spec import Training, build_case
 from tests.unit import kineto_files, nsys_files, snapshot_files
 from tests.unit.attention_rows import attend

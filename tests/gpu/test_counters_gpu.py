@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.explain.counters import counted_kernels
-from stepscope.recording.counter_metrics import L1_HIT_RATE, L2_HIT_RATE
+from stepscope.explain.trace.counters import counted_kernels
+from stepscope.recording.readers.counter_metrics import L1_HIT_RATE, L2_HIT_RATE
 from stepscope.recording.store import load
 from tests.cli.command import stepscope
 

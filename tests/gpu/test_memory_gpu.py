@@ -11,8 +11,8 @@ import torch
 from stepscope import cost
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
 from stepscope.measure.memory_recorder import record_memory
-from stepscope.recording import memory
-from stepscope.recording.memory_labels import SNAPSHOT_NAME
+from stepscope.recording.memory import reader as memory
+from stepscope.recording.memory.labels import SNAPSHOT_NAME
 from stepscope.spec import build_case
 
 pytestmark = [

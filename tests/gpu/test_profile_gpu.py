@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stepscope.measure.profiler import record
-from stepscope.recording import kineto
+from stepscope.recording.readers import kineto
 from stepscope.recording.recorded import RAW_NAME, RecordedRun
 from stepscope.recording.store import Recording, load
 from stepscope.spec import Scalar, build_case

@@ -1,7 +1,7 @@
 """Rows as `stepscope attention` would write them, for tests that need no kernel to run."""
 
 from stepscope.cost.attention import need_of_attention
-from stepscope.recording.attention import (
+from stepscope.recording.rows.attention import (
     Accuracy,
     AttentionCase,
     AttentionMeasurement,
@@ -9,7 +9,7 @@ from stepscope.recording.attention import (
     AttentionRow,
     Implementation,
 )
-from stepscope.recording.bench import Doubt, Status, case_key
+from stepscope.recording.rows.bench import Doubt, Status, case_key
 from stepscope.spec import Precision
 from tests.unit.rows import ENVIRONMENT
 

@@ -1,8 +1,8 @@
 """Rows as `stepscope comm` would write them, for tests that need no ranks."""
 
-from stepscope.recording.bench import Doubt, Status, case_key
-from stepscope.recording.comm import CommCase, CommMeasurement, CommRow
-from stepscope.recording.links import Collective, Dtype
+from stepscope.recording.rows.bench import Doubt, Status, case_key
+from stepscope.recording.rows.comm import CommCase, CommMeasurement, CommRow
+from stepscope.recording.rows.links import Collective, Dtype
 from tests.unit.rows import ENVIRONMENT
 
 MS = 1_000_000

@@ -17,8 +17,8 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.explain.attribution import EVALUATE
-from stepscope.explain.profile import Profile, make_profile
+from stepscope.explain.trace.attribution import EVALUATE
+from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.recording import tables
 from stepscope.recording.store import Manifest, Recording
 

@@ -1,7 +1,7 @@
 """Rows as a sweep would write them, for tests that need no model to run."""
 
 from stepscope.hardware import Hardware
-from stepscope.recording.bench import BenchRow, Doubt, Environment, Measurement, Status, case_key
+from stepscope.recording.rows.bench import BenchRow, Doubt, Environment, Measurement, Status, case_key
 from stepscope.spec import Scalar, build_case
 
 ENVIRONMENT = Environment(

@@ -4,7 +4,7 @@ import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.explain.accounting import account, account_devices
+from stepscope.explain.trace.accounting import account, account_devices
 
 SCHEMA = {"class": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64}
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.recording import allocator
-from stepscope.recording.allocator import Replayed, replay
-from stepscope.recording.allocator_start import round_sizes
-from stepscope.recording.snapshot import Settings, Trace, take_apart
+from stepscope.recording.memory import allocator
+from stepscope.recording.memory.allocator import Replayed, replay
+from stepscope.recording.memory.allocator_start import round_sizes
+from stepscope.recording.memory.snapshot import Settings, Trace, take_apart
 from tests.unit.snapshot_files import MIB, Entry, Model, empty, event, frame
 
 KINDS: dict[str, dict[str, Any]] = {

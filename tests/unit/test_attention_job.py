@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs import attention as job
-from stepscope.jobs.attention import AttentionSweep
-from stepscope.jobs.attention_grid import AttentionGrid, grid_from_texts
-from stepscope.jobs.messages import (
+from stepscope.jobs.experiments import attention_sweep as job
+from stepscope.jobs.experiments.attention_grid import AttentionGrid, grid_from_texts
+from stepscope.jobs.experiments.attention_sweep import AttentionSweep
+from stepscope.jobs.experiments.sweep import Waiting
+from stepscope.jobs.workers.messages import (
     AttentionDone,
     AttentionMeasured,
     Failed,
@@ -20,10 +21,9 @@ from stepscope.jobs.messages import (
     ProbedModel,
     Result,
 )
-from stepscope.jobs.process import Died, Ended
-from stepscope.jobs.sweep import Waiting
-from stepscope.recording.attention import AttentionCase, AttentionOutcome, AttentionRow
-from stepscope.recording.bench import Retry, Row
+from stepscope.jobs.workers.process import Died, Ended
+from stepscope.recording.rows.attention import AttentionCase, AttentionOutcome, AttentionRow
+from stepscope.recording.rows.bench import Retry, Row
 from tests.unit.rows import ENVIRONMENT
 
 GRID = AttentionGrid(implementation=("naive", "triton"), head_dim=(64,), length=(256, 512, 1024))

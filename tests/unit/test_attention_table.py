@@ -6,12 +6,19 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.attention import DOUBTS, attention_table, describe_attention, make_tables, outcome_of, parse_peer
-from stepscope.explain.attention_figure import Quantity, attention_figure
+from stepscope.explain.experiments.attention_figure import Quantity, attention_figure
+from stepscope.explain.experiments.attention_tables import (
+    DOUBTS,
+    attention_table,
+    describe_attention,
+    make_tables,
+    outcome_of,
+    parse_peer,
+)
 from stepscope.findings import Cell, Table
-from stepscope.recording.attention import AttentionRow, Implementation
-from stepscope.recording.bench import Doubt
-from stepscope.recording.lines import ResultsFile, read_rows_of
+from stepscope.recording.rows.attention import AttentionRow, Implementation
+from stepscope.recording.rows.bench import Doubt
+from stepscope.recording.rows.results_file import ResultsFile, read_rows_of
 from stepscope.report.figures import save
 from tests.unit.attention_rows import MS, attend
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stepscope.explain.profile import Profile, make_profile
-from stepscope.recording import kineto
+from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.recording.readers import kineto
 
 from .kineto_files import AUTOGRAD, event, kernel, launch, op, training_step, write_trace
 

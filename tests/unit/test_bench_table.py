@@ -2,9 +2,9 @@
 
 import msgspec
 
-from stepscope.explain.bench import bench_figure, bench_table, sizes_table
+from stepscope.explain.experiments.bench_tables import bench_figure, bench_table, sizes_table
 from stepscope.findings import Cell, Table
-from stepscope.recording.bench import BenchRow, Doubt
+from stepscope.recording.rows.bench import BenchRow, Doubt
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
 from tests.unit.rows import row
@@ -167,7 +167,8 @@ def test_every_doubt_that_can_be_raised_is_explained() -> None:
     from pathlib import Path
 
     import stepscope
-    from stepscope.explain import bench, comm
+    from stepscope.explain.experiments import bench_tables as bench
+    from stepscope.explain.experiments import comm_tables as comm
 
     sources = (Path(stepscope.__file__).parent / "measure").glob("*.py")
     raised = {code for file in sources for code in re.findall(r'Doubt\(\s*code="([^"]+)"', file.read_text())}

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
-from stepscope.explain import bounded, bounded_joins, bounded_windows, breakdown
-from stepscope.explain.profile import make_profile
-from stepscope.explain.summary import Summary, summarise
-from stepscope.recording import json_blocks, kineto, spill
-from stepscope.recording.spill import Spill, choose_borders
+from stepscope.explain.trace import bounded, bounded_joins, bounded_windows, breakdown
+from stepscope.explain.trace.profile import make_profile
+from stepscope.explain.trace.summary import Summary, summarise
+from stepscope.recording.readers import json_blocks, kineto, spill
+from stepscope.recording.readers.spill import Spill, choose_borders
 
 from .kineto_files import AUTOGRAD, MAIN, event, flow, kernel, launch, op, training_step, write_trace
 
@@ -276,7 +276,7 @@ def test_blocks_and_processes_change_nothing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 1_500)
     monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 1_000)
     monkeypatch.setattr(json_blocks, "_READ_BYTES", 500)
-    monkeypatch.setattr("stepscope.recording.kineto_stream._BLOCKS_A_PROCESS_GROUP", 4)
+    monkeypatch.setattr("stepscope.recording.readers.kineto_stream._BLOCKS_A_PROCESS_GROUP", 4)
     check_same(path)
 
 

@@ -9,8 +9,8 @@ from typing import IO
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.recording import checkpoints
-from stepscope.recording.checkpoints import forget_all, newest, save
+from stepscope.recording.rows import checkpoints
+from stepscope.recording.rows.checkpoints import forget_all, newest, save
 from stepscope.spec import SIZES, Training, Workload
 
 TRAINING = Training(workload=Workload(model=SIZES["nano"]))

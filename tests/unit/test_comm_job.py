@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs import comm as job
-from stepscope.jobs.comm import CommSweep
-from stepscope.jobs.comm_grid import CommGrid, Machine, grid_from_texts
-from stepscope.jobs.rank_messages import CommMeasured, MeasureComm, Stage
-from stepscope.recording.bench import Retry
-from stepscope.recording.comm import CommCase, CommMeasurement, CommOutcome, CommRow
-from stepscope.recording.links import Place, find_link, read_links
+from stepscope.jobs.experiments import comm_sweep as job
+from stepscope.jobs.experiments.comm_grid import CommGrid, Machine, grid_from_texts
+from stepscope.jobs.experiments.comm_sweep import CommSweep
+from stepscope.jobs.workers.rank_messages import CommMeasured, MeasureComm, Stage
+from stepscope.recording.rows.bench import Retry
+from stepscope.recording.rows.comm import CommCase, CommMeasurement, CommOutcome, CommRow
+from stepscope.recording.rows.links import Place, find_link, read_links
 from tests.unit.rows import ENVIRONMENT
 from tests.unit.test_attention_job import Silent
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from stepscope.explain.comm import (
+from stepscope.explain.experiments.comm_figure import comm_figure
+from stepscope.explain.experiments.comm_tables import (
     bus_gb_per_s,
     comm_table,
     describe_comm,
@@ -12,10 +13,9 @@ from stepscope.explain.comm import (
     say_size,
     slowest_rank,
 )
-from stepscope.explain.comm_figure import comm_figure
 from stepscope.findings import Cell, Table
-from stepscope.recording.bench import Doubt
-from stepscope.recording.comm import CommMeasurement
+from stepscope.recording.rows.bench import Doubt
+from stepscope.recording.rows.comm import CommMeasurement
 from tests.unit.comm_rows import MB, MS, communicate
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.cost import bus_factor, fit_link, ring_links
-from stepscope.recording.links import COLLECTIVES, Collective, Link, Place
+from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, Place
 
 FOUR = Place(backend="gloo", device_name="Test CPU", ranks=4)
 

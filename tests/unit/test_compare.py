@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.accounting import account
-from stepscope.explain.compare import (
+from stepscope.explain.trace.accounting import account
+from stepscope.explain.trace.compare import (
     OVERLAP,
     REST,
     WALL,
@@ -24,9 +24,9 @@ from stepscope.explain.compare import (
     step_windows,
     welch_margin,
 )
-from stepscope.explain.profile import Profile, make_profile
+from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.recording import tables
-from stepscope.recording.bench import Doubt
+from stepscope.recording.rows.bench import Doubt
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
 from stepscope.spec import build_case

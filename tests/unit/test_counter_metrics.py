@@ -3,8 +3,9 @@
 import polars as pl
 import pytest
 
-from stepscope.recording import ncu, tables
-from stepscope.recording.counter_metrics import FEW, FULL, METRICS, canonical_counters, key_of
+from stepscope.recording import tables
+from stepscope.recording.readers import ncu
+from stepscope.recording.readers.counter_metrics import FEW, FULL, METRICS, canonical_counters, key_of
 from tests.unit.ncu_files import COUNTED
 
 

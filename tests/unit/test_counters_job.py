@@ -13,15 +13,16 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.counters import CountedCase
-from stepscope.jobs import counters
-from stepscope.jobs.counters import Counters, name_cases
-from stepscope.jobs.ncu import choose_metrics
-from stepscope.jobs.sweep import Planned
+from stepscope.explain.trace.counters import CountedCase
+from stepscope.jobs.experiments import counter_sweep as counters
+from stepscope.jobs.experiments.counter_sweep import Counters, name_cases
+from stepscope.jobs.experiments.sweep import Planned
+from stepscope.jobs.recorders.ncu import choose_metrics
 from stepscope.measure.ncu_target import Counted
 from stepscope.measure.target import RefusedError
-from stepscope.recording import ncu, store
-from stepscope.recording.counter_metrics import FEW, FULL
+from stepscope.recording import store
+from stepscope.recording.readers import ncu
+from stepscope.recording.readers.counter_metrics import FEW, FULL
 from stepscope.spec import Case, Grid, grid_from_flags
 from tests.unit.ncu_files import COUNTED, StandIn
 from tests.unit.rows import ENVIRONMENT

@@ -7,12 +7,13 @@ import polars as pl
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.counters import CountedCase, cases_table, choose_classes, has_counters, kernels_table
-from stepscope.explain.profile import make_profile
+from stepscope.explain.trace.counters import CountedCase, cases_table, choose_classes, has_counters, kernels_table
+from stepscope.explain.trace.profile import make_profile
 from stepscope.findings import Table
 from stepscope.jobs.explain import make_page, make_part
-from stepscope.recording import ncu, tables
-from stepscope.recording.counter_metrics import L2_HIT_RATE
+from stepscope.recording import tables
+from stepscope.recording.readers import ncu
+from stepscope.recording.readers.counter_metrics import L2_HIT_RATE
 from stepscope.recording.store import Recording
 from stepscope.spec import Scalar, build_case
 from tests.unit.ncu_files import COUNTED

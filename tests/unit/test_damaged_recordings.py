@@ -12,11 +12,11 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import make_memory_profile
-from stepscope.explain.profile import make_profile
-from stepscope.explain.summary import summarise
+from stepscope.explain.trace.profile import make_profile
+from stepscope.explain.trace.summary import summarise
 from stepscope.recording import parquet, store
-from stepscope.recording.memory import read as read_snapshot
-from stepscope.recording.opening import open_recording
+from stepscope.recording.memory.reader import read as read_snapshot
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Manifest, Recording
 
 from .kineto_files import training_step, write_trace
@@ -234,7 +234,7 @@ def test_what_a_later_version_adds_is_passed_over(folder: Path) -> None:
 
 
 def test_what_was_found_out_is_made_again_where_it_is_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepscope.explain.profile._WORTH_KEEPING", 0)
+    monkeypatch.setattr("stepscope.explain.trace.profile._WORTH_KEEPING", 0)
     recording = store.load(folder)
     first = make_profile(recording, folder)
     (kept,) = folder.glob("attributed-*.parquet")

@@ -5,18 +5,27 @@ import sys
 
 import pytest
 
-LIGHT = ["spec", "hardware", "cost", "recording.bench", "recording.lines", "findings", "explain.bench", "report.tables"]
+LIGHT = [
+    "spec",
+    "hardware",
+    "cost",
+    "recording.rows.bench",
+    "recording.rows.results_file",
+    "findings",
+    "explain.experiments.bench_tables",
+    "report.tables",
+]
 LIGHT += [
     "report.figures",
     "errors",
     "cli.main",
-    "jobs.sweep",
+    "jobs.experiments.sweep",
     "jobs.doctor",
-    "jobs.attention",
-    "jobs.comm",
+    "jobs.experiments.attention_sweep",
+    "jobs.experiments.comm_sweep",
     "jobs.train",
-    "jobs.slurm.bench",
-    "explain.attention_figure",
+    "jobs.slurm.bench_jobs",
+    "explain.experiments.attention_figure",
     "recover.answer",
     "jobs.recover",
     "jobs.signing",

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.attention import attention_table
-from stepscope.explain.bench import bench_table
-from stepscope.explain.comm import comm_table
+from stepscope.explain.experiments.attention_tables import attention_table
+from stepscope.explain.experiments.bench_tables import bench_table
+from stepscope.explain.experiments.comm_tables import comm_table
 from stepscope.explain.memory.grid import grid_table
 from stepscope.findings import Table
 from stepscope.jobs.doctor import judge_instructions
-from stepscope.jobs.instructions import INHERITED, Limits, Machine, Outcome, read_identity, settle_limits
+from stepscope.jobs.workers.instructions import INHERITED, Limits, Machine, Outcome, read_identity, settle_limits
 from stepscope.measure.instructions import COMPILED, LEVELS, PARTS
-from stepscope.recording.bench import Environment, Row, case_key
+from stepscope.recording.rows.bench import Environment, Row, case_key
 from tests.unit.attention_rows import attend
 from tests.unit.comm_rows import communicate
 from tests.unit.rows import ENVIRONMENT, row

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
-from stepscope.recording import json_blocks, kineto, kineto_events
+from stepscope.recording.readers import json_blocks, kineto, kineto_events
 from stepscope.recording.store import Recording
 
 from .kineto_files import event, kernel, launch, op, training_step, write_trace

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.links import Link, Links, Place, find_link, find_links, keep_links, links_path, named_interface
+from stepscope.recording.rows.links import (
+    Link,
+    Links,
+    Place,
+    find_link,
+    find_links,
+    keep_links,
+    links_path,
+    named_interface,
+)
 
 PLACE = Place(backend="gloo", device_name="Test CPU", ranks=2)
 SLOW, FAST = Link(latency_ns=1e6, bytes_per_s=1e8), Link(latency_ns=1e5, bytes_per_s=1e9)

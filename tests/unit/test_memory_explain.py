@@ -19,9 +19,10 @@ from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.memory.tables import PARTS, headline, make_part, memory_page, say_bytes
 from stepscope.explain.memory.timeline import memory_timeline
 from stepscope.findings import Timeline
-from stepscope.jobs.memory_view import draw_profile
-from stepscope.recording import memory, tables
-from stepscope.recording.opening import open_recording
+from stepscope.jobs.experiments.memory_view import draw_profile
+from stepscope.recording import tables
+from stepscope.recording.memory import reader as memory
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Manifest, MemoryFacts, Recording
 from tests.unit.snapshot_files import MIB, Entry, Model, empty, event, frame, write
 

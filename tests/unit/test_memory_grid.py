@@ -14,9 +14,9 @@ from stepscope.explain.memory.grid import (
     study_values,
 )
 from stepscope.findings import Cell, Table
-from stepscope.recording.bench import Status, case_key
-from stepscope.recording.memory_labels import MemoryRun
-from stepscope.recording.memory_row import CategoryBytes, MemoryRow, MemorySummary, StepBytes
+from stepscope.recording.memory.labels import MemoryRun
+from stepscope.recording.rows.bench import Status, case_key
+from stepscope.recording.rows.memory import CategoryBytes, MemoryRow, MemorySummary, StepBytes
 from stepscope.spec import Scalar, build_case
 from tests.unit.rows import ENVIRONMENT, row
 

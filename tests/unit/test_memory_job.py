@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any, cast
 
-from stepscope.jobs.memory import Weighed
-from stepscope.jobs.messages import Failed, MemoryRecorded
-from stepscope.jobs.process import Ended, Workers
-from stepscope.jobs.sweep import Planned, judge
-from stepscope.recording.memory_labels import SNAPSHOT_NAME, MemoryRun
+from stepscope.jobs.experiments.memory_sweep import Weighed
+from stepscope.jobs.experiments.sweep import Planned, judge
+from stepscope.jobs.workers.messages import Failed, MemoryRecorded
+from stepscope.jobs.workers.process import Ended, Workers
+from stepscope.recording.memory.labels import SNAPSHOT_NAME, MemoryRun
 from tests.unit.rows import row as make_row
 
 

@@ -11,9 +11,9 @@ import pytest
 from stepscope import cost
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
-from stepscope.recording import memory
-from stepscope.recording.memory_labels import Fact, Mark, MemoryLabels, Operator
-from stepscope.recording.opening import open_recording
+from stepscope.recording.memory import reader as memory
+from stepscope.recording.memory.labels import Fact, Mark, MemoryLabels, Operator
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Recording
 from stepscope.spec import build_case
 from tests.unit.snapshot_files import MIB, Model, frame, write

@@ -10,15 +10,15 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.files import decode, open_plain, read_plain
-from stepscope.jobs.report_data import STATE_NAME, read_state
+from stepscope.jobs.report.data import STATE_NAME, read_state
 from stepscope.jobs.slurm.rows import read_own
 from stepscope.jobs.slurm.submissions import _read_outcome
-from stepscope.recording import checkpoints
-from stepscope.recording.bench import BenchRow
-from stepscope.recording.lines import ResultsFile, read_rows
-from stepscope.recording.links import read_links
-from stepscope.recording.precision import read_report
-from stepscope.recording.train import read_log, read_memory, read_run
+from stepscope.recording.rows import checkpoints
+from stepscope.recording.rows.bench import BenchRow
+from stepscope.recording.rows.links import read_links
+from stepscope.recording.rows.precision import read_report
+from stepscope.recording.rows.results_file import ResultsFile, read_rows
+from stepscope.recording.rows.train import read_log, read_memory, read_run
 from stepscope.recover.study.truths import read_truths
 from stepscope.spec import grid_from_toml
 

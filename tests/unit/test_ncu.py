@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
-from stepscope.recording import ncu, store, tables
+from stepscope.recording import store, tables
+from stepscope.recording.readers import ncu
 from stepscope.recording.store import Recording
 
 IDENTITY = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size"]

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
-from stepscope.recording import nsys, store, tables
+from stepscope.recording import store, tables
+from stepscope.recording.readers import nsys
 from stepscope.recording.store import Recording
 from tests.unit.nsys_files import AUTOGRAD, MAIN, PID, Export, training_step
 

@@ -7,7 +7,7 @@ import msgspec
 import polars as pl
 import pytest
 
-from stepscope.recording import nsys
+from stepscope.recording.readers import nsys
 from stepscope.recording.store import Recording
 from tests.unit.nsys_files import AUTOGRAD, MAIN, Export, training_step
 

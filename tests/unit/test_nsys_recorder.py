@@ -12,10 +12,11 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs import nsys as recorder
+from stepscope.jobs.recorders import nsys as recorder
 from stepscope.measure.nsys_target import NsysRequest, Recorded
 from stepscope.measure.target import RefusedError, answer_path
-from stepscope.recording import nsys, store
+from stepscope.recording import store
+from stepscope.recording.readers import nsys
 from stepscope.recording.recorded import RecordedRun
 from stepscope.spec import Case, build_case
 from tests.unit.nsys_files import StandIn, training_step

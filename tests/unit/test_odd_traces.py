@@ -10,14 +10,14 @@ import pytest
 
 from stepscope.cost import operator_cost
 from stepscope.errors import StepscopeError
-from stepscope.explain import bounded, breakdown, counters
 from stepscope.explain.kernel_names import decode
-from stepscope.explain.profile import make_profile, no_time
 from stepscope.explain.questions import answer
 from stepscope.explain.rules import find
-from stepscope.explain.summary import Summary, summarise
-from stepscope.recording import kineto, ncu, nsys
-from stepscope.recording.opening import open_recording
+from stepscope.explain.trace import bounded, breakdown, counters
+from stepscope.explain.trace.profile import make_profile, no_time
+from stepscope.explain.trace.summary import Summary, summarise
+from stepscope.recording.readers import kineto, ncu, nsys
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Manifest, Recording, Source
 
 from . import nsys_files

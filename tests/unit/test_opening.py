@@ -12,7 +12,7 @@ from stepscope import files
 from stepscope.errors import StepscopeError
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Manifest, MemoryFacts, Recording
 
 from .kineto_files import training_step, write_trace

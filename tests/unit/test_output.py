@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stepscope.cli import main as cli
-from stepscope.recording.bench import Row
+from stepscope.recording.rows.bench import Row
 from stepscope.report.formats import Format, visible
 from tests.unit.attention_rows import attend
 from tests.unit.comm_rows import communicate

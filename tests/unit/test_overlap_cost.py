@@ -21,7 +21,7 @@ from stepscope.cost import (
     predict_sharded_optimizer,
     ready_in_order,
 )
-from stepscope.recording.links import COLLECTIVES, Link, Links, Place
+from stepscope.recording.rows.links import COLLECTIVES, Link, Links, Place
 from stepscope.spec import ModelShape
 
 COMPUTE = Compute(forward_ns=50, backward_ns=100, optimizer_ns=20)

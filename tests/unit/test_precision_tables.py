@@ -9,10 +9,18 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.autocast import LISTS, explain_dtype, find_policy
-from stepscope.explain.precision import answer, explain_sum, find_role, find_spacing, find_speeds, make_page, make_table
+from stepscope.explain.precision.autocast import LISTS, explain_dtype, find_policy
+from stepscope.explain.precision.tables import (
+    answer,
+    explain_sum,
+    find_role,
+    find_spacing,
+    find_speeds,
+    make_page,
+    make_table,
+)
 from stepscope.findings import Cell, Table
-from stepscope.recording.precision import (
+from stepscope.recording.rows.precision import (
     Comparison,
     GradientError,
     LowDtype,

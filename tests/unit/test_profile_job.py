@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.jobs.profile import describe_recording
-from stepscope.jobs.sweep import Planned
+from stepscope.jobs.experiments.sweep import Planned
+from stepscope.jobs.recorders.profile import describe_recording
 from stepscope.recording import store
 from stepscope.recording.recorded import RecordedRun
 from stepscope.recording.store import Manifest, Overhead, Recording

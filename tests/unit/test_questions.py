@@ -6,14 +6,14 @@ import msgspec
 import polars as pl
 import pytest
 
-from stepscope.explain.profile import Profile, make_profile
 from stepscope.explain.questions import Answer, answer, answers_table, answers_text, evidence_tables
 from stepscope.explain.questions.copies import explain_copy
 from stepscope.explain.questions.gaps import find_gaps
 from stepscope.explain.questions.matmuls import Extent, extent, find_products, role_of_module
+from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Cell
 from stepscope.recording import tables
-from stepscope.recording.bench import Doubt
+from stepscope.recording.rows.bench import Doubt
 from stepscope.recording.store import Overhead
 from stepscope.report.formats import Format
 from stepscope.report.tables import render

@@ -13,8 +13,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stepscope.explain.profile import Profile, make_profile
-from stepscope.recording import kineto
+from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.recording.readers import kineto
 
 FIXTURES = sorted((Path(__file__).parents[1] / "fixtures").glob("h200_*.json.gz"))
 LAYERS = 4

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.story.materials import Materials
-from stepscope.jobs.report_data import State, write_state
-from stepscope.jobs.report_files import read_runs
+from stepscope.explain.story.sources import Materials
+from stepscope.jobs.report.data import State, write_state
+from stepscope.jobs.report.files import read_runs
 from stepscope.recording import store
-from stepscope.recording.bench import Row
+from stepscope.recording.rows.bench import Row
 from stepscope.recording.store import Recording
 from stepscope.spec import Scalar, build_case
 from tests.unit.attention_rows import attend

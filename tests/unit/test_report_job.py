@@ -16,14 +16,16 @@ from rich.console import Console
 
 from stepscope.cli.report_progress import Display, Forecast
 from stepscope.errors import StepscopeError
-from stepscope.explain.story.materials import Materials
-from stepscope.jobs import report, report_page, report_stages
-from stepscope.jobs.messages import Failed, Probed, ProbedModel
-from stepscope.jobs.process import RefusedError, Workers
-from stepscope.jobs.report import Ending, Interrupted, Made, ReportJob, parse_stages, without_flags
-from stepscope.jobs.report_data import STAGES, is_data, read_state, write_state
-from stepscope.jobs.report_stages import UnavailableError, Work
-from stepscope.jobs.sweep import Planned
+from stepscope.explain.story.sources import Materials
+from stepscope.jobs.experiments.sweep import Planned
+from stepscope.jobs.report import page as report_page
+from stepscope.jobs.report import run as report
+from stepscope.jobs.report import stages as report_stages
+from stepscope.jobs.report.data import STAGES, is_data, read_state, write_state
+from stepscope.jobs.report.run import Ending, Interrupted, Made, ReportJob, parse_stages, without_flags
+from stepscope.jobs.report.stages import UnavailableError, Work
+from stepscope.jobs.workers.messages import Failed, Probed, ProbedModel
+from stepscope.jobs.workers.process import RefusedError, Workers
 from stepscope.spec import Grid, Scalar, build_case, grid_from_flags
 from tests.unit.rows import ENVIRONMENT, row
 

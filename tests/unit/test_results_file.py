@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.bench import BenchRow, Doubt, Retry, Status
-from stepscope.recording.lines import ResultsFile, read_rows
+from stepscope.recording.rows.bench import BenchRow, Doubt, Retry, Status
+from stepscope.recording.rows.results_file import ResultsFile, read_rows
 from tests.unit.rows import row
 
 ROWS = [row(context=context) for context in (128, 256, 512)]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from stepscope.explain.profile import make_profile
-from stepscope.explain.roofline import measure_use, operator_calls, roofline, roofline_table
+from stepscope.explain.trace.profile import make_profile
+from stepscope.explain.trace.roofline import measure_use, operator_calls, roofline, roofline_table
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
 from tests.unit.recordings import ADD, BF16, FP32, GEMM_BF16, GEMM_FP32, GEMM_TF32, Timeline

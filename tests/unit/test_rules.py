@@ -8,9 +8,9 @@ import polars as pl
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.profile import make_profile
 from stepscope.explain.rules import PAGES, RULES, describe_rule, find, rule_page, tabulate_rules
-from stepscope.recording.bench import Doubt
+from stepscope.explain.trace.profile import make_profile
+from stepscope.recording.rows.bench import Doubt
 from stepscope.spec import build_case
 from tests.unit.recordings import ADD, ALL_REDUCE, BF16, COPY, FOREACH, GEMM_BF16, TO_DEVICE_PINNED, Timeline
 from tests.unit.test_rules_host import found, saving_us

@@ -2,9 +2,9 @@
 
 import pytest
 
-from stepscope.explain.profile import Profile
 from stepscope.explain.rules import find
 from stepscope.explain.rules.evidence import Evidence
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Finding
 from stepscope.recording.store import Overhead
 from tests.unit.recordings import ADD, GEMM_BF16, TO_DEVICE, TO_HOST, Timeline

@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from stepscope import cost
-from stepscope.explain.saved import (
+from stepscope.explain.memory.saved import (
     OUTSIDE,
     compare_saved,
     held_storages,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.slurm import watch as watching
-from stepscope.jobs.slurm.bench import deal
+from stepscope.jobs.slurm.bench_jobs import deal
 from stepscope.jobs.slurm.executor import require_slurm
 from stepscope.jobs.slurm.resources import Resources, parse_mem, parse_sbatch, parse_time_min
 from stepscope.jobs.slurm.rows import Ledger, forget_killed, read_own, seed
@@ -31,8 +31,8 @@ from stepscope.jobs.slurm.submissions import (
     write_whole,
 )
 from stepscope.jobs.slurm.watch import Watch, raise_failures
-from stepscope.recording.bench import BenchRow, Retry
-from stepscope.recording.lines import ResultsFile
+from stepscope.recording.rows.bench import BenchRow, Retry
+from stepscope.recording.rows.results_file import ResultsFile
 from stepscope.spec import build_case, grid_from_flags
 from tests.unit.rows import row
 

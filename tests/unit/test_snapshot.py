@@ -16,8 +16,8 @@ import polars as pl
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.recording import snapshot_pickle
-from stepscope.recording.snapshot import EVENT_SCHEMA, Settings, Snapshot, read_snapshot, shorten_path
+from stepscope.recording.memory import snapshot_pickle
+from stepscope.recording.memory.snapshot import EVENT_SCHEMA, Settings, Snapshot, read_snapshot, shorten_path
 from tests.unit.snapshot_files import MIB, Entry, Model, empty, event, frame, write
 
 

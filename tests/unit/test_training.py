@@ -15,8 +15,8 @@ from stepscope.errors import StepscopeError
 from stepscope.jobs.slurm import ranks as slurm_ranks
 from stepscope.jobs.train import TrainJob, _only_one, build_training, is_rank
 from stepscope.parallel.journal import Journal, read_journals
-from stepscope.recording.checkpoints import FOLDER_NAME, save
-from stepscope.recording.train import data_digest
+from stepscope.recording.rows.checkpoints import FOLDER_NAME, save
+from stepscope.recording.rows.train import data_digest
 from stepscope.spec import SIZES, Factory, Grid, SpecError, Training, Workload
 
 NANO = Workload(model=SIZES["nano"], batch=8)
@@ -164,7 +164,7 @@ def test_a_run_does_not_read_what_ranks_of_before_left(
     job.claim_folder()
     for old in range(4):
         Journal(folder, old).leave("ValueError: of before")
-    monkeypatch.setattr("stepscope.jobs.rank.serve_here", lambda *_: None)
+    monkeypatch.setattr("stepscope.jobs.workers.rank.serve_here", lambda *_: None)
     monkeypatch.setattr("stepscope.jobs.train.read_result", lambda _: None)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")

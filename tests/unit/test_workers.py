@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from stepscope.jobs.messages import Failed, Inspect
-from stepscope.jobs.process import _Worker
+from stepscope.jobs.workers.messages import Failed, Inspect
+from stepscope.jobs.workers.process import _Worker
 from stepscope.measure.failures import say_in_a_line
 
 ANSWER = Failed(message="no GPU", detail="", hint="")

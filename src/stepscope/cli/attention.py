@@ -10,7 +10,7 @@ import typer
 
 from stepscope.cli.options import RetryFlag
 from stepscope.cli.output import say, show_tables
-from stepscope.recording.attention import IMPLEMENTATIONS
+from stepscope.recording.rows.attention import IMPLEMENTATIONS
 from stepscope.report.formats import Format
 
 
@@ -84,9 +84,9 @@ def attention(
     The first four settings may take several values, comma-separated; the cases are their product. Each implementation
     runs in its own process and each case is kept as soon as it is done: run the same command again to go on.
     """
-    from stepscope.explain.attention import describe_attention, make_tables, outcome_of, parse_peer
-    from stepscope.explain.attention_figure import attention_figure
-    from stepscope.jobs.attention_grid import grid_from_texts, refuse_texts
+    from stepscope.explain.experiments.attention_figure import attention_figure
+    from stepscope.explain.experiments.attention_tables import describe_attention, make_tables, outcome_of, parse_peer
+    from stepscope.jobs.experiments.attention_grid import grid_from_texts, refuse_texts
     from stepscope.report.figures import check_figure, save
 
     flags = {
@@ -109,15 +109,15 @@ def attention(
         check_figure(plot, force=force)
     if from_ is not None:
         refuse_texts(texts, "--from shows a file as it is")
-        from stepscope.recording.attention import AttentionRow
-        from stepscope.recording.lines import read_rows_of
+        from stepscope.recording.rows.attention import AttentionRow
+        from stepscope.recording.rows.results_file import read_rows_of
 
         rows, left_out = read_rows_of(from_, AttentionRow)
         for remark in left_out:
             say(remark)
     else:
         from stepscope.cli.progress import choose_listener
-        from stepscope.jobs.attention import AttentionSweep
+        from stepscope.jobs.experiments.attention_sweep import AttentionSweep
 
         command = shlex.join(["stepscope", *sys.argv[1:]])
         sweep = AttentionSweep(folder=out, command=command, retry=retry, fresh=fresh, timeout_s=timeout)

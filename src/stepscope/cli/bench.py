@@ -10,7 +10,7 @@ import typer
 from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, takes_slurm, watching_jobs
-from stepscope.recording.bench import BenchRow, Retry
+from stepscope.recording.rows.bench import BenchRow, Retry
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
 
@@ -47,7 +47,7 @@ def bench(
     Every setting from --size on may take several values, comma-separated; the cases are their product. Each case runs
     in its own process and is kept as soon as it is done: run the same command again to go on.
     """
-    from stepscope.explain.bench import bench_figure, bench_table, sizes_table
+    from stepscope.explain.experiments.bench_tables import bench_figure, bench_table, sizes_table
     from stepscope.report.figures import check_figure, save
     from stepscope.report.tables import render
 
@@ -62,7 +62,7 @@ def bench(
     if from_ is not None:
         refuse_settings(grid, "--from shows a file as it is")
         refuse_slurm(slurm, "--from shows a file as it is")
-        from stepscope.recording.lines import read_rows
+        from stepscope.recording.rows.results_file import read_rows
 
         rows, left_out = read_rows(from_)
         for remark in left_out:
@@ -92,8 +92,8 @@ class _Options(TypedDict):
 
 def _run_here(grid: Grid, options: _Options) -> tuple[BenchRow, ...]:
     from stepscope.cli.progress import choose_listener
-    from stepscope.explain.bench import outcome_of
-    from stepscope.jobs.sweep import Sweep, Timed
+    from stepscope.explain.experiments.bench_tables import outcome_of
+    from stepscope.jobs.experiments.sweep import Sweep, Timed
 
     try:
         with choose_listener(outcome_of) as listener:
@@ -105,8 +105,8 @@ def _run_here(grid: Grid, options: _Options) -> tuple[BenchRow, ...]:
 
 def _run_on_slurm(grid: Grid, slurm: SlurmChoice, options: _Options) -> tuple[BenchRow, ...] | None:
     """None where the script was only shown, or rows are still to come and nobody waits."""
-    from stepscope.explain.bench import outcome_of
-    from stepscope.jobs.slurm.bench import SlurmBench
+    from stepscope.explain.experiments.bench_tables import outcome_of
+    from stepscope.jobs.slurm.bench_jobs import SlurmBench
 
     bench = SlurmBench(command=_command(), resources=slurm.resources, array=slurm.array, **options)
     if slurm.print_only:

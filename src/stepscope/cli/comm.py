@@ -10,7 +10,7 @@ import typer
 
 from stepscope.cli.options import RetryFlag
 from stepscope.cli.output import say, show, terminal_width
-from stepscope.recording.links import COLLECTIVES
+from stepscope.recording.rows.links import COLLECTIVES
 from stepscope.report.formats import Format
 
 
@@ -64,10 +64,10 @@ def comm(
     Each case is kept as soon as it is done: run the same command again to go on. What is fitted, a latency and a
     bandwidth for each collective, is kept for predictions. Under torchrun the ranks are those it starts.
     """
-    from stepscope.explain.comm import comm_table
-    from stepscope.explain.comm_figure import comm_figure
-    from stepscope.jobs.comm_grid import grid_from_texts, refuse_texts
-    from stepscope.recording.comm import CommRow
+    from stepscope.explain.experiments.comm_figure import comm_figure
+    from stepscope.explain.experiments.comm_tables import comm_table
+    from stepscope.jobs.experiments.comm_grid import grid_from_texts, refuse_texts
+    from stepscope.recording.rows.comm import CommRow
     from stepscope.report.figures import check_figure, save
     from stepscope.report.tables import render
 
@@ -87,15 +87,15 @@ def comm(
     rows: tuple[CommRow, ...] | None
     if from_ is not None:
         refuse_texts(texts, "--from shows a file as it is")
-        from stepscope.recording.lines import read_rows_of
+        from stepscope.recording.rows.results_file import read_rows_of
 
         rows, left_out = read_rows_of(from_, CommRow)
         for remark in left_out:
             say(remark)
     else:
         from stepscope.cli.progress import choose_listener
-        from stepscope.explain.comm import describe_comm, outcome_of_comm
-        from stepscope.jobs.comm import CommSweep
+        from stepscope.explain.experiments.comm_tables import describe_comm, outcome_of_comm
+        from stepscope.jobs.experiments.comm_sweep import CommSweep
 
         command = shlex.join(["stepscope", *sys.argv[1:]])
         sweep = CommSweep(folder=out, command=command, retry=retry, fresh=fresh, timeout_s=timeout, remark=say)

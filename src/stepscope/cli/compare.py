@@ -34,10 +34,10 @@ def compare(
 
     A and B are folders of `stepscope profile`, or traces of PyTorch's profiler or Nsight Systems.
     """
-    from stepscope.explain.compare import compare as compare_profiles
-    from stepscope.explain.compare import comparison_table, gate_sentence, parse_percent, regressed
-    from stepscope.explain.profile import make_profile
-    from stepscope.recording.opening import open_recording
+    from stepscope.explain.trace.compare import compare as compare_profiles
+    from stepscope.explain.trace.compare import comparison_table, gate_sentence, parse_percent, regressed
+    from stepscope.explain.trace.profile import make_profile
+    from stepscope.recording.readers.formats import open_recording
     from stepscope.report.tables import render
 
     limit = None if fail_on is None else parse_percent(fail_on)

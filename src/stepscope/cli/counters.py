@@ -21,8 +21,8 @@ def count(
     format_: Format,
 ) -> None:
     """One case shows its kernels, and in text its totals too; a grid shows the totals of its cases."""
-    from stepscope.explain.counters import cases_table, choose_classes, kernels_table
-    from stepscope.jobs.counters import Counters
+    from stepscope.explain.trace.counters import cases_table, choose_classes, kernels_table
+    from stepscope.jobs.experiments.counter_sweep import Counters
 
     classes = choose_classes(kernel_class)
     job = Counters(folder=folder, command=command, force=force, passes=passes, metrics=metrics)

@@ -129,9 +129,9 @@ def explain(
 def _explain_bounded(
     files: list[Path], table: Part | None, top: int, format_: Format, *, detail: bool, refused: list[str]
 ) -> None:
-    from stepscope.explain import bounded
+    from stepscope.explain.trace import bounded
     from stepscope.jobs.explain import encode
-    from stepscope.recording.opening import require_trace
+    from stepscope.recording.readers.formats import require_trace
     from stepscope.report.page import render_page
     from stepscope.report.tables import render
 

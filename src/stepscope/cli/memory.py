@@ -64,8 +64,8 @@ def memory(
     several, comma-separated settings, as a table of peaks. Run the same command again to go on.
     """
     from stepscope.explain.memory.grid import grid_figure, outcome_of
-    from stepscope.jobs import memory_view
-    from stepscope.jobs.memory import recording_folder
+    from stepscope.jobs.experiments import memory_view
+    from stepscope.jobs.experiments.memory_sweep import recording_folder
     from stepscope.report.figures import check_figure, save
 
     check_view(questions=questions, part=table, step=step, detail=detail)
@@ -76,8 +76,8 @@ def memory(
         raise StepscopeError(f"`{alone}` needs a single case; got several", hint="leave it out")
     if from_ is not None:
         refuse_settings(grid, "--from shows a file as it is")
-        from stepscope.recording.lines import read_rows_of
-        from stepscope.recording.memory_row import MemoryRow
+        from stepscope.recording.rows.memory import MemoryRow
+        from stepscope.recording.rows.results_file import read_rows_of
 
         out = from_.parent
         rows, left_out = read_rows_of(from_, MemoryRow)
@@ -85,7 +85,7 @@ def memory(
             say(remark)
     else:
         from stepscope.cli.progress import choose_listener
-        from stepscope.jobs.memory import MemorySweep
+        from stepscope.jobs.experiments.memory_sweep import MemorySweep
 
         command = shlex.join(["stepscope", *sys.argv[1:]])
         sweep = MemorySweep(

@@ -67,7 +67,7 @@ def draw(
     detail: str | None,
     force: bool,
 ) -> None:
-    from stepscope.jobs import memory_view
+    from stepscope.jobs.experiments import memory_view
     from stepscope.report.figures import check_figure, save
 
     check_figure(path, force=force)
@@ -80,7 +80,7 @@ def print_profile(
 ) -> None:
     """The page, one part of it, or the answers."""
     from stepscope.explain.memory.tables import make_part, memory_page
-    from stepscope.jobs import memory_view
+    from stepscope.jobs.experiments import memory_view
     from stepscope.report.page import render_page
 
     width = terminal_width()

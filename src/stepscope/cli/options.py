@@ -11,7 +11,7 @@ import typer
 
 from stepscope.cli.memory_output import SHARE
 from stepscope.errors import StepscopeError
-from stepscope.recording.bench import Retry
+from stepscope.recording.rows.bench import Retry
 from stepscope.spec import (
     RUN_SETTINGS,
     SETTINGS,

@@ -91,7 +91,7 @@ def profile(
         )
         return
     from stepscope.jobs.explain import document_fresh, explain_fresh
-    from stepscope.jobs.profile import NsysProfile, Profile
+    from stepscope.jobs.recorders.profile import NsysProfile, Profile
     from stepscope.report.page import render_page
 
     if format_ not in (Format.TEXT, Format.JSON):

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from stepscope.explain.cases import brief, describe_case
-from stepscope.jobs.sweep import LOGS_NAME, Listener, Waiting
-from stepscope.recording.bench import Row
+from stepscope.explain.experiments.cases import brief, describe_case
+from stepscope.jobs.experiments.sweep import LOGS_NAME, Listener, Waiting
+from stepscope.recording.rows.bench import Row
 from stepscope.report.formats import visible
 
 

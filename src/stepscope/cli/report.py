@@ -52,7 +52,7 @@ def report(
     Runs bench, profile, memory, precision and attention on the one case that the settings from --size on make. Ctrl-C
     leaves a page of what is done; the same command goes on. With files, nothing is run.
     """
-    from stepscope.jobs.report_page import check_page
+    from stepscope.jobs.report.page import check_page
 
     check_page(out, force=force, inputs=files or ())
     if export is not None:
@@ -75,8 +75,8 @@ def _refuse_flags(flags: dict[str, object]) -> None:
 
 
 def _read(files: list[Path], out: Path, export: Path | None, *, cached: bool) -> None:
-    from stepscope.jobs.report_files import read_runs
-    from stepscope.jobs.report_page import write_page
+    from stepscope.jobs.report.files import read_runs
+    from stepscope.jobs.report.page import write_page
 
     runs = read_runs(files, command=shlex.join(_words()), cached=cached)
     next_ = f"{shlex.join(_words())} --export figures" if export is None else "stepscope report --help"
@@ -85,7 +85,7 @@ def _read(files: list[Path], out: Path, export: Path | None, *, cached: bool) ->
 
 def _run(grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, fresh: bool) -> None:
     from stepscope.cli.report_progress import watching
-    from stepscope.jobs.report import Interrupted, ReportJob, parse_stages
+    from stepscope.jobs.report.run import Interrupted, ReportJob, parse_stages
 
     job = ReportJob(
         page=out, words=_words(), data=data, fresh=fresh, without=parse_stages(without) if without is not None else ()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from stepscope.cli.output import say
-from stepscope.jobs.report import Ending, Watcher
+from stepscope.jobs.report.run import Ending, Watcher
 from stepscope.report.formats import visible
 
 if TYPE_CHECKING:

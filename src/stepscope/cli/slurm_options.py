@@ -16,7 +16,7 @@ from stepscope.jobs.slurm.resources import Resources, parse_mem, parse_sbatch, p
 
 if TYPE_CHECKING:
     from stepscope.jobs.slurm.watch import Counts
-    from stepscope.recording.bench import BenchRow
+    from stepscope.recording.rows.bench import BenchRow
 
 
 class SlurmChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,8 +125,8 @@ class JobLines:
             say(f"submitted before and not collected yet: job {' '.join(before)}")
 
     def finish(self, row: "BenchRow") -> None:
-        from stepscope.explain.cases import brief, describe_case
-        from stepscope.jobs.sweep import LOGS_NAME
+        from stepscope.explain.experiments.cases import brief, describe_case
+        from stepscope.jobs.experiments.sweep import LOGS_NAME
 
         self._num_rows += 1
         outcome = self._outcome_of(row) if row.status == "ok" else f"{row.status}: {brief(row.reason)}"

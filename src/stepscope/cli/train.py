@@ -85,7 +85,7 @@ def train(
     --batch is the batch of all ranks together. The same command goes on where a run stopped, also with another number
     of ranks or another strategy. Under torchrun each process is a rank.
     """
-    from stepscope.explain.train import loss_figure, memory_table, say_not_finite, train_table
+    from stepscope.explain.experiments.train_tables import loss_figure, memory_table, say_not_finite, train_table
     from stepscope.jobs.train import TrainJob, build_training, read_result
     from stepscope.report.figures import check_figure, save
     from stepscope.report.tables import render

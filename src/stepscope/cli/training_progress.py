@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from stepscope.cli.output import say
-from stepscope.explain.train import say_step
-from stepscope.jobs.rank_messages import RankMessage, Resumed, Saved, Stepped
-from stepscope.recording.train import TrainRow
+from stepscope.explain.experiments.train_tables import say_step
+from stepscope.jobs.workers.rank_messages import RankMessage, Resumed, Saved, Stepped
+from stepscope.recording.rows.train import TrainRow
 
 _EVERY_S = 5.0  # between lines where there is no terminal
 

@@ -28,7 +28,7 @@ import msgspec
 from stepscope.cost.activations import Term, join_formulas, multiply_out, total_bytes
 from stepscope.cost.operators import attention_flops
 from stepscope.cost.products import BACKWARD_PRODUCTS
-from stepscope.recording.attention import AttentionCase
+from stepscope.recording.rows.attention import AttentionCase
 
 Bound = Literal["exact", "at least"]
 EXACT_BEFORE_BACKWARD = ("naive", "tiled", "triton", "hopper")

@@ -13,7 +13,7 @@ a fitted link is: whoever predicts need not know which of the two it was given.
 
 from collections.abc import Sequence
 
-from stepscope.recording.links import COLLECTIVES, Collective, Link, Links, Place
+from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, Links, Place
 
 
 def bus_factor(collective: Collective, ranks: int) -> float:

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.cost.sharding import layer_sizes
-from stepscope.recording.links import Links
+from stepscope.recording.rows.links import Links
 from stepscope.spec import ModelShape
 
 DdpStrategy = Literal["naive", "flat", "overlap", "bucketed"]

@@ -1,6 +1,6 @@
 """What an analysis says: findings, tables and figures, before anybody decides how they look, and the story of them."""
 
-from stepscope.findings.pieces import (
+from stepscope.findings.elements import (
     Area,
     Axis,
     Cell,
@@ -15,7 +15,7 @@ from stepscope.findings.pieces import (
     Table,
     Timeline,
 )
-from stepscope.findings.story import (
+from stepscope.findings.report import (
     Advice,
     Bars,
     Beside,

@@ -20,12 +20,12 @@ import pynvml
 from stepscope.errors import StepscopeError
 from stepscope.findings import Column, Table
 from stepscope.hardware import find
-from stepscope.jobs.instructions import Limits, limit_instructions
-from stepscope.jobs.messages import Failed, Inspect, Inspected, OutOfMemory, Result
-from stepscope.jobs.ncu import PERMISSION, PERMISSION_ADVICE
-from stepscope.jobs.process import Died, Workers
+from stepscope.jobs.recorders.ncu import PERMISSION, PERMISSION_ADVICE
+from stepscope.jobs.workers.instructions import Limits, limit_instructions
+from stepscope.jobs.workers.messages import Failed, Inspect, Inspected, OutOfMemory, Result
+from stepscope.jobs.workers.process import Died, Workers
 from stepscope.measure.instructions import read_limits, say_limits
-from stepscope.recording.inspection import DeviceState, Inspection
+from stepscope.recording.rows.inspection import DeviceState, Inspection
 
 Verdict = Literal["fine", "limited", "broken"]
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.explain import breakdown
-from stepscope.explain.kept_findings import find_once
-from stepscope.explain.overhead import overhead_table
-from stepscope.explain.profile import Profile, make_profile
-from stepscope.explain.summary import SCHEMA, Summary, summarise
+from stepscope.explain.rules.kept import find_once
+from stepscope.explain.trace import breakdown
+from stepscope.explain.trace.overhead import overhead_table
+from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.explain.trace.summary import SCHEMA, Summary, summarise
 from stepscope.findings import Page, Table
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Recording
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _part(profile: Profile, name: str, top: int) -> Table:
         case "findings":
             return breakdown.findings_table(find_once(profile))
         case "roofline":
-            from stepscope.explain.roofline import roofline_table
+            from stepscope.explain.trace.roofline import roofline_table
 
             return roofline_table(profile, top=top)
         case "counters":
@@ -157,7 +157,7 @@ def _counters_tables(profile: Profile, top: int) -> list[Table]:
     """None where there are no counters, or others than the table shows."""
     if not profile.recording.counters.height:
         return []
-    from stepscope.explain.counters import has_counters, kernels_table
+    from stepscope.explain.trace.counters import has_counters, kernels_table
 
     return [kernels_table(profile.recording, top=top)] if has_counters(profile.recording) else []
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.precision import find_speeds
+from stepscope.explain.precision.tables import find_speeds
 from stepscope.files import check_target
-from stepscope.jobs.messages import ComparePrecisions, Failed, PrecisionsCompared
-from stepscope.jobs.process import Ended, RefusedError, Workers, require_torch
-from stepscope.jobs.profile import plan_case
-from stepscope.jobs.sweep import Planned, judge, look_at
-from stepscope.recording.bench import BenchRow
-from stepscope.recording.precision import Comparison, PrecisionReport, write_report
+from stepscope.jobs.experiments.sweep import Planned, judge, look_at
+from stepscope.jobs.recorders.profile import plan_case
+from stepscope.jobs.workers.messages import ComparePrecisions, Failed, PrecisionsCompared
+from stepscope.jobs.workers.process import Ended, RefusedError, Workers, require_torch
+from stepscope.recording.rows.bench import BenchRow
+from stepscope.recording.rows.precision import Comparison, PrecisionReport, write_report
 from stepscope.spec import Case, Grid, Precision, Scalar
 
 # In the order of the tables.

@@ -7,7 +7,7 @@ import msgspec
 
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Table
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import is_recording
 from stepscope.recover.answer import Answer, recover
 from stepscope.recover.answer_tables import answer_page

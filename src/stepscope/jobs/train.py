@@ -9,11 +9,11 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import claim, is_of_kind, try_lock, writing
-from stepscope.jobs.instructions import limit_instructions
-from stepscope.jobs.rank_messages import RankMessage, Setup, Train
-from stepscope.jobs.ranks import JOURNAL_NAME, run_ranks
-from stepscope.recording.checkpoints import FOLDER_NAME, forget_all, newest
-from stepscope.recording.train import (
+from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.rank_messages import RankMessage, Setup, Train
+from stepscope.jobs.workers.ranks import JOURNAL_NAME, run_ranks
+from stepscope.recording.rows.checkpoints import FOLDER_NAME, forget_all, newest
+from stepscope.recording.rows.train import (
     LOG_NAME,
     MEMORY_NAME,
     RUN_NAME,
@@ -72,7 +72,7 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def run_here(self, on_message: Callable[[RankMessage], None]) -> TrainResult | None:
         """This process is a rank that somebody started. Rank 0 alone has the result."""
-        from stepscope.jobs.rank import serve_here
+        from stepscope.jobs.workers.rank import serve_here
 
         limit_instructions()
         self.claim_folder()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from stepscope.errors import StepscopeError
 from stepscope.findings import Cell, Column, Table
-from stepscope.jobs.instructions import limit_instructions
-from stepscope.jobs.process import require_torch
+from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.process import require_torch
 from stepscope.spec import Precision
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import polars as pl
 
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Recording
 from stepscope.recover.claim import read_claim
 from stepscope.recover.evidence import Evidence, gather

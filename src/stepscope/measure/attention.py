@@ -22,8 +22,8 @@ from stepscope.measure.attention_timing import Timed, time_attention
 from stepscope.measure.failures import is_out_of_memory, say_in_a_line
 from stepscope.measure.memory import limit_memory
 from stepscope.measure.soundness import FEWEST_STEPS, SPREAD_LIMIT, Watch
-from stepscope.recording.attention import NOT_TRIED, AttentionCase, AttentionMeasurement, AttentionOutcome
-from stepscope.recording.bench import Doubt
+from stepscope.recording.rows.attention import NOT_TRIED, AttentionCase, AttentionMeasurement, AttentionOutcome
+from stepscope.recording.rows.bench import Doubt
 
 Stage = Literal["checking", "weighing", "timing"]
 OnStage = Callable[[Stage], None]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepscope.measure.attention_problem import AttentionProblem
 from stepscope.nn import functional
-from stepscope.recording.attention import Accuracy
+from stepscope.recording.rows.attention import Accuracy
 
 ROWS = 64
 RESULTS = ("output", "dq", "dk", "dv")

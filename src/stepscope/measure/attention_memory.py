@@ -15,7 +15,7 @@ from torch._C._profiler import _EventType
 
 from stepscope.measure.attention_problem import AttentionProblem
 from stepscope.measure.memory_recorder import profiling, results_of
-from stepscope.recording.attention import AttentionMemory
+from stepscope.recording.rows.attention import AttentionMemory
 
 
 def weigh(problem: AttentionProblem) -> AttentionMemory:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stepscope.kernels import flash_attention
-from stepscope.recording.attention import AttentionCase
+from stepscope.recording.rows.attention import AttentionCase
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

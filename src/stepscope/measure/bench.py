@@ -12,7 +12,7 @@ from stepscope.measure.flops import count_forward_flops
 from stepscope.measure.memory import HostMemory, limit_memory
 from stepscope.measure.soundness import Watch, doubt_samples
 from stepscope.measure.timing import settle_heap, time_steps
-from stepscope.recording.bench import Doubt, Measurement
+from stepscope.recording.rows.bench import Doubt, Measurement
 from stepscope.spec import Case, ModelShape
 from stepscope.step import Step, build
 

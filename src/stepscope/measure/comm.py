@@ -21,8 +21,8 @@ from stepscope.measure.soundness import FEWEST_STEPS, SPREAD_LIMIT
 from stepscope.measure.timing import elapsed_ns, make_event
 from stepscope.parallel.communicator import Communicator, Pending
 from stepscope.parallel.group import choose_device
-from stepscope.recording.bench import Clock, Doubt
-from stepscope.recording.comm import CommCase, CommMeasurement, CommOutcome
+from stepscope.recording.rows.bench import Clock, Doubt
+from stepscope.recording.rows.comm import CommCase, CommMeasurement, CommOutcome
 
 OnStage = Callable[[Literal["checking", "timing"]], None]
 

@@ -15,7 +15,7 @@ from stepscope.hardware import Hardware, find
 from stepscope.measure.instructions import read_limits, say_limits
 from stepscope.measure.nvml import driver_version
 from stepscope.measure.peak import measure_peaks
-from stepscope.recording.bench import Environment
+from stepscope.recording.rows.bench import Environment
 from stepscope.spec import Precision
 
 # Where something differs between the versions in this range, it is guarded here and nowhere else. So far nothing does.

@@ -15,7 +15,7 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 
 from stepscope.annotate import Close
-from stepscope.recording.memory_labels import Mark
+from stepscope.recording.memory.labels import Mark
 
 MARK, MODULE = "mark:", "module:"
 LOSS = "(loss)"

@@ -36,7 +36,7 @@ from stepscope.measure.memory_places import Places
 from stepscope.measure.memory_tree import Happening, Watched, read_stacks, read_tree
 from stepscope.measure.saved_tensors import audit, held_tensors
 from stepscope.measure.timing import settle_heap, time_steps
-from stepscope.recording.memory_labels import (
+from stepscope.recording.memory.labels import (
     KEY,
     NOBODY,
     SNAPSHOT_NAME,

@@ -15,7 +15,7 @@ import torch
 from torch._C._profiler import RecordScope, _EventType
 
 from stepscope.measure.memory_places import MARK, MODULE, Places
-from stepscope.recording.memory_labels import NOBODY, Fact, Operator
+from stepscope.recording.memory.labels import NOBODY, Fact, Operator
 
 _EVALUATE = "autograd::engine::evaluate_function"
 # Operators that only take memory, on behalf of the one around them.

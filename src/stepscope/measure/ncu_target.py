@@ -21,7 +21,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.measure.target import RefusedError, serve
-from stepscope.recording.bench import Environment
+from stepscope.recording.rows.bench import Environment
 from stepscope.spec import Case
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.measure.target import RefusedError, serve
-from stepscope.recording.bench import Environment
 from stepscope.recording.recorded import RecordedRun
+from stepscope.recording.rows.bench import Environment
 from stepscope.spec import Case
 
 

@@ -24,8 +24,8 @@ from torch.profiler.profiler import _KinetoProfile
 from stepscope.measure.memory import limit_memory
 from stepscope.measure.soundness import Watch, doubt_samples
 from stepscope.measure.timing import Samples, settle_heap, time_steps
-from stepscope.recording.bench import Doubt
 from stepscope.recording.recorded import RAW_NAME, RecordedRun
+from stepscope.recording.rows.bench import Doubt
 from stepscope.spec import Case
 from stepscope.step import Step, build
 from stepscope.step.annotation import annotated, check_functions

@@ -13,7 +13,7 @@ import torch
 from stepscope.explain.statistics import summarise
 from stepscope.measure import nvml
 from stepscope.measure.timing import Samples
-from stepscope.recording.bench import Doubt
+from stepscope.recording.rows.bench import Doubt
 
 SPREAD_LIMIT = 0.10  # of the middle 60 % of steps, relative to the median
 FEWEST_STEPS = 5

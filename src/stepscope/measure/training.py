@@ -23,8 +23,8 @@ from stepscope.measure.memory import HostMemory
 from stepscope.parallel import FSDP, Communicator
 from stepscope.parallel.agreement import require_agreement
 from stepscope.parallel.group import choose_device
-from stepscope.recording.checkpoints import FOLDER_NAME, IF_FULL, Checkpoint, newest, save
-from stepscope.recording.train import (
+from stepscope.recording.rows.checkpoints import FOLDER_NAME, IF_FULL, Checkpoint, newest, save
+from stepscope.recording.rows.train import (
     LOG_NAME,
     MEMORY_NAME,
     RUN_NAME,

@@ -5,7 +5,7 @@ Apart from `store.py`, because a worker has no use for tables and need not load 
 
 import msgspec
 
-from stepscope.recording.bench import Clock, Doubt
+from stepscope.recording.rows.bench import Clock, Doubt
 
 RAW_NAME = "raw.json.gz"  # the trace of PyTorch's profiler, in the folder that the worker was given
 

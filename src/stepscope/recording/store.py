@@ -22,8 +22,8 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.files import decode, find_foreign, is_of_kind, is_result_of, read_plain, replacing, restore, writing
 from stepscope.recording import tables
-from stepscope.recording.bench import Doubt, Environment
 from stepscope.recording.parquet import DamagedTableError, read_tables, write_table
+from stepscope.recording.rows.bench import Doubt, Environment
 from stepscope.recording.validation import MisfitError, Repairs, check, check_references, settle
 from stepscope.spec import Case
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from stepscope.recording.ncu import CUT_SHORT
+from stepscope.recording.readers.ncu import CUT_SHORT
 from stepscope.recover.effort import Effort
 from stepscope.recover.evidence import Evidence
 from stepscope.recover.facts import Window

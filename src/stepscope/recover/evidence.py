@@ -12,9 +12,9 @@ import msgspec
 import polars as pl
 
 from stepscope.cost import product_dims
-from stepscope.explain.attribution import attribute_kernels
 from stepscope.explain.kernel_names import decode
-from stepscope.recording.counter_metrics import CounterKey, canonical_counters
+from stepscope.explain.trace.attribution import attribute_kernels
+from stepscope.recording.readers.counter_metrics import CounterKey, canonical_counters
 from stepscope.recording.store import Recording
 from stepscope.recover.facts import Sighting, Triple
 from stepscope.recover.families.tensor_cores import count_operations

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.explain.kernel_names import KernelName
-from stepscope.recording.counter_metrics import CounterKey
+from stepscope.recording.readers.counter_metrics import CounterKey
 
 Triple = tuple[int, int, int]
 

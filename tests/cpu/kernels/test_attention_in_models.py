@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stepscope import cost
-from stepscope.explain.saved import saved_beside_closed_form
+from stepscope.explain.memory.saved import saved_beside_closed_form
 from stepscope.kernels.attention import chosen_backends
 from stepscope.kernels.attention.transformers import register
 from stepscope.measure.flops import count_forward_flops

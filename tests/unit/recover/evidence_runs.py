@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.answer import Answer, recover
 from stepscope.recover.evidence import Evidence, gather
 from stepscope.recover.facts import Sighting

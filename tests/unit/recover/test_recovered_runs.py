@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.answer import FIELDS, Field, recover
 from stepscope.recover.evidence import gather
 from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, recovered, truth_of

@@ -6,7 +6,7 @@ import msgspec
 import polars as pl
 import pytest
 
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.answer import recover
 from stepscope.recover.evidence import gather
 from stepscope.recover.facts import Sighting

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.findings import Figure, Table
-from stepscope.recording import ncu
+from stepscope.recording.readers import ncu
 from stepscope.recover.families.fmha_notes import NOTES
 from stepscope.recover.study import study
 from stepscope.recover.study.elasticity import Point, compare_groups

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.claim import make_claim
 from stepscope.recover.claimed_shape import Shape
 from stepscope.recover.evidence import gather

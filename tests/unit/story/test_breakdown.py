@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from stepscope.explain.compare import REST
-from stepscope.explain.profile import UNKNOWN, Profile
 from stepscope.explain.story import breakdown
 from stepscope.explain.story.breakdown import break_down
 from stepscope.explain.story.kernel_details import OUTSIDE_LAYERS
+from stepscope.explain.trace.compare import REST
+from stepscope.explain.trace.profile import UNKNOWN, Profile
 from stepscope.findings import Breakdown
 from tests.unit.question_recordings import EXP, GEMM, Tape, model_profile
 from tests.unit.recordings import GEMM_BF16, Timeline

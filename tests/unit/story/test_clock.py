@@ -4,8 +4,8 @@ import pytest
 
 from stepscope.explain.questions.answers import say_flops, say_share, say_time
 from stepscope.explain.story import Materials, tell
-from stepscope.explain.story.telling import list_advice
-from stepscope.explain.story.wording import say_percent, say_size
+from stepscope.explain.story.phrases import say_percent, say_size
+from stepscope.explain.story.run import list_advice
 from stepscope.findings import Breakdown, Fact, Report, Table
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case

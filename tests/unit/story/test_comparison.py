@@ -7,14 +7,14 @@ import msgspec
 import polars as pl
 import pytest
 
-from stepscope.explain.compare import compare
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
-from stepscope.explain.profile import Profile, make_profile
 from stepscope.explain.story.comparison import say_change, tell_both
 from stepscope.explain.story.comparison_clocks import judge_steps
-from stepscope.explain.story.materials import Materials
 from stepscope.explain.story.opening import Opening
-from stepscope.explain.story.telling import SECTIONS
+from stepscope.explain.story.run import SECTIONS
+from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.compare import compare
+from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Bars, Beside, Breakdown, Missing, Part, Report, Roofline, Table
 from stepscope.recording import tables
 from stepscope.recording.store import Overhead

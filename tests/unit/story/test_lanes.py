@@ -5,11 +5,11 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from stepscope.explain.compare import step_windows
-from stepscope.explain.profile import Profile, make_profile
 from stepscope.explain.story import lanes
 from stepscope.explain.story.kernel_details import LONGEST_NAME
 from stepscope.explain.story.lanes import MOST_STREAMS, draw_step
+from stepscope.explain.trace.compare import step_windows
+from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Lanes, Track
 from stepscope.recording.store import Overhead
 from tests.unit.question_recordings import COPY, EXP, GEMM, Tape, model_profile

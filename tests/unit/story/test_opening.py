@@ -5,9 +5,9 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from stepscope.explain.profile import make_profile
 from stepscope.explain.story import Materials, tell
 from stepscope.explain.story.opening import subtitle_of, title_of
+from stepscope.explain.trace.profile import make_profile
 from stepscope.findings import Fact, Report
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case

@@ -9,10 +9,10 @@ import pytest
 
 from stepscope.explain.rules import RULES
 from stepscope.explain.story import Materials
-from stepscope.explain.story.absence import command_for
 from stepscope.explain.story.commands import add_settings, write_command
+from stepscope.explain.story.missing import command_for
 from stepscope.explain.story.remedies import advise
-from stepscope.explain.story.telling import list_advice
+from stepscope.explain.story.run import list_advice
 from stepscope.findings import Advice, Finding
 from stepscope.spec import Case, Scalar, build_case, grid_from_flags
 from tests.unit.recordings import Timeline
@@ -162,7 +162,7 @@ def test_a_kernel_s_name_is_quoted_and_a_monstrous_one_is_not_typed() -> None:
 def test_the_first_advice_is_three_different_things_to_do() -> None:
     """One flag mends SS001 and SS003: the second of them waits until other things were named."""
     found = tuple(finding(code) for code in ("SS001", "SS003", "SS004", "SS007"))
-    with patch("stepscope.explain.story.telling.find_once", return_value=found):
+    with patch("stepscope.explain.story.run.find_once", return_value=found):
         advice = list_advice(Materials(name="a", profile=record_ours(product)))
     assert advice is not None
     assert [one.finding.code for one in advice] == ["SS001", "SS004", "SS007", "SS003"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from stepscope.explain.story import Materials, tell
 from stepscope.findings import Soundness
-from stepscope.recording.bench import Doubt
+from stepscope.recording.rows.bench import Doubt
 from stepscope.recording.store import MemoryFacts, Overhead
 from tests.unit.attention_rows import attend
 from tests.unit.rows import ENVIRONMENT

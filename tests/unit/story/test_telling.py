@@ -14,10 +14,10 @@ import pytest
 from stepscope.explain.memory import make_memory_profile
 from stepscope.explain.memory.summary import saved_bytes
 from stepscope.explain.story import Materials, tell
-from stepscope.explain.story.telling import SECTIONS
+from stepscope.explain.story.run import SECTIONS
 from stepscope.findings import Bars, Missing, Questions, Report, Section, Table, Timeline
-from stepscope.recording.attention import AttentionRow
-from stepscope.recording.opening import open_recording
+from stepscope.recording.readers.formats import open_recording
+from stepscope.recording.rows.attention import AttentionRow
 from stepscope.spec import build_case
 from tests.unit.attention_rows import attend
 from tests.unit.recordings import Timeline as Recorded

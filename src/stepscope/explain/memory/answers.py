@@ -7,6 +7,7 @@ import polars as pl
 from stepscope import cost
 from stepscope.explain.memory.leaks import leaks_table
 from stepscope.explain.memory.profile import MemoryProfile
+from stepscope.explain.memory.saved import saved_in_block
 from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.memory.tables import (
     categories_table,
@@ -17,9 +18,8 @@ from stepscope.explain.memory.tables import (
     steps_table,
 )
 from stepscope.explain.questions.answers import Answer, missing
-from stepscope.explain.saved import saved_in_block
 from stepscope.findings import Column, Table
-from stepscope.recording.memory_row import MemorySummary, PhaseBytes
+from stepscope.recording.rows.memory import MemorySummary, PhaseBytes
 from stepscope.spec import ModelShape
 
 _MIB = 2**20

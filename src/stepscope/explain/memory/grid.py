@@ -4,7 +4,7 @@ precision does to each category, and how much recomputing activations saves."""
 from collections.abc import Sequence
 
 from stepscope import cost
-from stepscope.explain.cases import (
+from stepscope.explain.experiments.cases import (
     ALWAYS_SHOWN,
     CASE_SETTINGS,
     all_else,
@@ -19,8 +19,8 @@ from stepscope.explain.memory.categories import CATEGORIES
 from stepscope.explain.memory.tables import say_bytes
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
-from stepscope.recording.bench import CaseRow
-from stepscope.recording.memory_row import MemoryRow, MemorySummary
+from stepscope.recording.rows.bench import CaseRow
+from stepscope.recording.rows.memory import MemoryRow, MemorySummary
 from stepscope.spec import ModelShape, Workload
 
 _ALWAYS = (*ALWAYS_SHOWN, "mode")

@@ -13,7 +13,7 @@ import polars as pl
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory.categories import CATEGORIES, guess_categories
-from stepscope.explain.modules import number_layers
+from stepscope.explain.trace.modules import number_layers
 from stepscope.recording.store import Recording
 
 Bytes = np.ndarray[Any, np.dtype[np.int64]]

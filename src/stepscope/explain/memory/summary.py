@@ -3,8 +3,8 @@
 import polars as pl
 
 from stepscope.explain.memory.profile import Bytes, MemoryProfile
-from stepscope.explain.saved import held_storages
-from stepscope.recording.memory_row import (
+from stepscope.explain.memory.saved import held_storages
+from stepscope.recording.rows.memory import (
     Allocation,
     CategoryBytes,
     MemorySummary,

@@ -4,14 +4,14 @@ import polars as pl
 
 from stepscope.cost.activations import activations_of
 from stepscope.errors import StepscopeError
-from stepscope.explain.cases import describe_case
+from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.memory.leaks import leaks_table
 from stepscope.explain.memory.profile import UNKNOWN, MemoryProfile
+from stepscope.explain.memory.saved import saved_beside_closed_form, saved_by_module
 from stepscope.explain.memory.summary import largest_at, summarise_memory
 from stepscope.explain.memory.timeline import label_of
-from stepscope.explain.saved import saved_beside_closed_form, saved_by_module
 from stepscope.findings import Cell, Column, Page, Table
-from stepscope.recording.memory_row import Allocation, MemorySummary
+from stepscope.recording.rows.memory import Allocation, MemorySummary
 from stepscope.spec import ModelShape
 
 _ON_A_PAGE = 8

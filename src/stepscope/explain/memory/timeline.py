@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
-from stepscope.explain.cases import describe_case
+from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.memory.categories import CATEGORIES
 from stepscope.explain.memory.profile import UNKNOWN, Bytes, MemoryProfile
 from stepscope.findings import Area, Axis, Piece, Stretch, Timeline

@@ -3,7 +3,6 @@ timeline, with the evidence beside each answer. What a recording does not hold i
 
 from collections.abc import Sequence
 
-from stepscope.explain.profile import Profile
 from stepscope.explain.questions.answers import Answer, answers_table, answers_text, evidence_tables
 from stepscope.explain.questions.attention import softmax_against_products
 from stepscope.explain.questions.copies import copies_in_backward
@@ -11,6 +10,7 @@ from stepscope.explain.questions.forward import forward_time, top_kernel, what_e
 from stepscope.explain.questions.idle import idle_time
 from stepscope.explain.questions.products import products_by_role
 from stepscope.explain.questions.sizes import share_of_products, small_against_large
+from stepscope.explain.trace.profile import Profile
 
 __all__ = ["Answer", "answer", "answers_table", "answers_text", "evidence_tables"]
 

@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 import polars as pl
 
-from stepscope.explain.cases import describe_case
-from stepscope.explain.profile import Profile
+from stepscope.explain.experiments.cases import describe_case
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Column, Table
 
 Status = Literal["answered", "not in this recording"]

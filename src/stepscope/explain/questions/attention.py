@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import polars as pl
 
 from stepscope.explain.kernel_names import decode
-from stepscope.explain.profile import Profile
 from stepscope.explain.questions.answers import (
     Answer,
     device_word,
@@ -24,6 +23,7 @@ from stepscope.explain.questions.answers import (
     time_of,
 )
 from stepscope.explain.questions.matmuls import SCORES, SOFTMAX, VALUES, Extent, extents, find_products
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.spec import ModelShape
 

@@ -4,9 +4,6 @@ import re
 
 import polars as pl
 
-from stepscope.explain.attribution import EVALUATE
-from stepscope.explain.nesting import innermost
-from stepscope.explain.profile import Profile
 from stepscope.explain.questions.answers import (
     Answer,
     in_phases,
@@ -18,6 +15,9 @@ from stepscope.explain.questions.answers import (
     share_by,
     time_of,
 )
+from stepscope.explain.trace.attribution import EVALUATE
+from stepscope.explain.trace.nesting import innermost
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Column, Table
 
 _KEY, _QUESTION = "copies", "Why are there copies in backward?"

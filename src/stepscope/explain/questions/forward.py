@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from stepscope.explain.profile import Profile
 from stepscope.explain.questions.answers import (
     Answer,
     device_word,
@@ -21,6 +20,7 @@ from stepscope.explain.questions.answers import (
     stepped,
     time_of,
 )
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 
 _AGREE = 0.05  # two clocks within this say the same

@@ -12,8 +12,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from stepscope.explain.nesting import innermost
-from stepscope.explain.profile import Profile
+from stepscope.explain.trace.nesting import innermost
+from stepscope.explain.trace.profile import Profile
 
 Ints = NDArray[np.int64]
 

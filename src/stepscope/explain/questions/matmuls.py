@@ -11,8 +11,8 @@ from functools import cache
 
 import polars as pl
 
-from stepscope.explain.profile import Profile
 from stepscope.explain.questions.answers import stepped
+from stepscope.explain.trace.profile import Profile
 
 SCORES, VALUES, SOFTMAX = "scores", "values", "softmax"
 ROLES = ("query", "key", "value", "query, key, value", SCORES, VALUES, "output", "gate", "up", "down", "head")

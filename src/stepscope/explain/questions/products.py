@@ -2,9 +2,9 @@
 
 import polars as pl
 
-from stepscope.explain.profile import Profile
 from stepscope.explain.questions.answers import Answer, missing, say_count, say_list, share_by, stepped, time_of
 from stepscope.explain.questions.matmuls import ROLES, SCORES, UNKNOWN_ROLE, VALUES, extents, find_products
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.spec import ModelShape
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import polars as pl
 
 from stepscope.explain.kernel_names import decode
-from stepscope.explain.profile import Profile
 from stepscope.explain.questions.answers import (
     Answer,
     device_word,
@@ -19,6 +18,7 @@ from stepscope.explain.questions.answers import (
     stepped,
     time_of,
 )
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 
 _TWO_SIZES = (

@@ -5,11 +5,12 @@ which the host's pace hides is not promised. They do not add up: two rules may a
 """
 
 from stepscope.errors import StepscopeError, nearest
-from stepscope.explain.profile import Profile
-from stepscope.explain.rules import attention, fusion, host, products, whole
+from stepscope.explain.rules import attention, fusion, host, products
+from stepscope.explain.rules import step as whole
 from stepscope.explain.rules.evidence import Evidence
 from stepscope.explain.rules.pages import PAGES, RulePage
 from stepscope.explain.rules.types import Hit, Rule
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Column, Finding, Table
 
 RULES: tuple[Rule, ...] = tuple(

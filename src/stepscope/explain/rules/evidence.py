@@ -13,11 +13,11 @@ import numpy as np
 import polars as pl
 
 from stepscope.explain.kernel_names import decode
-from stepscope.explain.nesting import innermost
-from stepscope.explain.phases import step_ranges
-from stepscope.explain.profile import Profile
-from stepscope.explain.roofline import operator_calls, unit_dtype
 from stepscope.explain.rules.replay import Bools, Change, Floats, Replay
+from stepscope.explain.trace.nesting import innermost
+from stepscope.explain.trace.phases import step_ranges
+from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.roofline import operator_calls, unit_dtype
 from stepscope.hardware import Hardware
 from stepscope.spec import Case, ModelShape
 

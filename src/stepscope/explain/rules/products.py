@@ -6,9 +6,9 @@ import numpy as np
 import polars as pl
 
 from stepscope import cost
-from stepscope.explain.roofline import least_ns
 from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, PRODUCT_SHARE, Evidence, ms
 from stepscope.explain.rules.types import Hit, Rule, settle
+from stepscope.explain.trace.roofline import least_ns
 
 ALIGNED_BYTES = 16
 PADDED_TO = 64

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stepscope.explain.attention import describe_attention, make_tables, say_shared, summary_ms
-from stepscope.explain.attention_figure import attention_figure
+from stepscope.explain.experiments.attention_figure import attention_figure
+from stepscope.explain.experiments.attention_tables import describe_attention, make_tables, say_shared, summary_ms
 from stepscope.explain.questions.answers import say_time
-from stepscope.explain.story.absence import explain_absence
-from stepscope.explain.story.materials import Materials
-from stepscope.explain.story.wording import MOST_ROWS, retitle, say_size
+from stepscope.explain.story.missing import explain_absence
+from stepscope.explain.story.phrases import MOST_ROWS, retitle, say_size
+from stepscope.explain.story.sources import Materials
 from stepscope.findings import Exhibit, Section, Table
-from stepscope.recording.attention import AttentionRow
+from stepscope.recording.rows.attention import AttentionRow
 
 
 def show_attention(materials: Materials) -> Section:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stepscope.explain.bench import step_ms
-from stepscope.explain.profile import Profile
-from stepscope.recording.bench import BenchRow
+from stepscope.explain.experiments.bench_tables import step_ms
+from stepscope.explain.trace.profile import Profile
+from stepscope.recording.rows.bench import BenchRow
 from stepscope.spec import Case, Workload
 
 NOISE = 0.05  # so much longer than the step its kernels may be: the two were not measured at once

@@ -5,8 +5,18 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.explain.comparability import describe_software, list_settings, list_versions
-from stepscope.explain.compare import (
+from stepscope.explain.questions.answers import say_list, say_time
+from stepscope.explain.story.clock import NOISE
+from stepscope.explain.story.commands import find_case
+from stepscope.explain.story.comparison_clocks import find_clock, list_steps
+from stepscope.explain.story.comparison_sections import join_missing
+from stepscope.explain.story.environment_section import find_environment
+from stepscope.explain.story.missing import explain_absence
+from stepscope.explain.story.opening import Opening
+from stepscope.explain.story.phrases import name_class, say_size
+from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.comparability import describe_software, list_settings, list_versions
+from stepscope.explain.trace.compare import (
     IDLE,
     OVERLAP,
     REST,
@@ -18,16 +28,6 @@ from stepscope.explain.compare import (
     judge,
     say_sum,
 )
-from stepscope.explain.questions.answers import say_list, say_time
-from stepscope.explain.story.absence import explain_absence
-from stepscope.explain.story.clock import NOISE
-from stepscope.explain.story.commands import find_case
-from stepscope.explain.story.comparison_clocks import find_clock, list_steps
-from stepscope.explain.story.comparison_sections import join_missing
-from stepscope.explain.story.environment_section import find_environment
-from stepscope.explain.story.materials import Materials
-from stepscope.explain.story.opening import Opening
-from stepscope.explain.story.wording import name_class, say_size
 from stepscope.findings import Bars, Cell, Column, Exhibit, Missing, Section, Table
 
 # Settings that decide how much there is to do, and on what. The others decide how it is done.

@@ -7,9 +7,9 @@ changed. Two figures are compared only where one kind of clock made both, and by
 from fractions import Fraction
 from typing import Literal
 
-from stepscope.explain.compare import Verdict, list_plain_steps, step_windows
-from stepscope.explain.compare import judge as judge_samples
 from stepscope.explain.story.opening import Opening
+from stepscope.explain.trace.compare import Verdict, list_plain_steps, step_windows
+from stepscope.explain.trace.compare import judge as judge_samples
 
 # By `bench`, by `profile` without its recorder, or while it recorded.
 Clock = Literal["timed", "plain", "recorded"]

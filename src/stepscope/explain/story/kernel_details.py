@@ -7,7 +7,7 @@ import polars as pl
 
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.kernel_names.describe import describe
-from stepscope.explain.profile import UNKNOWN
+from stepscope.explain.trace.profile import UNKNOWN
 
 OUTSIDE_LAYERS = "(outside layers)"
 # Names of C++ templates run to kilobytes, and a page may hold thousands: the front says which kernel it is.

@@ -6,10 +6,7 @@ import polars as pl
 from stepscope.cost.activations import activations_of
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.memory.leaks import leaks_table
-from stepscope.explain.memory.summary import saved_bytes, summarise_memory
-from stepscope.explain.memory.tables import categories_table, largest_table, phases_table
-from stepscope.explain.memory.timeline import memory_timeline
-from stepscope.explain.saved import (
+from stepscope.explain.memory.saved import (
     OUTSIDE,
     held_storages,
     saved_beside_closed_form,
@@ -17,11 +14,14 @@ from stepscope.explain.saved import (
     saved_by_role,
     saved_in_block,
 )
-from stepscope.explain.story.absence import command_for, explain_absence
+from stepscope.explain.memory.summary import saved_bytes, summarise_memory
+from stepscope.explain.memory.tables import categories_table, largest_table, phases_table
+from stepscope.explain.memory.timeline import memory_timeline
 from stepscope.explain.story.commands import find_case
-from stepscope.explain.story.materials import Materials
+from stepscope.explain.story.missing import command_for, explain_absence
 from stepscope.explain.story.opening import say_peak
-from stepscope.explain.story.wording import say_percent, say_size, shorten
+from stepscope.explain.story.phrases import say_percent, say_size, shorten
+from stepscope.explain.story.sources import Materials
 from stepscope.findings import Bars, Exhibit, Missing, Section, Table
 from stepscope.spec import ModelShape
 

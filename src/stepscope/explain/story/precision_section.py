@@ -2,13 +2,13 @@
 
 import msgspec
 
-from stepscope.explain.precision import answer, make_table, pair_speeds
+from stepscope.explain.precision.tables import answer, make_table, pair_speeds
 from stepscope.explain.questions.answers import say_list
-from stepscope.explain.story.absence import command_for, explain_absence
-from stepscope.explain.story.materials import Materials
-from stepscope.explain.story.wording import shorten
+from stepscope.explain.story.missing import command_for, explain_absence
+from stepscope.explain.story.phrases import shorten
+from stepscope.explain.story.sources import Materials
 from stepscope.findings import Exhibit, Section
-from stepscope.recording.precision import PrecisionReport, PrecisionRun
+from stepscope.recording.rows.precision import PrecisionReport, PrecisionRun
 
 # The sum and the norm in small are the same for every model: `stepscope precision` has them.
 _SHOWN = ("errors", "dtypes", "underflow")

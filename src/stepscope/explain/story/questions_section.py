@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from stepscope.explain.memory.answers import answer_memory
 from stepscope.explain.questions import Answer, answer
-from stepscope.explain.story.absence import explain_absence
 from stepscope.explain.story.commands import add_settings, find_case
-from stepscope.explain.story.materials import Materials
-from stepscope.explain.story.wording import shorten
+from stepscope.explain.story.missing import explain_absence
+from stepscope.explain.story.phrases import shorten
+from stepscope.explain.story.sources import Materials
 from stepscope.findings import Exhibit, Question, Questions, Section
 from stepscope.spec import Case
 

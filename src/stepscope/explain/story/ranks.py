@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from stepscope.explain.breakdown import ranks_table
-from stepscope.explain.profile import Profile
+from stepscope.explain.trace.breakdown import ranks_table
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Bars, Exhibit
 
 _SERIES = ("compute alone", "communication hidden", "communication exposed", "idle")

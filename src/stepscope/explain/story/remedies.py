@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Callable
 from typing import get_args
 
-from stepscope.explain.profile import Profile
 from stepscope.explain.story.commands import write_command
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Advice, Copyable, Finding
 from stepscope.spec import ModelShape, Optimizer, Workload
 

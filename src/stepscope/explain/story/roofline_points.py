@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import msgspec
 import polars as pl
 
-from stepscope.explain.profile import Profile
-from stepscope.explain.roofline import roofline, shorten_shapes
 from stepscope.explain.story.kernel_details import cut_name
+from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.roofline import roofline, shorten_shapes
 from stepscope.findings import Missing, Roof, Roofline, RoofPoint
 from stepscope.hardware import Hardware
 

@@ -7,19 +7,19 @@ page says so elsewhere.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from stepscope.explain.attention import DOUBTS
-from stepscope.explain.bench import step_ms
-from stepscope.explain.cases import describe_case, limit_notes
-from stepscope.explain.compare import step_windows
+from stepscope.explain.experiments.attention_tables import DOUBTS
+from stepscope.explain.experiments.bench_tables import step_ms
+from stepscope.explain.experiments.cases import describe_case, limit_notes
 from stepscope.explain.questions.answers import say_time
 from stepscope.explain.story.clock import find_timed, has_steps, is_too_short, median_ns
 from stepscope.explain.story.commands import find_strangers
 from stepscope.explain.story.environment_section import find_environment
-from stepscope.explain.story.materials import Materials
 from stepscope.explain.story.opening import Opening
-from stepscope.explain.story.wording import name_source, say_percent, say_size
+from stepscope.explain.story.phrases import name_source, say_percent, say_size
+from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.compare import step_windows
 from stepscope.findings import Soundness
-from stepscope.recording.bench import Doubt
+from stepscope.recording.rows.bench import Doubt
 
 NO_DOUBT = ("host-bound", "uncounted")  # codes that say something of the step, and nothing against its figures
 DISAGREE = 0.05  # two clocks of one step, before it is worth a word

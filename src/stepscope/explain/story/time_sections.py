@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 
-from stepscope.explain.bench import bench_table
-from stepscope.explain.counters import has_counters
-from stepscope.explain.counters import kernels_table as counters_table
-from stepscope.explain.profile import Profile
+from stepscope.explain.experiments.bench_tables import bench_table
 from stepscope.explain.questions.answers import say_list, say_share, say_time
-from stepscope.explain.roofline import roofline_table
-from stepscope.explain.story.absence import explain_absence
 from stepscope.explain.story.breakdown import TITLE, break_down
 from stepscope.explain.story.clock import has_steps
 from stepscope.explain.story.lanes import draw_step
-from stepscope.explain.story.materials import Materials
+from stepscope.explain.story.missing import explain_absence
+from stepscope.explain.story.phrases import name_class, retitle, say_percent, shorten
 from stepscope.explain.story.ranks import share_exposed, tell_ranks
 from stepscope.explain.story.roofline_points import draw_roofline
-from stepscope.explain.story.wording import name_class, retitle, say_percent, shorten
+from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.counters import has_counters
+from stepscope.explain.trace.counters import kernels_table as counters_table
+from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.roofline import roofline_table
 from stepscope.findings import Exhibit, Missing, Section
 
 _ROOFLINE_ROWS = 20

@@ -15,12 +15,12 @@ from typing import Protocol
 
 from stepscope.errors import StepscopeError
 from stepscope.files import writing
-from stepscope.jobs.process import require_torch
 from stepscope.jobs.slurm.executor import holding_signals, make_executor, require_slurm, script, submit
 from stepscope.jobs.slurm.resources import Resources
 from stepscope.jobs.slurm.submissions import FOLDER_NAME, Kept, RankWork, keep, next_folder, read_submissions
 from stepscope.jobs.slurm.watch import Counts, Watch, raise_failures
 from stepscope.jobs.train import lock_or_raise
+from stepscope.jobs.workers.process import require_torch
 
 
 class RankListener(Protocol):

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files import decode, read_plain, writing
+from stepscope.jobs.experiments.sweep import LOGS_NAME, RESULTS_NAME
 from stepscope.jobs.slurm.submissions import Job, write_whole
-from stepscope.jobs.sweep import LOGS_NAME, RESULTS_NAME
-from stepscope.recording.bench import BenchRow
-from stepscope.recording.lines import ResultsFile, parse_rows
+from stepscope.recording.rows.bench import BenchRow
+from stepscope.recording.rows.results_file import ResultsFile, parse_rows
 from stepscope.spec import DEFAULT_CONTEXT, Case
 
 

@@ -11,7 +11,7 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.files import decode, read_plain, write_atomically, writing
 from stepscope.jobs.slurm.resources import Resources
-from stepscope.recording.bench import Retry
+from stepscope.recording.rows.bench import Retry
 from stepscope.spec import Case
 
 FOLDER_NAME = "slurm"

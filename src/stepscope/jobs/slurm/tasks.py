@@ -19,13 +19,13 @@ from submitit import JobEnvironment
 from submitit.helpers import Checkpointable, TorchDistributedEnvironment
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.cases import describe_case
-from stepscope.jobs.process import Workers
+from stepscope.explain.experiments.cases import describe_case
+from stepscope.jobs.experiments.sweep import RESULTS_NAME, Listener, Planned, Sweep, Timed, Waiting
 from stepscope.jobs.slurm.executor import holding_signals
 from stepscope.jobs.slurm.rows import forget_killed
 from stepscope.jobs.slurm.submissions import Outcome, outcome_path, write_whole
-from stepscope.jobs.sweep import RESULTS_NAME, Listener, Planned, Sweep, Timed, Waiting
-from stepscope.recording.bench import BenchRow, Row
+from stepscope.jobs.workers.process import Workers
+from stepscope.recording.rows.bench import BenchRow, Row
 from stepscope.spec import Case, Grid
 
 

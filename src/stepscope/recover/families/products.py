@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from stepscope.recording.counter_metrics import CounterKey
+from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recover.facts import Sighting
 from stepscope.recover.families.bounds import Bound, BoundedProduct, Measure, at_least, at_most, bounded, exactly
 from stepscope.recover.families.tilings import (

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeGuard, get_args
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.counter_metrics import CounterKey
+from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recording.store import Recording
 from stepscope.recover.evidence import gather
 from stepscope.recover.facts import Sighting

@@ -4,7 +4,7 @@ columns and inner are when the other sizes are known."""
 from dataclasses import dataclass, field
 
 from stepscope.explain.kernel_names import decode
-from stepscope.recording.counter_metrics import CounterKey
+from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recover.facts import Sighting, Triple
 
 Sizes = tuple[int, int, int, int]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from stepscope.explain.kernel_names import decode
-from stepscope.recording.counter_metrics import CounterKey
+from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recover.facts import Attention, Sighting, Triple, Window, exactly
 from stepscope.recover.families import read as read_any
 from stepscope.recover.families.attention import read

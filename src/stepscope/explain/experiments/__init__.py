@@ -1,0 +1,1 @@
+"""Tables and figures of what `bench`, `attention`, `comm` and `train` measured."""

@@ -1,0 +1,192 @@
+"""From the log of a training run to its tables and the curve of its loss.
+
+A step takes as long as its slowest rank. Times of communication are that rank's own: how long collectives were under
+way while it worked, and how long it stood still for them.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from stepscope import cost
+from stepscope.cost.sharding import ADAM_STATE_BYTES
+from stepscope.explain.experiments.cases import limit_notes
+from stepscope.explain.statistics import summarise
+from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
+from stepscope.recording.rows.train import TrainMemory, TrainRow, TrainRun
+from stepscope.spec import ModelShape
+
+_DRAWN = 1000  # points of a curve; more cannot be told apart
+_SETTLED = 2  # the first steps of a run warm up: allocations, connections, the order of gradients
+
+_COLUMNS = (
+    Column(key="strategy", label="strategy"),
+    Column(key="ranks", label="ranks", kind="count"),
+    Column(key="steps", label="steps", kind="count"),
+    Column(key="first_loss", label="first loss", kind="number"),
+    Column(key="last_loss", label="last loss", kind="number"),
+    Column(key="step_ms", label="step ms", kind="ms"),
+    Column(key="p20_ms", label="p20 ms", kind="ms", detail=True),
+    Column(key="p80_ms", label="p80 ms", kind="ms", detail=True),
+    Column(key="tokens_per_s", label="tokens/s", kind="count"),
+    Column(key="mfu", label="MFU", kind="share"),
+    Column(key="compute_ms", label="compute ms", kind="ms"),
+    Column(key="communication_ms", label="communication ms", kind="ms"),
+    Column(key="exposed_ms", label="not hidden ms", kind="ms"),
+    Column(key="exposed_share", label="of the step", kind="share"),
+)
+
+
+def train_table(run: TrainRun, rows: Sequence[TrainRow]) -> Table:
+    """A line for each way in which the run was done, in their order: how it went, and where the median step's time
+    went."""
+    notes = (
+        *say_not_finite(rows),
+        f"medians without the first {_SETTLED} steps of a line, which warm up",
+        "compute is the step less the communication that was not hidden; all of the slowest rank",
+        f"MFU: {cost.FLOP_CONVENTION}; against ranks × the peak of {run.environment.hardware.name}"
+        f" ({run.environment.hardware.source})",
+        *limit_notes([run.environment]),
+    )
+    parts = [list(part) for _, part in itertools.groupby(rows, key=lambda row: (row.strategy, len(row.step_ns)))]
+    return Table(title=_title(run), columns=_COLUMNS, rows=tuple(_line(run, part) for part in parts), notes=notes)
+
+
+def memory_table(run: TrainRun, memory: Sequence[TrainMemory]) -> Table:
+    """What each rank holds at the three moments, against the closed form."""
+    expected = _expected(run)
+    keys = ("parameters", "gradients", "optimizer", "gathered")
+    lines: list[tuple[Cell, ...]] = []
+    for row in memory:
+        held = row.parameters + row.gradients + row.optimizer
+        wanted = _wanted(row, expected)
+        lines.append(
+            (row.rank, row.moment, *(getattr(row, key) for key in keys), held, wanted, held / wanted, row.peak)
+        )
+    return Table(
+        title=f"Memory of each rank: {_title(run)}",
+        columns=(
+            Column(key="rank", label="rank", kind="count"),
+            Column(key="moment", label="moment"),
+            *(Column(key=key, label=_LABELS[key], kind="bytes") for key in keys),
+            Column(key="held", label="held", kind="bytes"),
+            Column(key="expected", label="closed form", kind="bytes"),
+            Column(key="ratio", label="held / closed form", kind="ratio"),
+            Column(key="peak", label="peak", kind="bytes"),
+        ),
+        rows=tuple(lines),
+        notes=(
+            "held is parameters, gradients and optimizer state; gathered weights come and go, their most is shown",
+            "the closed form is what the rank with most would hold"
+            + (", at most" if run.training.shard_optimizer else ""),
+            "the peak has activations in it, and on a CPU all that the process took since it started",
+        ),
+    )
+
+
+_LABELS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state", "gathered": "gathered"}
+
+
+def loss_figure(run: TrainRun, rows: Sequence[TrainRow]) -> Figure:
+    """The loss by step; of a long run every so many steps, which the subtitle says."""
+    every = max(1, -(-len(rows) // _DRAWN))
+    drawn = [row for row in rows if row.step % every == 0 or row.step == len(rows)]
+    thinned = f"; every {every} steps" if every > 1 else ""
+    return Figure(
+        title="Loss",
+        subtitle=_title(run) + thinned,
+        x=Axis(label="step"),
+        y=Axis(label="loss", log=True),  # a linear axis begins at 0, where a loss never is
+        points=tuple(Point(panel="", series=row.strategy, x=row.step, y=row.loss) for row in drawn),
+        series_label="strategy",
+    )
+
+
+def say_not_finite(rows: Sequence[TrainRow]) -> tuple[str, ...]:
+    """A sentence where training diverged."""
+    bad = [row for row in rows if not row.is_finite]
+    if not bad:
+        return ()
+    return (
+        f"the loss of {len(bad)} of {len(rows)} steps is not finite; the first is {bad[0].loss}, at step {bad[0].step}",
+    )
+
+
+def step_ms(row: TrainRow) -> float:
+    return max(row.step_ns) / 1e6
+
+
+def say_step(row: TrainRow) -> str:
+    """A step in a few words."""
+    slowest = row.step_ns.index(max(row.step_ns))
+    exposed = row.exposed_ns[slowest] / max(row.step_ns)
+    rate = row.tokens / (max(row.step_ns) / 1e9)
+    waited = f", {exposed:.0%} of it waiting for communication" if row.communication_ns[slowest] else ""
+    return f"loss {row.loss:.4f}, {step_ms(row):.4g} ms, {rate:,.0f} tokens/s{waited}"
+
+
+def _line(run: TrainRun, rows: Sequence[TrainRow]) -> tuple[Cell, ...]:
+    settled = rows[_SETTLED:] or rows
+    step = summarise([step_ms(row) for row in settled])
+    slowest = [row.step_ns.index(max(row.step_ns)) for row in settled]
+    pairs = list(zip(settled, slowest, strict=True))
+    busy = summarise([row.communication_ns[rank] / 1e6 for row, rank in pairs]).median
+    exposed = summarise([row.exposed_ns[rank] / 1e6 for row, rank in pairs]).median
+    compute = summarise([(row.step_ns[rank] - row.exposed_ns[rank]) / 1e6 for row, rank in pairs]).median
+    share = summarise([row.exposed_ns[rank] / row.step_ns[rank] for row, rank in pairs]).median
+    rate = rows[-1].tokens / (step.median / 1e3)
+    first, last = rows[0].loss, rows[-1].loss
+    ranks = len(rows[0].step_ns)
+    alone = rows[0].strategy == "single"
+    return (
+        rows[0].strategy,
+        ranks,
+        len(rows),
+        first,
+        last,
+        step.median,
+        step.p20,
+        step.p80,
+        round(rate),
+        _mfu(run, step.median, ranks),
+        compute,
+        None if alone else busy,
+        None if alone else exposed,
+        None if alone else share,
+    )
+
+
+def _mfu(run: TrainRun, step_ms: float, ranks: int) -> float | None:
+    workload = run.training.workload
+    peak = run.environment.hardware.peak_flops.get(workload.precision)
+    if peak is None:
+        return None
+    assert isinstance(workload.model, ModelShape)
+    forward = cost.forward_flops(workload.model, batch=workload.batch, context=workload.context)
+    return cost.step_flops(forward, "train") / (step_ms / 1e3) / (peak * ranks)
+
+
+def _expected(run: TrainRun) -> cost.TrainingBytes:
+    training = run.training
+    assert isinstance(training.workload.model, ModelShape)
+    is_fsdp = training.strategy == "fsdp"
+    return cost.training_bytes(
+        cost.layer_sizes(training.workload.model),
+        ranks=training.ranks,
+        sharding="fsdp" if is_fsdp else "optimizer" if training.shard_optimizer else "none",
+        compute_bytes=2 if is_fsdp and training.workload.precision == "bf16" else None,
+        state_bytes=0 if training.workload.optimizer == "sgd" else ADAM_STATE_BYTES,
+    )
+
+
+def _wanted(row: TrainMemory, expected: cost.TrainingBytes) -> int:
+    state = expected.optimizer if row.optimizer else 0  # a run that goes on has it from the beginning
+    return expected.parameters + state + (0 if row.moment == "model built" else expected.gradients)
+
+
+def _title(run: TrainRun) -> str:
+    training, workload = run.training, run.training.workload
+    data = "a text" if training.data else "made tokens"
+    return (
+        f"{workload.model.name}, batch {workload.batch}, context {workload.context}, {workload.precision},"
+        f" {training.strategy} on {training.ranks} × {run.environment.hardware.name}, {data}"
+    )

@@ -1,0 +1,243 @@
+"""What autograd keeps for backward, as tables: by module, by operator, by block, and compiled beside eager.
+
+Memory is counted once. Several nodes may save the same storage (the input of three products), and it is credited to the
+first of them in the order of the forward pass, so that every table's rows add up to what is really held.
+"""
+
+import re
+from collections.abc import Sequence
+
+import polars as pl
+
+from stepscope.cost.activations import NOTHING_KEPT, PARTS, Activations
+from stepscope.explain.precision.tables import find_role
+from stepscope.findings import Cell, Column, Table
+
+LARGEST = 5
+OUTSIDE = "(outside of blocks)"
+_BLOCK = re.compile(r"^((?:[^.\d][^.]*\.)*\d+)(?:\.|$)")
+_NOTE = "activations only; memory that several nodes share counts once, for the first of them"
+_BYTES = Column(key="bytes", label="bytes", kind="bytes")
+_SHARE = Column(key="share", label="share", kind="share")
+_COUNT = Column(key="count", label="tensors", kind="count")
+
+
+def held_storages(saved: pl.DataFrame) -> pl.DataFrame:
+    """The activations among `saved`, one row a storage: of the node that saved it first. `block` is the path of the
+    repeated block that it lies in."""
+    rows = saved.filter(pl.col("kind") == "activation").sort("node", maintain_order=True)
+    rows = rows.unique("storage", keep="first", maintain_order=True)
+    blocks = [_block_of(module) for module in rows["module"]]
+    return rows.with_columns(pl.Series("block", blocks, dtype=pl.String))
+
+
+def saved_by_module(saved: pl.DataFrame) -> Table:
+    return _table_by(saved, ("module",), "Saved for backward by module")
+
+
+def saved_by_role(saved: pl.DataFrame) -> Table:
+    """By module, alike ones of all layers in one row: `blocks.*.ffn`."""
+    held = held_storages(saved)
+    roles = [find_role(module) if module else None for module in held["module"]]
+    sums = (
+        held.with_columns(pl.Series("role", roles, dtype=pl.String))
+        .group_by("role", maintain_order=True)
+        .agg(pl.col("module").n_unique(), pl.col("storage_bytes").sum(), pl.len())
+        .sort("storage_bytes", descending=True, maintain_order=True)
+    )
+    total = max(1, _total(held))
+    return Table(
+        title="Saved for backward by module, alike ones together",
+        columns=(
+            Column(key="module", label="module"),
+            Column(key="modules", label="modules", kind="count"),
+            _BYTES,
+            _SHARE,
+            _COUNT,
+        ),
+        rows=tuple((role, count, size, size / total, tensors) for role, count, size, tensors in sums.iter_rows()),
+        notes=(_NOTE,),
+    )
+
+
+def saved_by_op(saved: pl.DataFrame) -> Table:
+    return _table_by(saved, ("op", "argument"), "Saved for backward by operator")
+
+
+def saved_by_block(saved: pl.DataFrame) -> Table:
+    """One row a block, with the five contributors that take most of it."""
+    held = held_storages(saved).with_columns(pl.col("block").fill_null(OUTSIDE))
+    total = max(1, _total(held))
+    rows: list[tuple[Cell, ...]] = []
+    for (block,), inside in held.group_by(["block"], maintain_order=True):
+        size = _total(inside)
+        rows.append((str(block), size, size / total, inside.height, _largest(inside)))
+    return Table(
+        title="Saved for backward by block",
+        columns=(Column(key="block", label="block"), _BYTES, _SHARE, _COUNT, Column(key="mostly", label="mostly")),
+        rows=tuple(rows),
+        notes=(_NOTE,),
+    )
+
+
+def saved_in_block(saved: pl.DataFrame, block: str | None = None) -> Table:
+    """What one block saves, tensor by tensor, the largest first; the first block unless told."""
+    held = held_storages(saved)
+    known = held["block"].drop_nulls().unique(maintain_order=True).to_list()
+    if block is not None and block not in known:
+        raise ValueError(f"no block `{block}` among {known}")
+    chosen = block or (known[0] if known else "")
+    inside = held.filter(pl.col("block") == chosen).sort("storage_bytes", descending=True, maintain_order=True)
+    total = max(1, _total(inside))
+    return Table(
+        title=f"Saved for backward in {chosen}" if chosen else "Saved for backward in blocks: none were found",
+        columns=(
+            Column(key="module", label="module"),
+            Column(key="op", label="operator"),
+            Column(key="argument", label="argument"),
+            Column(key="shape", label="shape"),
+            Column(key="dtype", label="dtype"),
+            _BYTES,
+            _SHARE,
+        ),
+        rows=tuple(
+            (*(row[name] for name in ("module", "op", "argument", "shape", "dtype")), size, size / total)
+            for row, size in zip(inside.iter_rows(named=True), inside["storage_bytes"], strict=True)
+        ),
+        notes=(_NOTE,),
+    )
+
+
+def compare_saved(eager: pl.DataFrame, compiled: pl.DataFrame) -> tuple[Table, Table]:
+    """Eager beside compiled: by operator, and by size of tensor.
+
+    A compiled graph is one node and says nothing about what its tensors were. What went away is told by size instead:
+    where eager keeps five tensors of one size and dtype and compiled three, two of the operators beside are gone.
+    """
+    left, right = held_storages(eager), held_storages(compiled)
+    return _compare_ops(left, right), _compare_sizes(left, right)
+
+
+def saved_beside_closed_form(saved: pl.DataFrame, closed: Activations) -> Table:
+    """Of the built-in model, eager and without checkpointing: what each part keeps by its formula and by the graph."""
+    held = held_storages(saved)
+    found: dict[str, int] = {}
+    for row in held.iter_rows(named=True):
+        part = _part_of(row["module"] or "", row["argument"], row["dtype"])
+        found[part] = found.get(part, 0) + row["storage_bytes"]
+    parts = [*PARTS, *(part for part in found if part not in PARTS)]
+    rows = [
+        (part, closed.part_formula(part), closed.part_bytes(part), found.get(part, 0))
+        for part in parts
+        if closed.part_bytes(part) or found.get(part) or part in NOTHING_KEPT
+    ]
+    rows.append(("all", "", closed.bytes, _total(held)))
+    return Table(
+        title="Saved for backward: closed form and graph",
+        columns=(
+            Column(key="part", label="part"),
+            Column(key="formula", label="bytes by formula"),
+            Column(key="closed_bytes", label="closed form", kind="bytes"),
+            Column(key="audit_bytes", label="graph", kind="bytes"),
+            Column(key="difference_bytes", label="graph - closed", kind="bytes"),
+        ),
+        rows=tuple((*row, row[3] - row[2]) for row in rows),
+        notes=(_NOTE, *(f"{part} keeps nothing: {why}" for part, why in NOTHING_KEPT.items())),
+    )
+
+
+def _table_by(saved: pl.DataFrame, keys: Sequence[str], title: str) -> Table:
+    held = held_storages(saved)
+    total = max(1, _total(held))
+    sums = (
+        held.group_by(keys, maintain_order=True)
+        .agg(pl.col("storage_bytes").sum().alias("bytes"), pl.len().alias("count"))
+        .sort("bytes", descending=True, maintain_order=True)
+    )
+    return Table(
+        title=title,
+        columns=(*(Column(key=key, label=key) for key in keys), _BYTES, _SHARE, _COUNT),
+        rows=tuple(
+            (*(row[key] for key in keys), row["bytes"], row["bytes"] / total, row["count"])
+            for row in sums.iter_rows(named=True)
+        ),
+        notes=(_NOTE,),
+    )
+
+
+def _total(held: pl.DataFrame) -> int:
+    return int(held["storage_bytes"].sum())
+
+
+def _largest(inside: pl.DataFrame) -> str:
+    """`ffn SigmoidBackward0 result 10.8%`: by the module's last name, which tells parts of a block apart."""
+    total = max(1, _total(inside))
+    named = inside.with_columns(pl.col("module").fill_null("").str.split(".").list.last())
+    sums = named.group_by("module", "op", "argument", maintain_order=True).agg(pl.col("storage_bytes").sum())
+    top = sums.sort("storage_bytes", descending=True, maintain_order=True).head(LARGEST)
+    return ", ".join(f"{module} {op} {argument} {size / total:.1%}" for module, op, argument, size in top.iter_rows())
+
+
+def _compare_ops(left: pl.DataFrame, right: pl.DataFrame) -> Table:
+    sides = [dict(side.group_by("op").agg(pl.col("storage_bytes").sum()).iter_rows()) for side in (left, right)]
+    order = sorted(sides[0] | sides[1], key=lambda op: (-sides[0].get(op, 0), -sides[1].get(op, 0), op))
+    rows = [(op, sides[0].get(op, 0), sides[1].get(op, 0)) for op in order]
+    rows.append(("all", _total(left), _total(right)))
+    return Table(
+        title="Saved for backward by operator, eager and compiled",
+        columns=(Column(key="op", label="operator"), *_SIDES),
+        rows=tuple((op, before, after, before - after) for op, before, after in rows),
+        notes=(_NOTE,),
+    )
+
+
+def _compare_sizes(left: pl.DataFrame, right: pl.DataFrame) -> Table:
+    keys = ["dtype", "storage_bytes"]
+    what = (pl.col("op") + " " + pl.col("argument")).unique(maintain_order=True).str.join(", ")
+    before = left.group_by(keys).agg(pl.len().alias("eager"), what.alias("ops"))
+    after = right.group_by(keys).agg(pl.len().alias("compiled"))
+    both = before.join(after, on=keys, how="full", coalesce=True).with_columns(
+        pl.col("eager", "compiled").fill_null(0).cast(pl.Int64)
+    )
+    both = both.with_columns(((pl.col("eager") - pl.col("compiled")) * pl.col("storage_bytes")).alias("gone"))
+    both = both.sort(pl.col("gone"), pl.col("storage_bytes"), descending=True)
+    return Table(
+        title="Saved for backward by size of tensor, eager and compiled",
+        columns=(
+            Column(key="dtype", label="dtype"),
+            Column(key="each_bytes", label="each", kind="bytes"),
+            Column(key="eager_count", label="eager", kind="count"),
+            Column(key="compiled_count", label="compiled", kind="count"),
+            Column(key="gone_bytes", label="went away", kind="bytes"),
+            Column(key="eager_ops", label="kept in eager by"),
+        ),
+        rows=tuple(both.select(*keys, "eager", "compiled", "gone", "ops").iter_rows()),
+        notes=(_NOTE, "a negative amount came in addition"),
+    )
+
+
+_SIDES = (
+    Column(key="eager_bytes", label="eager", kind="bytes"),
+    Column(key="compiled_bytes", label="compiled", kind="bytes"),
+    Column(key="gone_bytes", label="went away", kind="bytes"),
+)
+
+
+def _block_of(module: str | None) -> str | None:
+    """`blocks.3` of `blocks.3.attention.q_proj`: up to the first number in the path."""
+    match = _BLOCK.match(module or "")
+    return match[1] if match else None
+
+
+def _part_of(module: str, argument: str, dtype: str) -> str:
+    """The part of the built-in model, by the names of its modules. A 16-bit second factor of a linear layer is the copy
+    of its weight."""
+    last = module.rpartition(".")[2]
+    if argument == "mat2" and dtype in ("bfloat16", "float16") and last != "attention":
+        return "weights"
+    if last.endswith("_norm"):
+        return "norm"
+    if last.endswith("_proj"):
+        return "projections"
+    named = {"attention": "attention", "lm_head": "head", "(loss)": "loss", "embedding": "embedding"}
+    return "ffn" if ".ffn" in module else named.get(last, last or "(unknown)")

@@ -1,0 +1,1 @@
+"""Tables of what `precision` measured, and what autocast does."""

@@ -1,0 +1,76 @@
+"""One run as a report: the opening, what to do, how sound it is, and a section for each thing there is to show.
+
+A section is made of `Materials` alone, whatever else is there: a comparison puts those of two runs beside each other.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from stepscope import __version__
+from stepscope.explain.rules.kept import find_once
+from stepscope.explain.story.attention_section import show_attention
+from stepscope.explain.story.commands import list_commands
+from stepscope.explain.story.environment_section import show_environment
+from stepscope.explain.story.memory_section import show_memory, show_saved
+from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
+from stepscope.explain.story.precision_section import show_precision
+from stepscope.explain.story.questions_section import answer_questions
+from stepscope.explain.story.remedies import advise
+from stepscope.explain.story.soundness import judge
+from stepscope.explain.story.sources import Materials
+from stepscope.explain.story.time_sections import show_ranks, show_roofline, show_time, show_timeline
+from stepscope.findings import Advice, Finding, Report, Section
+
+# In the order of the page. `ranks` is there for several of them only.
+SECTIONS: dict[str, Callable[[Materials], Section]] = {
+    "timeline": show_timeline,
+    "time": show_time,
+    "roofline": show_roofline,
+    "memory": show_memory,
+    "autograd": show_saved,
+    "precision": show_precision,
+    "attention": show_attention,
+    "ranks": show_ranks,
+    "questions": answer_questions,
+    "environment": show_environment,
+}
+
+
+def tell(materials: Materials) -> Report:
+    opening = Opening(materials)
+    shown = [show for key, show in SECTIONS.items() if key != "ranks" or len(materials.ranks) > 1]
+    return Report(
+        title=title_of(materials),
+        subtitle=subtitle_of(materials),
+        sentence=say_run(opening),
+        facts=list_facts(opening),
+        advice=list_advice(materials),
+        soundness=judge(opening),
+        sections=tuple(show(materials) for show in shown),
+        commands=list_commands(materials),
+        version=__version__,
+        is_partial=materials.is_partial,
+    )
+
+
+def list_advice(materials: Materials) -> tuple[Advice, ...] | None:
+    """The largest saving first, and after these what a fix from above mends as well: the first three are three
+    different things to do. None where there is no profile to look at."""
+    profile, step_ns = materials.profile, materials.profile_step_ns
+    if profile is None or step_ns is None:
+        return None
+    first: list[Advice] = []
+    repeated: list[Advice] = []
+    for finding in find_once(profile):
+        advice = advise(_share_of(finding, step_ns), profile)
+        given = {fix.text for above in first for fix in above.fixes}
+        (repeated if given.intersection(fix.text for fix in advice.fixes) else first).append(advice)
+    return (*first, *repeated)
+
+
+def _share_of(finding: Finding, step_ns: float) -> Finding:
+    """With its saving as a share of the page's step: rules go by the profile's clock."""
+    if finding.saving_ns is None:
+        return finding
+    return msgspec.structs.replace(finding, share=min(1.0, finding.saving_ns / max(1.0, step_ns)))

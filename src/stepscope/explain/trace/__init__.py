@@ -1,0 +1,1 @@
+"""Kernel traces: what each kernel belongs to, and time that adds up."""

@@ -1,0 +1,100 @@
+"""Whether two recordings may be compared at all: what of their circumstances differs, in words."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from stepscope.explain.trace.profile import Profile
+from stepscope.recording.rows.bench import Environment
+from stepscope.recording.store import Manifest
+from stepscope.spec import Case
+
+
+def compare_circumstances(a: Profile, b: Profile) -> tuple[str, ...]:
+    """Remarks, the gravest first: another device, another workload, other software, doubts about either."""
+    left, right = a.recording.manifest, b.recording.manifest
+    return (
+        *_devices(a, b),
+        *_workloads(left, right),
+        *_software(left, right),
+        *_doubts("A", left),
+        *_doubts("B", right),
+    )
+
+
+def _devices(a: Profile, b: Profile) -> Iterator[str]:
+    left, right = a.recording.manifest, b.recording.manifest
+    if left.device != right.device:
+        yield f"warning: the devices differ: A on {_or_unknown(left.device)}, B on {_or_unknown(right.device)}"
+    if len(a.devices) != len(b.devices):
+        yield f"warning: A holds {len(a.devices)} devices and B {len(b.devices)}; times are means over devices"
+    for name, manifest in (("A", left), ("B", right)):
+        if manifest.source == "nsight compute":
+            yield f"warning: {name}: Nsight Compute runs one kernel at a time, so its wall and idle time are no step's"
+    if left.source != right.source:
+        yield f"warning: the recorders differ, and so does what they cost: A by {left.source}, B by {right.source}"
+
+
+def _workloads(a: Manifest, b: Manifest) -> Iterator[str]:
+    if a.case is None or b.case is None:
+        if a.file != b.file:
+            yield "the workloads are not recorded in both: whether A and B run the same is for you to know"
+        return
+    left, right = list_settings(a.case, a.optimizer), list_settings(b.case, b.optimizer)
+    differ = [name for name in dict.fromkeys((*left, *right)) if left.get(name) != right.get(name)]
+    if differ:
+        said = ", ".join(f"{name} {left.get(name, '–')} → {right.get(name, '–')}" for name in differ)
+        yield f"the workloads differ: {said}"
+
+
+def list_settings(case: Case, optimizer: str | None) -> dict[str, str]:
+    """What a workload is set to, in words, but for where it runs and its seed. `optimizer` is the one that ran, where
+    the workload leaves it to a factory."""
+    workload = case.workload
+    settings = {"model": workload.model.name}
+    for field in msgspec.structs.fields(workload):
+        if field.name not in ("model", "device", "seed"):
+            settings[field.name.replace("_", " ")] = _say(getattr(workload, field.name))
+    return settings | {"optimizer": _say(workload.optimizer or optimizer), "context": _say(workload.context or None)}
+
+
+def _say(value: object) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case None:
+            return "–"
+        case _:
+            return str(value)
+
+
+def _software(a: Manifest, b: Manifest) -> Iterator[str]:
+    left, right = list_versions(a), list_versions(b)
+    differ = [name for name in dict.fromkeys((*left, *right)) if left.get(name) != right.get(name)]
+    if differ:
+        said = ", ".join(f"{name} {left.get(name, '–')} → {right.get(name, '–')}" for name in differ)
+        yield f"warning: the software differs: {said}"
+
+
+def list_versions(manifest: Manifest) -> dict[str, str]:
+    environment = manifest.environment
+    if environment is None:
+        return {
+            name.replace("_", " "): version for name, version in manifest.versions.items() if name != "schemaVersion"
+        }
+    return describe_software(environment)
+
+
+def describe_software(environment: Environment) -> dict[str, str]:
+    named = {name: getattr(environment, name) for name in ("torch", "triton", "cuda", "driver", "python", "stepscope")}
+    named["CPU limits"] = environment.cpu_limits
+    return {**{name: str(version) for name, version in named.items() if version}, "threads": str(environment.threads)}
+
+
+def _doubts(name: str, manifest: Manifest) -> Iterator[str]:
+    for doubt in manifest.doubts:
+        yield f"warning: {name}: {doubt.text} ({doubt.code})"
+
+
+def _or_unknown(name: str) -> str:
+    return name or "an unknown device"

@@ -1,0 +1,364 @@
+"""Two recordings against each other: what of the step's time changed, and whether it is more than noise.
+
+A step's wall time is taken apart without counting anything twice (`accounting`): time in which one thing ran alone, by
+what it was; time in which several ran side by side; and idle time. So the differences of the parts add up to the
+difference of the step, to the nanosecond, and what is not listed is one row `rest`.
+
+Noise is judged from the steps of each recording: Welch's interval for the difference of two means, at 95 %. It knows
+how much steps of one run differ, not how much two runs of the same thing do.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+import polars as pl
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.trace.accounting import Ints, account
+from stepscope.explain.trace.comparability import compare_circumstances
+from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.findings import Cell, Column, Table
+
+By = Literal["phase", "class", "module", "kernel"]
+Verdict = Literal["slower", "faster", "noise", "same", "cannot tell"]
+WALL, ALONE, GPU_TIME = "wall", "wall without the recorder", "kernels added up"
+IDLE, OVERLAP, REST = "(idle)", "(several at once)", "(rest)"
+TOP = 12
+LEAST_STEPS = 3
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_CLASS_NUMBER = re.compile(r"_\d+(?=\.|$)")
+# Student's t, two-sided 95 %, by degrees of freedom; between two entries the smaller (the wider interval) holds.
+_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+_T |= {12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0, 120: 1.98, 1000: 1.962}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One thing in both recordings, in whole nanoseconds a step."""
+
+    group: str
+    name: str
+    a_ns: int
+    b_ns: int
+    verdict: Verdict
+
+    @property
+    def difference_ns(self) -> int:
+        return self.b_ns - self.a_ns
+
+    @property
+    def ratio(self) -> float | None:
+        return self.b_ns / self.a_ns if self.a_ns else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`parts` add up to `wall` in A, in B and in the difference. `gate` is the row that decides a regression: the steps
+    timed without the recorder where both recordings have them, else the recorded ones."""
+
+    names: tuple[str, str]
+    by: By
+    steps: tuple[int, int]
+    wall: Row
+    totals: tuple[Row, ...]
+    parts: tuple[Row, ...]
+    gate: Row
+    remarks: tuple[str, ...]
+
+
+def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] = ("A", "B")) -> Comparison:
+    pieces = [_take_apart(profile, by) for profile in (a, b)]
+    walls = [[sum(step.values(), Fraction(0)) for step in each] for each in pieces]
+    wall = _row("step", WALL, walls[0], walls[1])
+    parts = _parts(pieces[0], pieces[1], wall, by)
+    totals = [wall]
+    alone = [list_plain_steps(profile) for profile in (a, b)]
+    if all(alone):
+        totals.append(_row("step", ALONE, alone[0], alone[1]))
+    totals.append(_row("step", GPU_TIME, *(_gpu_times(profile) for profile in (a, b))))
+    idle = [[step.get(IDLE, Fraction(0)) for step in each] for each in pieces]
+    totals.append(_row("step", IDLE.strip("()"), idle[0], idle[1]))
+    gate = totals[1] if all(alone) else wall
+    return Comparison(
+        names=names,
+        by=by,
+        steps=(len(walls[0]), len(walls[1])),
+        wall=wall,
+        totals=tuple(totals),
+        parts=tuple(parts),
+        gate=gate,
+        remarks=compare_circumstances(a, b),
+    )
+
+
+# --- Taking a step apart --------------------------------------------------------------------------------------------
+
+
+def _take_apart(profile: Profile, by: By) -> list[dict[str, Fraction]]:
+    """For each step what its wall time consists of; over several devices the mean. Kernels that run on past their step
+    are cut there, so that every moment belongs to one step."""
+    keyed = profile.kernels.select("process", "device", "start_ns", "end_ns", _key(profile, by)).sort("start_ns")
+    parted = keyed.partition_by("process", "device", maintain_order=True, include_key=False)
+    devices = [_Device.of(kernels) for kernels in parted]
+    return [_step_parts(devices, window) for window in step_windows(profile)]
+
+
+def step_windows(profile: Profile) -> list[tuple[int, int]]:
+    """Where each step begins and ends. Where the host waits for the device between steps, from a step's beginning to
+    the next one's. Where it runs ahead, its clock says nothing about the device, and a step is from its first kernel to
+    the first of the next. Without marked steps everything is one."""
+    steps = profile.steps.unique("step", keep="first", maintain_order=True).sort("start_ns")
+    if not steps.height:
+        return [profile.window]
+    ran = profile.kernels.group_by("step").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
+    known = steps.join(ran, on="step", how="left", maintain_order="left")
+    starts, last = known["start_ns"].to_list(), known["last_ns"].fill_null(known["end_ns"])
+    end = max(int(known["end_ns"][-1]), int(last[-1]))
+    firsts = known["first_ns"].to_list()
+    runs_ahead = bool((last.head(-1) > known["start_ns"].tail(-1)).any())
+    if runs_ahead and known["first_ns"].null_count() == 0 and firsts == sorted(set(firsts)):
+        starts, end = firsts, int(last[-1])
+    return list(zip(starts, [*starts[1:], end], strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """The kernels of one device in the order of their starts. `latest_ns` is the latest end of any up to each, so that
+    a window's kernels are found without looking at all of them."""
+
+    kernels: pl.DataFrame
+    starts_ns: Ints
+    latest_ns: Ints
+
+    @classmethod
+    def of(cls, kernels: pl.DataFrame) -> "_Device":
+        latest = np.maximum.accumulate(kernels["end_ns"].to_numpy())
+        return cls(kernels=kernels, starts_ns=kernels["start_ns"].to_numpy(), latest_ns=latest)
+
+    def cut(self, window: tuple[int, int]) -> pl.DataFrame:
+        """What runs in a window, without what of it lies outside."""
+        first = int(np.searchsorted(self.latest_ns, window[0], side="right"))
+        behind = int(np.searchsorted(self.starts_ns, window[1], side="left"))
+        near = self.kernels.slice(first, max(0, behind - first))
+        return near.filter(pl.col("end_ns") > window[0]).with_columns(
+            pl.col("start_ns", "end_ns").clip(window[0], window[1])
+        )
+
+
+def _step_parts(devices: Sequence[_Device], window: tuple[int, int]) -> dict[str, Fraction]:
+    parts: dict[str, Fraction] = {}
+    for device in devices:
+        done = account(device.cut(window), window)
+        for name, time in (*done.classes.items(), (OVERLAP, done.overlap_ns), (IDLE, done.idle_ns)):
+            parts[name] = parts.get(name, Fraction(0)) + Fraction(time, len(devices))
+    return parts
+
+
+def _key(profile: Profile, by: By) -> pl.Expr:
+    """What is compared, in the column that `account` reads."""
+    match by:
+        case "class":
+            return pl.col("class")
+        case "phase":
+            return pl.col("phase").fill_null(UNKNOWN).alias("class")
+        case "kernel":
+            return pl.col("name").alias("class")
+        case "module":
+            paths = {path: align_module(path) for path in profile.kernels["module"].drop_nulls().unique()}
+            return pl.col("module").replace_strict(paths, default=UNKNOWN, return_dtype=pl.String).alias("class")
+
+
+def align_module(path: str) -> str:
+    """The same module of all layers is one: models of different depth can be compared."""
+    return _CLASS_NUMBER.sub("", _LAYER.sub("*", path))
+
+
+def _gpu_times(profile: Profile) -> list[Fraction]:
+    """Kernels' durations added up, by the step that launched them."""
+    times = profile.kernels.group_by("step").agg(ns=pl.col("time_ns").sum())
+    known = dict(times.select("step", "ns").iter_rows())
+    steps = profile.steps["step"].unique(maintain_order=True).to_list()
+    values = [known.get(step, 0) for step in steps] if steps else [profile.gpu_time_ns]
+    return [Fraction(value, len(profile.devices)) for value in values]
+
+
+def list_plain_steps(profile: Profile) -> list[Fraction]:
+    """The steps timed without the recorder, none where the recording has none."""
+    steps = profile.recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
+    return [Fraction(ns) for ns in steps["ns"]]
+
+
+# --- Rows that add up -----------------------------------------------------------------------------------------------
+
+
+def _parts(a: Sequence[dict[str, Fraction]], b: Sequence[dict[str, Fraction]], wall: Row, by: By) -> list[Row]:
+    """The largest changes first, then the rest. Values are rounded so that they still add up."""
+    names = list(dict.fromkeys(name for step in (*a, *b) for name in step))
+    samples = {name: ([s.get(name, Fraction(0)) for s in a], [s.get(name, Fraction(0)) for s in b]) for name in names}
+    means = {name: (_mean(one), _mean(other)) for name, (one, other) in samples.items()}
+    order = sorted(names, key=lambda name: (-abs(means[name][1] - means[name][0]), -means[name][1], name))
+    shown = order if len(order) <= TOP + 1 else order[:TOP]
+    rest = [name for name in order if name not in shown]
+    if rest:
+        summed = tuple(
+            [sum(column, Fraction(0)) for column in zip(*(samples[n][k] for n in rest), strict=True)] for k in (0, 1)
+        )
+        samples[REST] = (summed[0], summed[1])
+        shown = [*shown, REST]
+    rounded = [
+        _round_to_sum([_mean(samples[name][k]) for name in shown], total)
+        for k, total in ((0, wall.a_ns), (1, wall.b_ns))
+    ]
+    return [
+        Row(group=by, name=name, a_ns=a_ns, b_ns=b_ns, verdict=judge(*samples[name]))
+        for name, a_ns, b_ns in zip(shown, *rounded, strict=True)
+        if a_ns or b_ns
+    ]
+
+
+def _round_to_sum(values: Sequence[Fraction], total: int) -> list[int]:
+    """Each to a neighbouring whole number, such that they add up to `total`: the running sum is what is rounded."""
+    rounded, before, running = [], 0, Fraction(0)
+    for value in values:
+        running += value
+        rounded.append(round(running) - before)
+        before = round(running)
+    assert before == total, "the parts of a step are its wall time"
+    return rounded
+
+
+def _row(group: str, name: str, a: Sequence[Fraction], b: Sequence[Fraction]) -> Row:
+    return Row(group=group, name=name, a_ns=round(_mean(a)), b_ns=round(_mean(b)), verdict=judge(a, b))
+
+
+def _mean(values: Sequence[Fraction]) -> Fraction:
+    return sum(values, Fraction(0)) / len(values)
+
+
+# --- Noise ----------------------------------------------------------------------------------------------------------
+
+
+def judge(a: Sequence[Fraction], b: Sequence[Fraction]) -> Verdict:
+    """Whether B differs from A by more than steps differ from one another."""
+    difference = float(_mean(b) - _mean(a))
+    if difference == 0:
+        return "same"
+    if min(len(a), len(b)) < LEAST_STEPS:
+        return "cannot tell"
+    if abs(difference) <= welch_margin([float(v) for v in a], [float(v) for v in b]):
+        return "noise"
+    return "slower" if difference > 0 else "faster"
+
+
+def welch_margin(a: Sequence[float], b: Sequence[float]) -> float:
+    """Half the width of the 95 % interval around the difference of the means."""
+    errors = [statistics.variance(one) / len(one) for one in (a, b)]
+    total = sum(errors)
+    if total == 0:
+        return 0.0
+    freedom = total**2 / sum(error**2 / (len(one) - 1) for error, one in zip(errors, (a, b), strict=True))
+    return _student(freedom) * math.sqrt(total)
+
+
+def _student(freedom: float) -> float:
+    return _T[max(1, *(known for known in _T if known <= freedom + 1e-9))]
+
+
+# --- The gate and the table -----------------------------------------------------------------------------------------
+
+
+def parse_percent(text: str) -> float:
+    """`3%` or `3` is 0.03."""
+    number = text.strip().removesuffix("%").strip()
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise StepscopeError(
+            f"not a percentage: `{text}`", detail="expected a number that is not negative", hint="--fail-on 3%"
+        )
+    return value / 100
+
+
+def regressed(comparison: Comparison, limit: float) -> bool:
+    """Whether B's step is slower by more than `limit` and by more than noise. Too few steps to tell noise from change
+    are compared all the same."""
+    gate = comparison.gate
+    return gate.verdict in ("slower", "cannot tell") and gate.b_ns > gate.a_ns * (1 + limit)
+
+
+def gate_sentence(comparison: Comparison, limit: float) -> str:
+    gate, failed = comparison.gate, regressed(comparison, limit)
+    change = f"{(gate.b_ns / gate.a_ns - 1) * 100:+.2f} %" if gate.a_ns else "–"
+    said = f"{'FAIL' if failed else 'pass'}: {gate.name} {change} against a limit of +{limit * 100:g} %"
+    if gate.verdict == "cannot tell":
+        return f"{said}; too few steps to tell a change from noise ({comparison.steps[0]} and {comparison.steps[1]})"
+    return said + ("; within noise" if gate.verdict == "noise" else "")
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    total = comparison.wall.difference_ns
+    columns = (
+        Column(key="group", label=""),
+        Column(key="name", label="per step"),
+        Column(key="a_ms", label="A", kind="ms"),
+        Column(key="b_ms", label="B", kind="ms"),
+        Column(key="difference_ms", label="B − A", kind="ms"),
+        Column(key="ratio", label="B / A", kind="ratio"),
+        Column(key="share_of_change", label="of change", kind="share"),
+        Column(key="verdict", label="verdict"),
+        Column(key="a_ns", label="A in ns", kind="count", detail=True),
+        Column(key="b_ns", label="B in ns", kind="count", detail=True),
+        Column(key="recorded_name", label="name as recorded", detail=True),
+    )
+    rows = [_cells(row, None, comparison) for row in comparison.totals]
+    rows += [_cells(row, total, comparison) for row in comparison.parts]
+    return Table(title=_title(comparison), columns=columns, rows=tuple(rows), notes=tuple(_notes(comparison)))
+
+
+def _cells(row: Row, total: int | None, comparison: Comparison) -> tuple[Cell, ...]:
+    share = row.difference_ns / total if total else None
+    times = (row.a_ns / 1e6, row.b_ns / 1e6, row.difference_ns / 1e6)
+    verdict: str = row.verdict
+    if not row.a_ns or not row.b_ns:
+        verdict += f", only in {'B' if row.b_ns else 'A'}"
+    name = _display(row) if comparison.by == "kernel" else row.name
+    return (row.group, name, *times, row.ratio, share, verdict, row.a_ns, row.b_ns, row.name)
+
+
+def _display(row: Row) -> str:
+    from stepscope.explain.kernel_names import decode
+
+    plain = row.group != "kernel" or row.name in (IDLE, OVERLAP, REST) or row.name.startswith("aten::")
+    return row.name if plain else decode(row.name).short
+
+
+def _title(comparison: Comparison) -> str:
+    a, b = comparison.names
+    counts = " and ".join(f"{count} step{'s' * (count != 1)}" for count in comparison.steps)
+    return f"A: {a}; B: {b}; means over {counts}, in ms"
+
+
+def say_sum(by: By) -> str:
+    return f"the rows under `{by}` add up to `{WALL}`: what ran alone, several at once, and idle"
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    notes = [*comparison.remarks, say_sum(comparison.by)]
+    verdicts = {row.verdict for row in (*comparison.totals, *comparison.parts)}
+    if "cannot tell" in verdicts:
+        notes.append(
+            f"cannot tell: fewer than {LEAST_STEPS} steps in a recording, so a change cannot be told from noise"
+        )
+    if verdicts & {"noise", "slower", "faster"}:
+        notes.append(
+            "noise: within Welch's 95 % interval over the recorded steps; two runs of the same thing can differ by more"
+        )
+    return notes

@@ -1,0 +1,302 @@
+"""Hardware counters as tables: what each kernel did, and the counters of many cases beside the textbook's formula.
+
+The formula counts every product in full, two operations a multiply-add. A counter counts what ran: whole tiles, the
+part that a causal kernel does not skip, three products where fp32 is split into tf32, and on the plain units what is no
+product at all. So a ratio of 1 is a coincidence, and what is constant along an axis of the grid is the finding.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import polars as pl
+
+from stepscope import hardware
+from stepscope.cost import attention_flops, softmax_flops
+from stepscope.errors import StepscopeError, nearest
+from stepscope.explain.kernel_names.types import CLASSES
+from stepscope.explain.trace.classes import classify
+from stepscope.findings import Cell, Column, Table
+from stepscope.recording.readers.counter_metrics import L1_HIT_RATE, L2_HIT_RATE, PASSES, canonical_counters
+from stepscope.recording.store import Recording
+from stepscope.spec import Case, ModelShape, Workload
+
+DEFAULT_CLASS = "attention"
+_US = 1e3
+_COUNTED = ("tensor_ops", "fadd", "fmul", "ffma", "dadd", "dmul", "dfma", "dram_read_bytes", "dram_write_bytes")
+_RATES = {L1_HIT_RATE: "l1_hit", L2_HIT_RATE: "l2_hit"}
+# Kernels that agree in these did the same thing. What a product does on plain units is a matter of its size, too; other
+# kernels' operations depend on the data.
+_SHAPE = ("name", "grid", "block", "tensor_ops", "product_flops")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedCase:
+    """A case of a grid, with its recording or the reason why there is none."""
+
+    name: str
+    case: Case
+    recording: Recording | None
+    reason: str = ""
+
+
+def choose_classes(asked: str | None) -> tuple[str, ...]:
+    """Classes of kernels, with commas between several."""
+    words = [word.strip() for word in (asked or DEFAULT_CLASS).split(",")]
+    for word in words:
+        if word not in CLASSES:
+            close = nearest(word, CLASSES)
+            raise StepscopeError(
+                f"unknown class of kernels: `{word}`",
+                detail=f"expected one of {', '.join(CLASSES)}",
+                hint=f"--kernel-class {close or DEFAULT_CLASS}",
+            )
+    return tuple(dict.fromkeys(words))
+
+
+def has_counters(recording: Recording) -> bool:
+    """Whether any of the counters that the tables show was collected."""
+    return bool(canonical_counters(recording.counters).height)
+
+
+# --- Kernels of one recording
+
+
+def counted_kernels(recording: Recording) -> pl.DataFrame:
+    """The kernels in launch order with `class`, `short`, `grid`, `block`, `time_ns`, the counters that add up, and what
+    is made of them; null is what was not measured. Hits and lookups are counted in different runs of a kernel, and of
+    one of a few microseconds make up to ten times too much: a rate above 1 is no rate."""
+    kernels = classify(recording.kernels).with_row_index("kernel").cast({"kernel": pl.Int64})
+    rates = recording.counters.filter(pl.col("metric").is_in(list(_RATES))).select(
+        "kernel", pl.col("metric").replace(_RATES).alias("key"), pl.when(pl.col("value") <= 100).then("value") / 100
+    )
+    for frame in (canonical_counters(recording.counters), rates):
+        wide = frame.pivot(on="key", index="kernel", values="value")
+        kernels = kernels.join(wide, on="kernel", how="left", maintain_order="left")
+    missing = [name for name in (*_COUNTED, *_RATES.values()) if name not in kernels.columns]
+    return kernels.with_columns(
+        *(pl.lit(None, pl.Float64).alias(name) for name in missing),
+        *(_triple(what).alias(what) for what in ("grid", "block")),
+        (pl.col("end_ns") - pl.col("start_ns")).alias("time_ns"),
+    ).with_columns(
+        (pl.col("fadd") + pl.col("fmul") + 2 * pl.col("ffma")).alias("fp32_flops"),
+        (pl.col("dadd") + pl.col("dmul") + 2 * pl.col("dfma")).alias("fp64_flops"),
+        (pl.col("dram_read_bytes") + pl.col("dram_write_bytes")).alias("dram_bytes"),
+    )
+
+
+def _triple(what: str) -> pl.Expr:
+    return pl.concat_str([pl.col(f"{what}_{axis}") for axis in "xyz"], separator="×")
+
+
+def kernels_table(recording: Recording, *, top: int | None = None) -> Table:
+    """One row for kernels that did the same thing, in the order in which the first of them ran; figures are of one
+    launch. `top` keeps those that take most of the time."""
+    product_flops = pl.when(pl.col("class") == "gemm").then("fp32_flops").alias("product_flops")
+    kernels = counted_kernels(recording).with_columns(product_flops)
+    values = ("fp32_flops", "fp64_flops", "dram_bytes", "l1_hit", "l2_hit", "time_ns")
+    grouped = kernels.group_by(_SHAPE, maintain_order=True).agg(
+        pl.col("short", "class").first(), pl.len().cast(pl.Int64).alias("count"), pl.col(values).mean()
+    )
+    shown = grouped
+    if top is not None and grouped.height > top:
+        order = pl.col("count") * pl.col("time_ns")
+        shown = grouped.filter(order.rank("ordinal", descending=True) <= top)
+    bandwidth = _bandwidth(recording)
+    return Table(
+        title="Counters by kernel",
+        columns=_KERNEL_COLUMNS,
+        rows=tuple(_kernel_row(row, bandwidth) for row in shown.iter_rows(named=True)),
+        notes=_kernel_notes(recording, rest=grouped.height - shown.height, total=grouped.height),
+    )
+
+
+_KERNEL_COLUMNS = (
+    Column(key="short", label="kernel"),
+    Column(key="class", label="class"),
+    Column(key="count", label="launches", kind="count"),
+    Column(key="grid", label="grid"),
+    Column(key="tensor_ops", label="tensor-core ops", kind="count"),
+    Column(key="fp32_flops", label="CUDA-core FLOPs", kind="count"),
+    Column(key="tensor_share", label="on tensor cores", kind="share"),
+    Column(key="dram_gb_s", label="DRAM GB/s", kind="number"),
+    Column(key="dram_share", label="of peak", kind="share"),
+    Column(key="l1_hit", label="L1 hits", kind="share"),
+    Column(key="l2_hit", label="L2 hits", kind="share"),
+    Column(key="time_us", label="µs", kind="us"),
+    Column(key="fp64_flops", label="fp64 FLOPs", kind="count", detail=True),
+    Column(key="dram_bytes", label="DRAM bytes", kind="bytes", detail=True),
+    Column(key="block", label="block", detail=True),
+    Column(key="name", label="name", detail=True),
+)
+
+
+def _kernel_row(row: dict[str, Cell], bandwidth: float | None) -> tuple[Cell, ...]:
+    tensor, plain, moved, time = (_number(row[key]) for key in ("tensor_ops", "fp32_flops", "dram_bytes", "time_ns"))
+    rate = moved / time if moved is not None and time else None  # bytes a nanosecond are GB a second
+    share = tensor / (tensor + plain) if tensor is not None and plain is not None and tensor + plain else None
+    return (
+        row["short"],
+        row["class"],
+        row["count"],
+        row["grid"],
+        _whole(tensor),
+        _whole(plain),
+        share,
+        rate,
+        rate * 1e9 / bandwidth if rate is not None and bandwidth else None,
+        row["l1_hit"],
+        row["l2_hit"],
+        time / _US if time is not None else None,
+        _whole(_number(row["fp64_flops"])),
+        _whole(moved),
+        row["block"],
+        row["name"],
+    )
+
+
+def _number(cell: Cell) -> float | None:
+    assert not isinstance(cell, str)
+    return cell
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _bandwidth(recording: Recording) -> float | None:
+    environment = recording.manifest.environment
+    known = environment.hardware if environment else hardware.find(recording.manifest.device)
+    return known.bandwidth if known else None
+
+
+def _kernel_notes(recording: Recording, *, rest: int, total: int) -> tuple[str, ...]:
+    passes = recording.counters.filter(metric=PASSES)["value"].max()
+    replayed = f"; each kernel was run {passes:.0f} times over" if isinstance(passes, float) else ""
+    return (
+        "of one launch, kernels in launch order; identical ones are one row" + replayed,
+        "tensor-core ops include padding to tiles; CUDA-core FLOPs are additions and multiplications in fp32",
+        *((f"{rest} more rows: --table counters --top {total}",) if rest else ()),
+    )
+
+
+# --- Cases of a grid
+
+
+def cases_table(cases: Sequence[CountedCase], classes: Sequence[str] = (DEFAULT_CLASS,)) -> Table:
+    """One row a case and class of kernels: the counters of all its launches, the formula, and their ratio."""
+    settings = [one for one in _SETTINGS if one.always or len({one.read(case.case.workload) for case in cases}) > 1]
+    totals = [(case, kind, _total(case, kind)) for case in cases for kind in classes]
+    has_fp64 = any(total["fp64_flops"] is not None for _, _, total in totals)
+    keys = ("launches", "tensor_ops", "fp32_flops", *(("fp64_flops",) if has_fp64 else ()))
+    rows = tuple(
+        (*(one.read(case.case.workload) for one in settings), kind, *_case_cells(case.case, kind, total, keys))
+        for case, kind, total in totals
+    )
+    return Table(
+        title="Counters and the textbook",
+        columns=(
+            *(Column(key=one.key, label=one.label, kind=one.kind) for one in settings),
+            Column(key="class", label="kernels"),
+            *(Column(key=key, label=_LABELS[key], kind="count") for key in keys),
+            Column(key="textbook_flops", label="textbook", kind="count"),
+            *(
+                Column(key=f"{key}_ratio", label=f"{_LABELS[key].split()[0]} / textbook", kind="ratio")
+                for key in keys[1:]
+            ),
+            Column(key="notes_flops", label="B·H·(2L²d+3L²)", kind="count", detail=True),
+        ),
+        rows=rows,
+        notes=_case_notes(cases, totals),
+    )
+
+
+_LABELS = {
+    "launches": "launches",
+    "tensor_ops": "tensor-core ops",
+    "fp32_flops": "fp32 FLOPs",
+    "fp64_flops": "fp64 FLOPs",
+}
+_Total = dict[str, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    key: str
+    label: str
+    read: Callable[[Workload], Cell]
+    kind: Literal["text", "count"] = "count"
+    always: bool = False
+
+
+def _of_shape(name: str) -> Callable[[Workload], Cell]:
+    return lambda workload: getattr(workload.model, name, None)
+
+
+def _model_name(workload: Workload) -> Cell:
+    """Of a model whose shape is not ours to tell in columns."""
+    return None if isinstance(workload.model, ModelShape) else workload.model.name
+
+
+_SETTINGS = (
+    _Setting(key="model", label="model", read=_model_name, kind="text"),
+    _Setting(key="num_layers", label="layers", read=_of_shape("num_layers")),
+    _Setting(key="d_model", label="width", read=_of_shape("d_model")),
+    _Setting(key="d_ff", label="feed-forward", read=_of_shape("d_ff")),
+    _Setting(key="num_heads", label="heads", read=_of_shape("num_heads")),
+    _Setting(key="num_kv_heads", label="kv heads", read=_of_shape("num_kv_heads")),
+    _Setting(key="vocab", label="vocab", read=_of_shape("vocab")),
+    _Setting(key="batch", label="batch", read=lambda workload: workload.batch),
+    _Setting(key="context", label="context", read=lambda workload: workload.context or None, always=True),
+    _Setting(key="precision", label="precision", read=lambda workload: workload.precision, kind="text"),
+    _Setting(key="attention", label="attention", read=lambda workload: workload.attention, kind="text"),
+    _Setting(key="compile", label="compile", read=lambda one: "yes" if one.compile else "no", kind="text"),
+    _Setting(key="mode", label="mode", read=lambda workload: workload.mode, kind="text"),
+    _Setting(key="seed", label="seed", read=lambda workload: workload.seed),
+)
+
+
+def _total(case: CountedCase, kind: str) -> _Total:
+    """Over all launches of a class. Null where it was not measured of all of them, and where there is no recording."""
+    if case.recording is None:
+        return dict.fromkeys((*_LABELS, "textbook"))
+    kernels = counted_kernels(case.recording).filter(pl.col("class") == kind)
+    total: _Total = {"launches": kernels.height}
+    for key in ("tensor_ops", "fp32_flops", "fp64_flops"):
+        measured = kernels.height and not kernels[key].null_count()
+        total[key] = round(kernels[key].sum()) if measured else None
+    flops = (case.recording.manifest.forward_flops or {}).get(kind)
+    total["textbook"] = flops * case.case.timing.steps if flops is not None else None
+    return total
+
+
+def _case_cells(case: Case, kind: str, total: _Total, keys: Sequence[str]) -> tuple[Cell, ...]:
+    textbook = total["textbook"]
+    ratios = []
+    for key in keys[1:]:
+        counted = total[key]
+        ratios.append(counted / textbook if textbook and counted is not None else None)
+    return (*(total[key] for key in keys), textbook, *ratios, _notes_formula(case) if kind == "attention" else None)
+
+
+def _notes_formula(case: Case) -> int | None:
+    """The products of a causal half, and three operations an element of the softmax over the full square: an estimate
+    that is met in the literature, for the built-in model's shapes."""
+    shape, workload = case.workload.model, case.workload
+    if not isinstance(shape, ModelShape):
+        return None
+    heads, length = shape.num_heads, workload.context
+    products = attention_flops(
+        batch=workload.batch, heads=heads, queries=length, keys=length, head_dim=shape.head_dim, causal=True
+    )
+    softmax = softmax_flops(workload.batch * heads * length * length) * 3 // 5  # a convention of 3, where ours is 5
+    return case.timing.steps * shape.num_layers * (products + softmax)
+
+
+def _case_notes(cases: Sequence[CountedCase], totals: Sequence[tuple[CountedCase, str, _Total]]) -> tuple[str, ...]:
+    notes = ["all launches of a class; textbook: 2 operations a multiply-add, attention as B·H·4L²·d a layer"]
+    absent = {kind for _, kind, total in totals if total["launches"] == 0}
+    if "attention" in absent:
+        notes.append("no fused attention ran: written out it is products and a softmax; --kernel-class gemm")
+    notes.extend(f"{case.name}: {case.reason}" for case in cases if case.recording is None)
+    return tuple(notes)

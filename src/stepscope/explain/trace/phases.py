@@ -1,0 +1,109 @@
+"""Which part of a step a moment belongs to: input, forward, loss, backward or optimizer; and which step.
+
+Evidence is taken in the order of how much it can be trusted. Inside the evaluation of an autograd node it is backward,
+whatever range is open. Then come ranges that say so (ours, the framework's own `Optimizer.step`, names that people
+give), the optimizer's frames, modules being called, loss operators, and operators with a sequence number, which
+PyTorch gives to those that could need a gradient. What is left on a thread follows the ranges of other threads at that
+time. A recording in which nothing runs backward is of inference, and what no other evidence claims is forward.
+"""
+
+import polars as pl
+
+from stepscope.explain.trace.nesting import innermost
+from stepscope.recording.store import Recording
+
+PHASES = ("warm-up", "input", "forward", "loss", "backward", "optimizer")
+_OURS = "phase:"
+_STEP = r"^(?:ProfilerStep#|step:|step[_ ]|iteration[_ ]|iter[_ ])(\d{1,9})$"
+# Names that people and frameworks give to the parts of a step. The first that fits counts.
+_NAMED = (
+    ("optimizer", r"(?i)\boptimizer\.(?:step|zero_grad)|\boptimi[sz]er\b|\bzero_grad\b|: (?:step|zero_grad)$"),
+    ("backward", r"(?i)\bbackward\b|\bbwd\b"),
+    ("loss", r"(?i)^#*\s*(?:compute[_ ])?loss\s*#*$|\bcriterion\b"),
+    (
+        "input",
+        r"(?i)\bdata ?load(?:er|ing)?\b|enumerate\(DataLoader\)|\bnext_batch\b|#*\s*(?:load|get)[ _](?:data|batch)",
+    ),
+    ("forward", r"(?i)\bforward\b|\bfwd\b|\bexecute_(?:model|\d+_context)"),
+    ("warm-up", r"(?i)^warm-?up"),
+)
+_LOSS_OPS = (
+    r"^aten::(?:cross_entropy_loss|nll_loss\w*|mse_loss|(?:smooth_)?l1_loss|binary_cross_entropy\w*"
+    r"|kl_div|_?log_softmax|huber_loss|ctc_loss)$"
+)
+
+
+def find_phases(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
+    """Adds `phase` to rows with `in_backward`, `module`, `op_row` and the moment (`process`, `thread`, `ns`); takes
+    `in_backward` away."""
+    named = named_ranges(recording.ranges)
+    here = named["phase"].gather(innermost(named, frame)) if named.height else _nulls(frame.height)
+    anywhere = named["phase"].gather(innermost(named, frame, by_thread=False)) if named.height else here
+    ops = recording.ops
+    loss_ops = ops.filter(pl.col("name").str.contains(_LOSS_OPS))
+    in_loss = innermost(loss_ops, frame).is_not_null()
+    has_backward = bool(frame["in_backward"].any()) or bool((named["phase"] == "backward").any())
+    autograd = (
+        frame.filter("in_backward").select("process", "thread").unique().with_columns(autograd=pl.lit(value=True))
+    )
+    framed = frame.join(autograd, on=["process", "thread"], how="left", maintain_order="left", nulls_equal=True)
+    if ops.height:
+        sequence = ops["sequence"].gather(frame["op_row"]).is_not_null()
+        op_known = frame["op_row"].is_not_null()
+    else:
+        sequence = op_known = pl.repeat(False, frame.height, eager=True)  # noqa: FBT003
+    copies_in = pl.col("name").str.starts_with("Memcpy HtoD")
+    launched = pl.col("ns").is_not_null()
+    phase = (
+        pl.when("in_backward")
+        .then(pl.lit("backward"))
+        .when(pl.Series(here).is_in(["forward"]) & pl.Series(in_loss))
+        .then(pl.lit("loss"))
+        .when(pl.Series(here).is_not_null())
+        .then(pl.Series(here))
+        .when(pl.Series(in_loss))
+        .then(pl.lit("loss"))
+        .when(pl.col("module").is_not_null())
+        .then(pl.lit("forward"))
+        .when(pl.Series(anywhere).is_not_null())
+        .then(pl.Series(anywhere))
+        .when(pl.Series(sequence) & copies_in)
+        .then(pl.lit("input"))
+        .when(pl.Series(sequence))
+        .then(pl.lit("forward"))
+        .when(pl.col("autograd") & launched)
+        .then(pl.lit("backward"))
+        .when(launched & pl.lit(not has_backward) & pl.Series(op_known))
+        .then(pl.lit("forward"))
+    )
+    return framed.with_columns(phase=phase).drop("in_backward", "autograd")
+
+
+def named_ranges(ranges: pl.DataFrame) -> pl.DataFrame:
+    """The ranges that say which part of a step they are, with `phase`."""
+    name = pl.col("name")
+    ours = name.str.starts_with(_OURS)
+    guess = pl.lit(None, pl.String)
+    for label, pattern in reversed(_NAMED):
+        guess = pl.when(name.str.contains(pattern)).then(pl.lit(label)).otherwise(guess)
+    about_modules = name.str.starts_with("module:") | (pl.col("source") == "module") | name.str.starts_with("part:")
+    phase = pl.when(ours).then(name.str.strip_prefix(_OURS)).when(~about_modules).then(guess)
+    return ranges.with_columns(phase=phase).filter(pl.col("phase").is_not_null())
+
+
+def step_ranges(recording: Recording) -> pl.DataFrame:
+    """The ranges that are steps, with `step`, in order; ours or the profiler's first, a person's names otherwise."""
+    steps = recording.ranges.with_columns(step=pl.col("name").str.extract(_STEP).cast(pl.Int32, strict=False))
+    return steps.filter(pl.col("step").is_not_null()).sort("start_ns")
+
+
+def find_steps(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
+    """Adds `step`, by the moment of the launch: a kernel that runs late belongs to the step that asked for it."""
+    steps = step_ranges(recording)
+    if not steps.height:
+        return frame.with_columns(step=pl.lit(None, pl.Int32))
+    return frame.with_columns(step=steps["step"].gather(innermost(steps, frame, by_thread=False)))
+
+
+def _nulls(length: int) -> pl.Series:
+    return pl.Series([None] * length, dtype=pl.String)

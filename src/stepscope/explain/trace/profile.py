@@ -1,0 +1,198 @@
+"""A recording understood: kernels with what they belong to, and time that adds up. What every question, rule, table and
+comparison starts from."""
+
+import hashlib
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import polars as pl
+
+from stepscope import hardware
+from stepscope.errors import StepscopeError
+from stepscope.explain.trace.accounting import DeviceAccount, account_devices
+from stepscope.explain.trace.attribution import attribute_kernels, attribute_ops
+from stepscope.explain.trace.phases import step_ranges
+from stepscope.files import replacing
+from stepscope.hardware import Hardware
+from stepscope.recording.parquet import DamagedTableError, pack, unpack
+from stepscope.recording.store import Recording
+
+UNKNOWN = "unknown"
+_WORTH_KEEPING = 20_000  # kernels; fewer are attributed faster than a file is read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One recording. `kernels` carry the columns of `attribution.attribute_kernels` and a `time_ns`."""
+
+    recording: Recording
+    kernels: pl.DataFrame
+    kept_in: Path | None = None  # where what was found out about a large recording is kept for the next look
+
+    @cached_property
+    def ops(self) -> pl.DataFrame:
+        """The operators with what they belong to (`attribution.attribute_ops`), in the order that `op_row` counts."""
+        return attribute_ops(self.recording)
+
+    @cached_property
+    def gpu_time_ns(self) -> int:
+        """All kernels' durations added up: what shares are of. Kernels side by side count each. Counters may come
+        without times, and are all that can be asked for then."""
+        total = int(self.kernels["time_ns"].sum())
+        if not total and self.recording.counters.height:
+            raise no_time(self.recording)
+        return total
+
+    @cached_property
+    def window(self) -> tuple[int, int]:
+        """From the first thing to the last, of the recorded steps and of all that ran on a device."""
+        steps = step_ranges(self.recording)
+        times = pl.concat([self.kernels.select("start_ns", "end_ns"), steps.select("start_ns", "end_ns")])
+        start, end = times["start_ns"].min(), times["end_ns"].max()
+        assert isinstance(start, int)
+        assert isinstance(end, int)
+        return start, end
+
+    @property
+    def wall_ns(self) -> int:
+        return self.window[1] - self.window[0]
+
+    @cached_property
+    def devices(self) -> tuple[DeviceAccount, ...]:
+        return account_devices(self.kernels, self.window)
+
+    @cached_property
+    def steps(self) -> pl.DataFrame:
+        """One row a recorded step: step, start_ns, end_ns."""
+        return step_ranges(self.recording).select("step", "start_ns", "end_ns")
+
+    @property
+    def num_steps(self) -> int:
+        """At least one: a recording without marked steps is taken as one."""
+        return max(1, self.steps["step"].n_unique())
+
+    @property
+    def recorded_step_ns(self) -> float:
+        """Wall time a step while it was recorded; over the whole window where steps are not marked."""
+        return self.wall_ns / self.steps_in_window
+
+    @cached_property
+    def steps_in_window(self) -> float:
+        """How many steps' work the window holds: more than are marked where work was launched before it began."""
+        before = {row["launched"]: row["share"] for row in self.time_by("launched").iter_rows(named=True)}.get(
+            "before", 0.0
+        )
+        return self.num_steps / (1 - before) if self.steps.height and before < 1 else float(self.num_steps)
+
+    @property
+    def busy_step_ns(self) -> float:
+        """Time a step in which any kernel ran, side by side counted once; mean over devices."""
+        return sum(device.whole.busy_ns for device in self.devices) / len(self.devices) / self.steps_in_window
+
+    @property
+    def step_ns(self) -> float:
+        """Wall time a step, by the clock without the recorder where that is known. A recorder lengthens what the host
+        does, up to twofold, and leaves kernels as they are: idle time is what it invents."""
+        overhead = self.recording.manifest.overhead
+        if overhead is None or overhead.plain_ns < self.busy_step_ns:
+            return self.recorded_step_ns
+        return overhead.plain_ns
+
+    @property
+    def idle_share(self) -> float:
+        """Of a step's wall time, as `step_ns` has it."""
+        return 1 - self.busy_step_ns / max(1.0, self.step_ns)
+
+    @cached_property
+    def hardware(self) -> Hardware | None:
+        """From the manifest of our own recordings, else by the device's name; None where it is not known."""
+        environment = self.recording.manifest.environment
+        return environment.hardware if environment else hardware.find(self.recording.manifest.device)
+
+    @property
+    def on_cpu(self) -> bool:
+        return bool((self.kernels["kind"] == "cpu").all())
+
+    def time_by(self, *columns: str, kernels: pl.DataFrame | None = None) -> pl.DataFrame:
+        """Per value of `columns`: time_ns, share (of all GPU time) and count, the largest first. Null is `unknown`."""
+        source = self.kernels if kernels is None else kernels
+        named = [pl.col(c).fill_null(UNKNOWN) if source.schema[c] == pl.String else pl.col(c) for c in columns]
+        grouped = source.group_by(*named, maintain_order=True).agg(
+            time_ns=pl.col("time_ns").sum(), count=pl.len().cast(pl.Int64)
+        )
+        share = pl.col("time_ns") / max(1, self.gpu_time_ns)
+        return grouped.with_columns(share=share).sort("time_ns", *columns, descending=[True, *([False] * len(columns))])
+
+    def coverage(self) -> dict[str, float]:
+        """The share of GPU time whose class, phase and module are known."""
+        total = max(1, self.gpu_time_ns)
+        known = {
+            "class": pl.col("class") != "other",
+            "phase": pl.col("phase").is_not_null(),
+            "module": pl.col("module").is_not_null(),
+        }
+        return {name: float(self.kernels.filter(test)["time_ns"].sum() / total) for name, test in known.items()}
+
+
+def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
+    """`kept_in` is the folder the recording lies in, where a large one's attribution is kept for the next look."""
+    if not recording.kernels.height:
+        raise StepscopeError(
+            "the recording holds no kernel timeline",
+            detail="; ".join(
+                (
+                    f"{_name_file(recording)} has {recording.ops.height} operators and no kernels",
+                    *recording.manifest.notes,
+                )
+            ),
+            hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
+        )
+    if kept_in is None or recording.kernels.height < _WORTH_KEEPING:
+        kept_in, kernels = None, attribute_kernels(recording)
+    else:
+        kernels = _attribute_once(recording, kept_in / f"attributed-{code_digest()}.parquet")
+    kernels = kernels.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns"))
+    if not (recording.counters.height or kernels["time_ns"].sum()):
+        raise no_time(recording)
+    return Profile(recording=recording, kernels=kernels, kept_in=kept_in)
+
+
+def no_time(recording: Recording) -> StepscopeError:
+    manifest = recording.manifest
+    match manifest.source:
+        case _ if manifest.command:  # a recording of ours
+            hint = f"record it again: {manifest.command}"
+        case "nsight systems":
+            hint = "export it again: nsys export --type sqlite --output FILE.sqlite FILE.nsys-rep"
+        case "nsight compute":
+            table = shlex.join(["stepscope", "explain", manifest.file or "FILE", "--table", "counters"])
+            hint = f"count `gpu__time_duration.sum` as well, or: {table}"
+        case _:
+            hint = "record it again: torch.profiler.profile(activities=[CPU, CUDA])"
+    return StepscopeError(
+        f"no kernel in {_name_file(recording)} has a duration", detail="; ".join(manifest.notes), hint=hint
+    )
+
+
+def _name_file(recording: Recording) -> str:
+    """The foreign file; a recording of ours comes from none."""
+    return f"`{recording.manifest.file}`" if recording.manifest.file else "the recording"
+
+
+def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:
+    with suppress(OSError, DamagedTableError):  # not there yet, or damaged: made below
+        return unpack(path)
+    kernels = attribute_kernels(recording)
+    # A full disk costs the next look its second, and nothing else.
+    with suppress(OSError, pl.exceptions.PolarsError), replacing(path) as new:
+        pack(kernels, new)
+    return kernels
+
+
+def code_digest() -> str:
+    """Of the code that explains: what another version of it found out is not used."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

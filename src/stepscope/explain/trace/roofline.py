@@ -1,0 +1,254 @@
+"""How near to the device's limits each operator came, and which limit it was.
+
+The unit is one call of an operator: its cost is known from its shapes, and the time is that of all the kernels it
+launched. A product that is split over K and then summed up is one product, and its two kernels are not judged apart. A
+kernel belongs to the innermost operator around its launch.
+
+No operator can be faster than its FLOPs at the device's peak for that precision or its bytes at the full bandwidth,
+whichever takes longer: that is the limit, and `reached` is the share of the speed it allows. More than 100 % means that
+inputs came from the cache. The peak is that of the units the kernel used: a product in fp32 on the CUDA cores is held
+against those, not against the tensor cores it could have used.
+"""
+
+import math
+import re
+
+import msgspec
+import polars as pl
+
+from stepscope import cost
+from stepscope.explain.kernel_names import decode
+from stepscope.explain.trace.profile import Profile
+from stepscope.findings import Cell, Column, Table
+from stepscope.hardware import Hardware
+from stepscope.spec import ModelShape
+
+# A kernel takes some microseconds to start and to drain, whatever it does.
+LAUNCH_NS = 5_000
+FAR_FROM_LIMIT = 0.3
+COUNTED_ENOUGH = 0.95  # of the time in products, attention and convolutions
+COSTLY = ("gemm", "attention", "convolution")
+
+
+class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
+    """A step's matrix operations, and their share of what the device could have done in the step's time."""
+
+    step_flops: int
+    mfu: float | None
+    precision: str | None
+    source: str  # `closed form` or `counted`
+    convention: str
+
+
+def operator_calls(profile: Profile) -> pl.DataFrame:
+    """One row a call that launched something: op_row, op, shapes, class, short and kernel (of the longest of its
+    kernels), step, recomputed, kernels, time_ns, and flops, bytes and op_dtype, null where the cost is not known."""
+    ops = profile.recording.ops
+    owned = profile.kernels.filter(pl.col("op_row").is_not_null() & ~pl.col("class").is_in(["memcpy", "memset"]))
+    calls = (
+        owned.sort("time_ns", descending=True)
+        .group_by("op_row", maintain_order=True)
+        .agg(
+            pl.col("op", "class", "short", "phase", "step", "recomputed").first(),
+            kernel=pl.col("name").first(),
+            kernels=pl.len().cast(pl.Int64),
+            time_ns=pl.col("time_ns").sum(),
+        )
+    )
+    described = ops.select("shapes", "dtypes", "arguments")[calls["op_row"]] if calls.height else ops.head(0)
+    calls = calls.with_columns(described.select("shapes", "dtypes", "arguments"))
+    distinct = calls.select("op", "shapes", "dtypes", "arguments").unique()
+    rows = [(*key, *_cost_cells(*key)) for key in distinct.iter_rows()]
+    known = pl.DataFrame(
+        rows,
+        schema={**distinct.schema, "flops": pl.Int64, "bytes": pl.Int64, "op_dtype": pl.String},
+        orient="row",
+    )
+    keys = ["op", "shapes", "dtypes", "arguments"]
+    return calls.join(known, on=keys, how="left", nulls_equal=True, maintain_order="left")
+
+
+def roofline(profile: Profile) -> pl.DataFrame:
+    """One row a kind of call (op, shapes, class, short), the longest in all first: calls, kernels, time_ns, flops and
+    bytes (of all calls), dtype (whose peak it is held against), flops_per_s, bytes_per_s, intensity, limit_ns, reached,
+    bound."""
+    calls = operator_calls(profile)
+    grouped = (
+        calls.group_by("op", "shapes", "class", "short", maintain_order=True)
+        .agg(
+            pl.col("kernel", "op_dtype").first(),
+            calls=pl.len().cast(pl.Int64),
+            kernels=pl.col("kernels").sum(),
+            time_ns=pl.col("time_ns").sum(),
+            # Null, not zero, where a call's cost is not known.
+            flops=pl.when(pl.col("flops").is_not_null().all()).then(pl.col("flops").sum()),
+            bytes=pl.when(pl.col("bytes").is_not_null().all()).then(pl.col("bytes").sum()),
+        )
+        .sort("time_ns", "op", descending=[True, False])
+    )
+    rows = [_judge(row, profile.hardware) for row in grouped.iter_rows(named=True)]
+    judged = pl.DataFrame(
+        rows,
+        schema={"dtype": pl.String, "limit_ns": pl.Float64, "reached": pl.Float64, "bound": pl.String},
+        orient="row",
+    )
+    seconds = pl.col("time_ns") / 1e9
+    return pl.concat([grouped, judged], how="horizontal").with_columns(
+        flops_per_s=pl.col("flops") / seconds,
+        bytes_per_s=pl.col("bytes") / seconds,
+        intensity=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
+    )
+
+
+def least_ns(hardware: Hardware | None, dtype: str | None, flops: float, moved_bytes: float) -> float | None:
+    """The time below which no kernel can do this, None where a limit that matters is not known."""
+    if hardware is None or hardware.bandwidth is None:
+        return None
+    peak = hardware.peak_flops.get(dtype or "")
+    if flops and peak is None:
+        return None
+    return max(flops / peak if peak else 0.0, moved_bytes / hardware.bandwidth) * 1e9
+
+
+def unit_dtype(kernel: str, op_dtype: str | None) -> str | None:
+    """The precision whose peak a kernel is held against: what its name says of the arithmetic, else its operator's."""
+    return decode(kernel).dtype or op_dtype
+
+
+def measure_use(profile: Profile, step_ns: float | None = None) -> Utilisation | None:
+    """By the closed form where the recording is of the built-in model, else counted in the operators' shapes. None
+    where neither is known: a share of the work would be a wrong utilisation. `step_ns` is the step's time where a
+    better clock than the profile's is known."""
+    step_ns = step_plain_ns(profile) if step_ns is None else step_ns
+    case = profile.recording.manifest.case
+    if case is not None and isinstance(case.workload.model, ModelShape):
+        workload = case.workload
+        forward = cost.forward_flops(case.workload.model, batch=workload.batch, context=workload.context)
+        flops = cost.step_flops(forward, workload.mode)
+        return _use(profile, flops, step_ns, workload.precision, "closed form", cost.FLOP_CONVENTION)
+    calls = operator_calls(profile)
+    # What activation checkpointing computes again is no work of the model's.
+    calls = calls.filter(pl.col("class").is_in(COSTLY) & ~pl.col("recomputed"))
+    costly = profile.kernels.filter(pl.col("class").is_in(COSTLY) & ~pl.col("recomputed"))
+    counted = calls.filter(pl.col("flops").is_not_null())
+    if not counted.height or int(counted["time_ns"].sum()) < COUNTED_ENOUGH * int(costly["time_ns"].sum()):
+        return None
+    flops = round(counted["flops"].sum() / profile.num_steps)
+    named = counted.with_columns(unit=_unit_dtypes(counted))
+    longest = named.group_by("unit").agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)["unit"][0]
+    convention = "2 operations a multiply-add, from the shapes of products, convolutions and fused attention"
+    return _use(profile, flops, step_ns, longest, "counted", convention)
+
+
+def step_plain_ns(profile: Profile) -> float:
+    """A step's time without the recorder where that was measured, else as recorded."""
+    overhead = profile.recording.manifest.overhead
+    return float(overhead.plain_ns) if overhead else profile.step_ns
+
+
+def roofline_table(profile: Profile, *, top: int = 20, step_ns: float | None = None) -> Table:
+    """The `top` kinds of call that took longest. `step_ns` is as for `measure_use`."""
+    frame = roofline(profile).head(top)
+    total = max(1, profile.gpu_time_ns)
+    cells: list[tuple[Cell, ...]] = [
+        (
+            row["op"],
+            shorten_shapes(row["shapes"]),
+            row["short"],
+            row["calls"] / profile.num_steps,
+            row["time_ns"] / total,
+            row["time_ns"] / row["calls"] / 1e3,
+            _scaled(row["flops_per_s"], 1e12) if row["flops"] else None,
+            _scaled(row["bytes_per_s"], 1e9),
+            row["intensity"],
+            row["reached"],
+            row["bound"],
+        )
+        for row in frame.iter_rows(named=True)
+    ]
+    return Table(
+        title="How near to the device's limits", columns=_COLUMNS, rows=tuple(cells), notes=_notes(profile, step_ns)
+    )
+
+
+_COLUMNS = (
+    Column(key="operator", label="operator"),
+    Column(key="shapes", label="shapes"),
+    Column(key="kernel", label="kernel", detail=True),
+    Column(key="calls", label="calls a step", kind="number"),
+    Column(key="share", label="GPU time", kind="share"),
+    Column(key="time_us", label="a call", kind="us"),
+    Column(key="tflops_per_s", label="TFLOP/s", kind="number"),
+    Column(key="gb_per_s", label="GB/s", kind="number"),
+    Column(key="intensity", label="FLOP/byte", kind="number", detail=True),
+    Column(key="reached", label="of the limit", kind="share"),
+    Column(key="bound", label="bound by"),
+)
+
+
+def _notes(profile: Profile, step_ns: float | None) -> tuple[str, ...]:
+    notes = []
+    hardware = profile.hardware
+    if hardware is None:
+        notes.append(f"the limits of `{profile.recording.manifest.device or 'the device'}` are not known")
+    if not profile.recording.manifest.shapes_recorded:
+        notes.append("shapes were not recorded: record with record_shapes=True")
+    if hardware is not None and (use := measure_use(profile, step_ns)) is not None:
+        share = f", {use.mfu:.1%} of the {use.precision} peak (MFU)" if use.mfu is not None else ""
+        notes.append(f"{use.step_flops / 1e12:.3g} TFLOP a step{share}; {use.source}: {use.convention}")
+    return tuple(notes)
+
+
+def shorten_shapes(shapes: str | None) -> str | None:
+    """Without the empty shapes of what is no tensor at the end."""
+    return re.sub(r"(?:,\[\])+\]$", "]", shapes.replace(" ", "")) if shapes else None
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
+
+
+def _cost_cells(
+    op: str, shapes: str | None, dtypes: str | None, arguments: str | None
+) -> tuple[int | None, int | None, str | None]:
+    found = cost.operator_cost(op, shapes, dtypes, arguments)
+    return (found.flops, found.bytes, found.dtype) if found else (None, None, None)
+
+
+def _judge(row: dict[str, object], hardware: Hardware | None) -> tuple[str | None, float | None, float | None, str]:
+    """dtype, limit_ns, reached, bound."""
+    kernel, op_dtype, flops, moved, time = (row[key] for key in ("kernel", "op_dtype", "flops", "bytes", "time_ns"))
+    calls = row["calls"]
+    assert isinstance(kernel, str)
+    assert op_dtype is None or isinstance(op_dtype, str)
+    assert isinstance(time, int)
+    assert isinstance(calls, int)
+    dtype = unit_dtype(kernel, op_dtype)
+    if not isinstance(flops, int) or not isinstance(moved, int):
+        return dtype, None, None, "unknown"
+    if dtype == "fp32" and hardware and flops / max(1, time) * 1e9 > hardware.peak_flops.get("fp32", math.inf):
+        dtype = "tf32"  # faster than the CUDA cores can be: a name that does not tell the two apart
+    limit = least_ns(hardware, dtype, flops, moved)
+    if limit is None or hardware is None or not time:
+        return dtype, None, None, "unknown"
+    reached = limit / time
+    if time / calls < LAUNCH_NS and reached < FAR_FROM_LIMIT:
+        return dtype, limit, reached, "launch"
+    by_bytes = least_ns(hardware, dtype, 0, moved)
+    assert by_bytes is not None
+    return dtype, limit, reached, "memory" if by_bytes >= limit else "compute"
+
+
+def _unit_dtypes(calls: pl.DataFrame) -> pl.Series:
+    return pl.Series(
+        [unit_dtype(kernel, dtype) for kernel, dtype in calls.select("kernel", "op_dtype").iter_rows()], dtype=pl.String
+    )
+
+
+def _use(
+    profile: Profile, flops: int, step_ns: float, precision: str | None, source: str, convention: str
+) -> Utilisation:
+    peak = profile.hardware.peak_flops.get(precision or "") if profile.hardware else None
+    seconds = step_ns / 1e9
+    mfu = flops / seconds / peak if peak and seconds > 0 else None
+    return Utilisation(step_flops=flops, mfu=mfu, precision=precision, source=source, convention=convention)

@@ -1,0 +1,209 @@
+"""What a profile says, as one document with a versioned schema: what `--format json` prints and other programs read.
+
+Times are whole nanoseconds over the whole recording (`steps` says how many steps that is). `gpu_time_ns` is the sum of
+all kernels' durations; classes, phases, modules and kernels each add up to it, kernels launched before the window and
+unknown phases included. `devices` is the other account, in which time is swept once: classes alone on the device,
+overlap and idle add up to `wall_ns`.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import polars as pl
+
+from stepscope.explain.trace.accounting import Account
+from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.findings import Finding
+
+SCHEMA = "stepscope.explain/1"
+
+
+class ClassTime(msgspec.Struct, frozen=True, kw_only=True, rename={"kernel_class": "class"}):
+    kernel_class: str
+    time_ns: int
+    share: float
+    count: int
+
+
+class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
+    phase: str
+    time_ns: int
+    share: float
+    count: int
+    classes: tuple[ClassTime, ...]
+
+
+class KernelTime(msgspec.Struct, frozen=True, kw_only=True, rename={"kernel_class": "class"}):
+    name: str
+    short: str
+    kernel_class: str
+    count: int
+    time_ns: int
+    share: float
+    min_ns: int
+    mean_ns: float
+    max_ns: int
+
+
+class ModuleTime(msgspec.Struct, frozen=True, kw_only=True):
+    module: str
+    layer: int | None
+    time_ns: int
+    share: float
+    count: int
+
+
+class Coverage(msgspec.Struct, frozen=True, kw_only=True, rename={"kernel_class": "class"}):
+    """Shares of GPU time of which each is known."""
+
+    kernel_class: float
+    phase: float
+    module: float
+
+
+class Swept(msgspec.Struct, frozen=True, kw_only=True):
+    """`classes` + `overlap_ns` + `idle_ns` = `wall_ns`."""
+
+    wall_ns: int
+    busy_ns: int
+    idle_ns: int
+    overlap_ns: int
+    communication_hidden_ns: int
+    communication_exposed_ns: int
+    classes: dict[str, int]
+
+
+class SweptStream(msgspec.Struct, frozen=True, kw_only=True):
+    stream: int
+    account: Swept
+
+
+class SweptDevice(msgspec.Struct, frozen=True, kw_only=True):
+    device: int
+    process: int | None
+    account: Swept
+    streams: tuple[SweptStream, ...]
+
+
+class LaunchTime(msgspec.Struct, frozen=True, kw_only=True):
+    """`op`: launched by a call in the recording; `graph`: by the replay of a graph; `before`: no launch recorded."""
+
+    launched: str
+    time_ns: int
+    count: int
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    schema: str = SCHEMA
+    file: str
+    source: str
+    device: str
+    rank: int | None
+    world_size: int | None
+    steps: int
+    wall_ns: int
+    step_ns: float  # by the clock without the recorder where that is known
+    gpu_time_ns: int
+    busy_ns: int
+    idle_ns: int
+    overlap_ns: int
+    classes: tuple[ClassTime, ...]
+    phases: tuple[PhaseTime, ...]
+    modules: tuple[ModuleTime, ...]
+    kernels: tuple[KernelTime, ...]
+    coverage: Coverage
+    launched: tuple[LaunchTime, ...]
+    devices: tuple[SweptDevice, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+
+def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
+    manifest = profile.recording.manifest
+    covered = profile.coverage()
+    accounts = [device.whole for device in profile.devices]
+    return Summary(
+        file=manifest.file,
+        source=manifest.source,
+        device=manifest.device,
+        rank=manifest.rank,
+        world_size=manifest.world_size,
+        steps=profile.num_steps,
+        wall_ns=profile.wall_ns,
+        step_ns=profile.step_ns,
+        gpu_time_ns=profile.gpu_time_ns,
+        busy_ns=sum(one.busy_ns for one in accounts),
+        idle_ns=sum(one.idle_ns for one in accounts),
+        overlap_ns=sum(one.overlap_ns for one in accounts),
+        classes=_classes(profile, profile.kernels),
+        phases=tuple(
+            PhaseTime(
+                phase=row["phase"],
+                time_ns=row["time_ns"],
+                share=row["share"],
+                count=row["count"],
+                classes=_classes(profile, profile.kernels.filter(pl.col("phase").fill_null(UNKNOWN) == row["phase"])),
+            )
+            for row in profile.time_by("phase").iter_rows(named=True)
+        ),
+        modules=tuple(ModuleTime(**row) for row in profile.time_by("module", "layer").iter_rows(named=True)),
+        kernels=kernel_times(profile),
+        coverage=Coverage(kernel_class=covered["class"], phase=covered["phase"], module=covered["module"]),
+        launched=tuple(
+            LaunchTime(launched=row["launched"], time_ns=row["time_ns"], count=row["count"])
+            for row in profile.time_by("launched").iter_rows(named=True)
+        ),
+        devices=tuple(
+            SweptDevice(
+                device=one.device,
+                process=one.process,
+                account=_swept(one.whole),
+                streams=tuple(SweptStream(stream=key, account=_swept(part)) for key, part in one.streams.items()),
+            )
+            for one in profile.devices
+        ),
+        findings=tuple(findings),
+        notes=manifest.notes,
+    )
+
+
+def kernel_times(profile: Profile) -> tuple[KernelTime, ...]:
+    """One row a kernel name, the largest time first."""
+    time = pl.col("time_ns")
+    grouped = profile.kernels.group_by("name", "short", "class", maintain_order=True).agg(
+        count=pl.len().cast(pl.Int64), total=time.sum(), min_ns=time.min(), mean_ns=time.mean(), max_ns=time.max()
+    )
+    rows = grouped.sort("total", "name", descending=[True, False]).iter_rows(named=True)
+    return tuple(
+        KernelTime(
+            name=row["name"],
+            short=row["short"],
+            kernel_class=row["class"],
+            count=row["count"],
+            time_ns=row["total"],
+            share=row["total"] / max(1, profile.gpu_time_ns),
+            min_ns=row["min_ns"],
+            mean_ns=row["mean_ns"],
+            max_ns=row["max_ns"],
+        )
+        for row in rows
+    )
+
+
+def _classes(profile: Profile, kernels: pl.DataFrame) -> tuple[ClassTime, ...]:
+    return tuple(
+        ClassTime(kernel_class=row["class"], time_ns=row["time_ns"], share=row["share"], count=row["count"])
+        for row in profile.time_by("class", kernels=kernels).iter_rows(named=True)
+    )
+
+
+def _swept(account: Account) -> Swept:
+    return Swept(
+        wall_ns=account.wall_ns,
+        busy_ns=account.busy_ns,
+        idle_ns=account.idle_ns,
+        overlap_ns=account.overlap_ns,
+        communication_hidden_ns=account.communication_hidden_ns,
+        communication_exposed_ns=account.communication_exposed_ns,
+        classes=account.classes,
+    )

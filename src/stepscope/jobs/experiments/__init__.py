@@ -1,0 +1,1 @@
+"""Resumable sweeps over cases."""

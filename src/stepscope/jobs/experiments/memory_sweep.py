@@ -1,0 +1,163 @@
+"""`stepscope memory`: cases with all their memory recorded, each in a process of its own.
+
+A worker leaves a snapshot; reading it is done here, by the same reader that `stepscope explain` has for anyone's. Of
+every case a row is kept, so that a grid goes on where it stopped, and the recording itself, so that it can be looked at
+again without running anything.
+"""
+
+import gzip
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.experiments.cases import describe_case, limit_notes
+from stepscope.explain.statistics import summarise
+from stepscope.files import scratch_folder
+from stepscope.jobs.experiments.sweep import Listener, Planned, Sweep
+from stepscope.jobs.workers.messages import Failed, MemoryRecorded, RecordMemory
+from stepscope.jobs.workers.process import Ended, Workers
+from stepscope.recording.memory.labels import SNAPSHOT_NAME, MemoryRun
+from stepscope.recording.rows.bench import Retry
+from stepscope.recording.rows.memory import MemoryRow
+from stepscope.spec import Grid, grid_from_flags
+
+if TYPE_CHECKING:  # loads polars, which a bad flag need not wait for
+    from stepscope.recording.store import Recording
+
+RECORDINGS_NAME = "recordings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """What a sweep over memory does with a case. `snapshots` keeps each one's snapshot beside its tables: other viewers
+    read it, and it can be large."""
+
+    folder: Path
+    command: str
+    snapshots: bool
+
+    @property
+    def row_type(self) -> type[MemoryRow]:
+        return MemoryRow
+
+    def default_grid(self, *, on_cpu: bool) -> Grid:
+        size, context = ("nano", "128") if on_cpu else ("small", "256")
+        return grid_from_flags({"size": size, "context": context})
+
+    def measure(
+        self, planned: Planned, workers: Workers, on_stage: Callable[[str], None], timeout_s: float | None
+    ) -> tuple[Ended, dict[str, object]]:
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        with scratch_folder() as scratch:
+            request = RecordMemory(case=planned.case, folder=str(scratch))
+            ended = workers.run(request, on_stage=on_stage, timeout_s=timeout_s)
+            if not isinstance(ended.answer, MemoryRecorded):
+                return ended, {}
+            on_stage("reading the snapshot")
+            try:
+                return ended, self._keep(scratch / SNAPSHOT_NAME, planned, ended.answer.run, started)
+            except StepscopeError as error:  # it costs this case, not those after it
+                failed = Failed(message=error.message, detail=error.detail, hint=error.hint)
+                return msgspec.structs.replace(ended, answer=failed), {}
+
+    def _keep(self, snapshot: Path, planned: Planned, run: MemoryRun, started: str) -> dict[str, object]:
+        from stepscope.explain.memory import make_memory_profile
+        from stepscope.explain.memory.summary import summarise_memory
+        from stepscope.recording.memory import reader as memory
+        from stepscope.recording.store import save
+
+        recording = _describe(memory.read(snapshot), planned, run, command=self.command, started=started)
+        raw = _compress(snapshot) if self.snapshots else None
+        save(recording, recording_folder(self.folder, planned.key), raw=raw, force=True)
+        return {"summary": summarise_memory(make_memory_profile(recording)), "run": run}
+
+
+def recording_folder(folder: Path, key: str) -> Path:
+    return folder / RECORDINGS_NAME / key
+
+
+def _describe(recording: "Recording", planned: Planned, run: MemoryRun, *, command: str, started: str) -> "Recording":
+    """What the snapshot cannot know: the case, where it ran, and what recording cost."""
+    from stepscope.recording.store import Overhead
+
+    environment = planned.environment
+    versions = {"python": environment.python, "torch": environment.torch, "stepscope": environment.stepscope}
+    return recording.with_manifest(
+        file=describe_case(planned.case),
+        case=planned.case,
+        environment=environment,
+        device=environment.driver_name,
+        versions=versions,
+        command=command,
+        started=started,
+        notes=(*recording.manifest.notes, *run.notes, *limit_notes([environment])),
+        overhead=Overhead(
+            plain_ns=_median(run.step_ns),
+            recorded_ns=_median(run.recorded_step_ns),
+            annotated_ns=_median(run.watched_step_ns),
+        ),
+        parameters=run.parameters,
+        optimizer=run.optimizer,
+        compiled=planned.case.workload.compile,
+    )
+
+
+def _median(samples_ns: tuple[int, ...]) -> int:
+    return round(summarise(samples_ns).median) if samples_ns else 0
+
+
+def _compress(snapshot: Path) -> Path:
+    target = snapshot.with_name(snapshot.name + ".gz")
+    with snapshot.open("rb") as source, gzip.open(target, "wb", compresslevel=1) as sink:
+        shutil.copyfileobj(source, sink, 1 << 20)
+    return target
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySweep:
+    """How to record a grid. A study is one workload over the ways to recompute its activations."""
+
+    folder: Path
+    command: str
+    snapshots: bool = False
+    retry: Retry | None = None
+    fresh: bool = False
+    timeout_s: float | None = None
+
+    def run(self, grid: Grid, listener: Listener, *, study: bool) -> tuple[MemoryRow, ...]:
+        if "warmup" in dict(grid.axes):
+            raise StepscopeError(
+                "`--warmup` does nothing here", detail="steps are recorded from the first", hint="--steps 10"
+            )
+        if study:
+            grid = _study_grid(grid)
+        alone = len(grid.cases()) == 1
+        kind = Weighed(folder=self.folder, command=self.command, snapshots=self.snapshots or alone)
+        sweep = Sweep(
+            kind=kind,
+            folder=self.folder,
+            command=self.command,
+            retry=self.retry,
+            fresh=self.fresh,
+            timeout_s=self.timeout_s,
+        )
+        return sweep.run(grid, listener)
+
+
+def _study_grid(grid: Grid) -> Grid:
+    from stepscope.explain.memory.grid import study_values
+
+    cases = grid.cases()
+    if len(cases) != 1 or "checkpoint" in dict(grid.axes):
+        raise StepscopeError(
+            "`--checkpoint-study` is of one workload, and chooses --checkpoint itself",
+            hint="one value for each setting, without --checkpoint",
+        )
+    values = study_values(cases[0].workload)
+    return grid.override(grid_from_flags({"checkpoint": ",".join(values)}))

@@ -1,0 +1,1 @@
+"""Running a step under PyTorch's profiler, Nsight Systems or Nsight Compute."""

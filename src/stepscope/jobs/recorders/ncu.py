@@ -1,0 +1,142 @@
+"""One case under Nsight Compute: the command, its progress, and what went wrong in words.
+
+Nsight Compute runs every kernel several times over, once for each group of counters, and gives the GPU's memory back
+its content in between. It writes its CSV at the very end, and nothing when it is killed. So a case is a program of its
+own (`measure.ncu_target`), and what is lost by an interrupt is one case.
+"""
+
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.files import writing
+from stepscope.jobs.recorders.external import Finished, hear, run_outside
+from stepscope.measure.ncu_target import Counted, NcuAnswer, NcuRequest, progress_path
+from stepscope.measure.target import RefusedError, answer_path
+from stepscope.recording.readers.counter_metrics import FEW, FULL
+from stepscope.spec import Case
+
+PERMISSION = "ERR_NVGPUCTRPERM"
+PERMISSION_ADVICE = "run as root, or have the driver loaded with NVreg_RestrictProfilingToAdminUsers=0"
+_SCANNED = 1 << 20  # of its output, for what it complains about
+_METRIC = r"[a-z0-9_]+__[A-Za-z0-9_]+(\.[a-z0-9_]+)*"
+
+
+class CaseRefusedError(StepscopeError):
+    """This case cannot be counted; others may."""
+
+
+def require_ncu() -> str:
+    """Where it is; said before anything runs."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise StepscopeError(
+            "`ncu` is not on the PATH",
+            detail="--counters collects with NVIDIA Nsight Compute, which comes with CUDA or by itself",
+            hint="stepscope doctor",
+        )
+    return ncu
+
+
+def choose_metrics(asked: str) -> tuple[str, ...]:
+    """`few`, `full`, or Nsight Compute's own names, with commas between several."""
+    chosen: dict[str, None] = {}
+    for word in asked.split(","):
+        match word.strip():
+            case "few":
+                chosen |= dict.fromkeys(FEW)
+            case "full":
+                chosen |= dict.fromkeys(FULL)
+            case name if re.fullmatch(_METRIC, name):
+                chosen[name] = None
+            case name:
+                raise StepscopeError(
+                    f"not a metric of Nsight Compute: `{name}`",
+                    detail="expected few, full, or names such as dram__bytes_read.sum",
+                    hint="--metrics few",
+                )
+    return tuple(chosen)
+
+
+def ncu_command(ncu: str, request: Path, csv: Path, metrics: Sequence[str]) -> list[str]:
+    """Clocks and caches are left as they are: a step does not begin with cold caches either."""
+    return [
+        ncu,
+        *("--clock-control", "none"),
+        *("--cache-control", "none"),
+        *("--profile-from-start", "off"),
+        "--csv",
+        *("--page", "raw"),
+        *("--log-file", str(csv)),
+        *("--metrics", ",".join(metrics)),
+        # -P, as for every worker: a stray `random.py` in the current folder must not break torch.
+        *(sys.executable, "-P", "-m", "stepscope.measure.ncu_target", str(request)),
+    ]
+
+
+def count_with_ncu(
+    case: Case, *, metrics: Sequence[str], scratch: Path, on_stage: Callable[[str], None] = lambda _: None
+) -> tuple[Path, Counted]:
+    """Leaves the CSV in `scratch`, and says what the program measured besides."""
+    ncu = require_ncu()
+    request, csv = scratch.absolute() / "request.json", scratch.absolute() / "counters.csv"
+    with writing(scratch, if_full="nothing was counted", hint="TMPDIR=FOLDER, on another disk"):
+        request.write_bytes(msgspec.json.encode(NcuRequest(case=case)))
+    command = ncu_command(ncu, request, csv, metrics)
+    started = time.monotonic()
+
+    def look() -> None:
+        stage = read_progress(progress_path(request)) or "starting ncu"
+        on_stage(f"{stage}, {time.monotonic() - started:.0f} s")
+
+    finished = run_outside(command, look)
+    answer: NcuAnswer | None = hear(answer_path(request), NcuAnswer)
+    _check(answer, finished, csv, command)
+    assert isinstance(answer, Counted), "anything else was an error"
+    return csv, answer
+
+
+def read_progress(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")[:100]
+    except OSError:
+        return ""
+
+
+def _check(answer: NcuAnswer | None, finished: Finished, csv: Path, command: list[str]) -> None:
+    """Permission first: the program runs to its end without it, or stumbles over what ncu did to it."""
+    complaint = _complaint(csv, finished)
+    if PERMISSION in complaint:
+        raise StepscopeError(
+            f"this machine does not permit hardware counters: `{PERMISSION}`",
+            detail=f"{complaint}\n{PERMISSION_ADVICE}; in confidential-computing mode there are none",
+            hint="stepscope doctor",
+        )
+    if isinstance(answer, RefusedError):
+        raise CaseRefusedError(answer.message, detail=answer.detail, hint=answer.hint)
+    if answer is None or finished.returncode or not csv.is_file():
+        before = "" if answer else ", before the case had run"
+        raise StepscopeError(
+            f"ncu {finished.in_words}{before}" if csv.is_file() or finished.returncode else "ncu wrote nothing",
+            detail=complaint or finished.last_words or "it said nothing",
+            hint=shlex.join(command),
+        )
+
+
+def _complaint(csv: Path, finished: Finished) -> str:
+    """The first line in which ncu says what went wrong, in its log or on its output."""
+    try:
+        with csv.open("rb") as file:
+            logged = file.read(_SCANNED).decode(errors="replace")
+    except OSError:
+        logged = ""
+    lines = [line.strip()[:300] for line in (logged + "\n" + finished.last_words).splitlines()]
+    errors = [line for line in lines if line.startswith("==ERROR==")]
+    return next((line for line in errors if PERMISSION in line), next(iter(errors), ""))

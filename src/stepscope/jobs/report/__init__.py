@@ -1,0 +1,1 @@
+"""`stepscope report`: the stages, the folder they leave, and the page."""

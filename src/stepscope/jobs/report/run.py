@@ -1,0 +1,313 @@
+"""`stepscope report`: everything worth knowing about one workload, stage by stage, on one page.
+
+The page is written anew after every stage, so that whatever ends the report (Ctrl-C, a kill, a full disk) leaves one of
+what was done until then. What a stage made is kept in a folder, and the same command goes on from there. A stage that
+fails costs its own section and no other; only bad input that shows before anything was done is an error.
+"""
+
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from stepscope.errors import StepscopeError, nearest
+from stepscope.explain.experiments.cases import brief, describe_case
+from stepscope.explain.story.sources import Materials
+from stepscope.findings import Missing, Report
+from stepscope.jobs.experiments.sweep import Planned, look_at, place_cases
+from stepscope.jobs.recorders.profile import only_case
+from stepscope.jobs.report import stages as report_stages
+from stepscope.jobs.report.data import STAGES, State, check_data, open_data, write_state
+from stepscope.jobs.report.page import write_page
+from stepscope.jobs.report.stages import Stage, UnavailableError, Work, other_precision
+from stepscope.jobs.workers.process import RefusedError, Workers, require_torch
+from stepscope.spec import Case, Grid, build_case
+
+_MOST_CHARACTERS = 100  # of a folder's name
+DATA_FOLDER = Path("runs/report")
+_INTERRUPTED = "interrupted before it was done"
+_NOT_YET = "not done yet when this page was written"
+_LONGEST_WHY = 400  # characters: libraries go on about their settings
+
+
+class Ending(Enum):
+    """How a stage ended."""
+
+    DONE = "done"
+    REUSED = "reused"  # it was done before
+    FAILED = "failed"
+    LEFT_OUT = "left out"
+
+
+class Watcher(Protocol):
+    """Who watches a report being made."""
+
+    def plan(self, expected_s: Mapping[str, float]) -> None:
+        """The stages that will run, and about how long each."""
+        ...
+
+    def start(self, stage: str) -> None: ...
+
+    def doing(self, text: str) -> None: ...
+
+    def finish(self, stage: str, ending: Ending, outcome: str) -> None: ...
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while a report was made. `page` is where what was done is to be seen, None where nothing was written."""
+
+    def __init__(self, page: Path | None, go_on: str) -> None:
+        super().__init__()
+        self.page = page
+        self.go_on = go_on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A finished report. `data` is where what it was made from is kept. Without a `report` all stages failed, and the
+    page that was there before is as it was."""
+
+    report: Report | None
+    data: Path
+    num_done: int  # stages that have something to show
+
+
+def parse_stages(text: str) -> tuple[str, ...]:
+    """The stages that `--without` names."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in STAGES:
+            close = nearest(name, STAGES)
+            raise StepscopeError(
+                f"`--without`: there is no stage `{name}`",
+                detail=f"expected some of {', '.join(STAGES)}",
+                hint=f"--without {close}" if close else "",
+            )
+    if len(names) == len(STAGES):
+        raise StepscopeError("`--without` leaves out every stage", hint="--without precision,attention")
+    return names
+
+
+def without_flags(words: Sequence[str], *flags: str) -> str:
+    """A command without some of its flags; `--without` has a value that goes too."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if skip:
+            skip = False
+        elif name in flags:
+            skip = name == "--without" and not equals
+        else:
+            kept.append(word)
+    return shlex.join(kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportJob:
+    """How to make a report by running things. `words` are what was typed, `data` is None for the usual place."""
+
+    page: Path
+    words: Sequence[str]
+    data: Path | None = None
+    fresh: bool = False
+    without: tuple[str, ...] = ()
+
+    @property
+    def go_on(self) -> str:
+        """The command that goes on where this one was interrupted."""
+        return without_flags(self.words, "--fresh")
+
+    def _write_nothing(self, case: Case) -> Path | None:
+        """A page of what would have been done, unless there is one with more to show."""
+        if self.page.exists():
+            return None
+        missing = {
+            stage.name: Missing(what=stage.what, why=_INTERRUPTED, command=self.go_on) for stage in report_stages.ALL
+        }
+        write_page(
+            self.page,
+            [Materials(name=describe_case(case), command=shlex.join(self.words), absent=missing, is_partial=True)],
+        )
+        return self.page
+
+    def run(self, grid: Grid, watcher: Watcher) -> Made:
+        """An empty grid is the default case."""
+        require_torch()
+        if self.data is not None:
+            check_data(self.data)
+        cases = _choose_cases(grid)
+        with Workers() as workers:
+            workers.start()
+            try:
+                watcher.doing("looking at the device")
+                planned, other = _plan(cases, workers)
+            except KeyboardInterrupt:
+                raise Interrupted(self._write_nothing(cases("cpu")), self.go_on) from None
+            folder = self.data or DATA_FOLDER / _slug(planned)
+            command = shlex.join(self.words)
+            with open_data(folder, planned, command=command) as state:
+                work = Work(
+                    folder=folder,
+                    command=command,
+                    planned=planned,
+                    other=other,
+                    workers=workers,
+                    fresh=self.fresh,
+                    on_stage=watcher.doing,
+                )
+                making = _Making(job=self, work=work, watcher=watcher, state=state)
+                return making.run()
+
+
+@dataclass(kw_only=True)
+class _Making:
+    """One report while it is made: what there is so far, and what is to come."""
+
+    job: ReportJob
+    work: Work
+    watcher: Watcher
+    state: State
+
+    def run(self) -> Made:
+        self._materials = Materials(name=describe_case(self.work.planned.case), command=shlex.join(self.job.words))
+        self._absent: dict[str, Missing] = {}
+        self._done: list[str] = []
+        self._has_written = self._has_failed = False
+        try:
+            self._waiting = self._find_waiting()
+            self.watcher.plan({stage.name: stage.expected_s(self.work) for stage in self._waiting})
+            while self._waiting:
+                self._run_one(self._waiting[0])
+            self.watcher.doing("writing the page")
+            report = self._write() if self._may_write() else None
+        except KeyboardInterrupt:
+            written = self._write_interrupted()
+            raise Interrupted(self.job.page if written else None, self.job.go_on) from None
+        return Made(report=report, data=self.work.folder, num_done=len(self._done))
+
+    def _find_waiting(self) -> list[Stage]:
+        """What is done is loaded first: a page that an interruption leaves should have it, whatever its place."""
+        waiting: list[Stage] = []
+        for place, stage in enumerate(report_stages.ALL):
+            self._waiting = [*waiting, *report_stages.ALL[place:]]
+            if stage.name in self.job.without:
+                self._leave_out(stage, "left out by --without", without_flags(self.job.words, "--without", "--fresh"))
+            elif self._is_unavailable(stage):
+                continue
+            elif not self._reuse(stage):
+                waiting.append(stage)
+        return waiting
+
+    def _leave_out(self, stage: Stage, why: str, command: str) -> None:
+        self._absent[stage.name] = Missing(what=stage.what, why=why, command=command)
+        self.watcher.finish(stage.name, Ending.LEFT_OUT, why)
+
+    def _is_unavailable(self, stage: Stage) -> bool:
+        try:
+            stage.keys(self.work)
+        except UnavailableError as error:
+            self._leave_out(stage, error.message, f"stepscope {stage.name} --help")
+            return True
+        return False
+
+    def _reuse(self, stage: Stage) -> bool:
+        """The first key tells the case: a stage may have more in it than the next time would ask for."""
+        keys = self.state.done.get(stage.name, ())
+        if self.job.fresh or keys[:1] != stage.keys(self.work)[:1]:
+            return False
+        try:
+            self._materials = stage.load(self.work.folder, keys, self._materials)
+        except StepscopeError:  # gone or damaged: made again
+            return False
+        self._done.append(stage.name)
+        self.watcher.finish(stage.name, Ending.REUSED, stage.tell(self._materials))
+        return True
+
+    def _run_one(self, stage: Stage) -> None:
+        self.watcher.start(stage.name)
+        try:
+            self._materials, keys = stage.run(self.work, self._materials)
+            self._keep(stage, keys)
+        except StepscopeError as error:
+            if isinstance(error, RefusedError) and not self._done and not self._has_failed:
+                raise
+            self._fail(stage, error)
+        else:
+            self._done.append(stage.name)
+            self.watcher.finish(stage.name, Ending.DONE, stage.tell(self._materials))
+        self._waiting.pop(0)
+        if self._waiting and self._may_write():
+            self.watcher.doing("writing the page")
+            self._write()
+
+    def _fail(self, stage: Stage, error: StepscopeError) -> None:
+        self._has_failed = True
+        why = ": ".join(part for part in (error.message, error.detail) if part)
+        command = error.hint if error.hint.startswith("stepscope ") else stage.command(self.work)
+        self._absent[stage.name] = Missing(what=stage.what, why=textwrap.shorten(why, _LONGEST_WHY), command=command)
+        with suppress(StepscopeError):  # a note for whoever reads the folder, and no reason to give up the page
+            self._note()
+        self.watcher.finish(stage.name, Ending.FAILED, brief(why))
+
+    def _keep(self, stage: Stage, keys: tuple[str, ...]) -> None:
+        self.state = msgspec.structs.replace(self.state, done=self.state.done | {stage.name: keys})
+        self._note()
+
+    def _note(self) -> None:
+        self.state = msgspec.structs.replace(self.state, absent=dict(self._absent))
+        write_state(self.work.folder, self.state)
+
+    def _write(self, why: str = _NOT_YET) -> Report:
+        waiting = {stage.name: Missing(what=stage.what, why=why, command=self.job.go_on) for stage in self._waiting}
+        materials = replace(self._materials, absent=self._absent | waiting, is_partial=bool(waiting))
+        report = write_page(self.job.page, [materials])
+        self._has_written = True
+        return report
+
+    def _write_interrupted(self) -> bool:
+        if self._may_write():
+            self._write(_INTERRUPTED)
+        return self._has_written
+
+    def _may_write(self) -> bool:
+        """An older page is not given up for one that has nothing to show."""
+        return bool(self._done) or self._has_written or not self.job.page.exists()
+
+
+def _choose_cases(grid: Grid) -> Callable[[str], Case]:
+    """The one case that the settings make, on a device."""
+    if grid != Grid():
+        case = only_case(grid)
+        return lambda _: case
+    return lambda device: build_case(
+        {"size": "nano", "context": 128} if device == "cpu" else {"size": "small", "context": 256}
+    )
+
+
+def _plan(choose: Callable[[str], Case], workers: Workers) -> tuple[Planned, Planned]:
+    """The case, and the same in the other usual precision. Their device is looked at once, for all stages."""
+    first = choose("cpu")
+    answer = look_at([first, _in_other_precision(first)], workers, None)
+    case = choose(answer.environment.device)
+    planned, other = place_cases((case, _in_other_precision(case)), answer)
+    return planned, other
+
+
+def _in_other_precision(case: Case) -> Case:
+    precision = other_precision(case.workload.precision)
+    return msgspec.structs.replace(case, workload=msgspec.structs.replace(case.workload, precision=precision))
+
+
+def _slug(planned: Planned) -> str:
+    """A case as the name of a folder; by its key where it is too long, or two cases would share one."""
+    words = f"{describe_case(planned.case)} {planned.case.workload.device}"
+    slug = re.sub(r"[^\w.]+", "-", words).strip("-.")
+    return slug if len(slug) <= _MOST_CHARACTERS else f"{slug[:_MOST_CHARACTERS]}-{planned.key}"

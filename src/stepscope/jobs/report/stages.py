@@ -1,0 +1,369 @@
+"""The stages of a report: each runs one thing of a case, keeps it, and finds it again.
+
+A stage puts what it made into the run's `Materials`. `load` does the same from the disk, for a report that goes on and
+for one that is made of an earlier one's folder. All stages have their processes from one nursery.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.experiments.attention_tables import summary_ms
+from stepscope.explain.experiments.bench_tables import mfu_of, step_ms
+from stepscope.explain.memory import make_memory_profile
+from stepscope.explain.memory.tables import say_bytes
+from stepscope.explain.precision.tables import find_speeds
+from stepscope.explain.story.commands import write_command
+from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.profile import make_profile
+from stepscope.jobs.experiments.attention_sweep import AttentionSweep, PlannedAttention
+from stepscope.jobs.experiments.memory_sweep import Weighed, recording_folder
+from stepscope.jobs.experiments.sweep import RESULTS_NAME, Planned, Sweep, Timed, Waiting
+from stepscope.jobs.precision import CONTEXT_ON_CPU, PrecisionJob, choose_precisions
+from stepscope.jobs.recorders.profile import Profile
+from stepscope.jobs.workers.process import RefusedError, Workers
+from stepscope.recording import store
+from stepscope.recording.rows.attention import AttentionCase, AttentionRow, Implementation
+from stepscope.recording.rows.bench import BenchRow, Retry, Row
+from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.precision import read_report
+from stepscope.recording.rows.results_file import R, read_rows_of
+from stepscope.spec import Factory, ModelShape, Precision, Workload
+
+# The case is timed in the other usual precision too where timing it once took no longer than this.
+_LITTLE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a stage works on, and with."""
+
+    folder: Path
+    command: str
+    planned: Planned
+    other: Planned  # the same in the other usual precision
+    workers: Workers
+    fresh: bool
+    on_stage: Callable[[str], None]
+
+    @property
+    def step_s(self) -> float:
+        """What a step is expected to take."""
+        timing = self.planned.case.timing
+        return (self.planned.expected_s - 1) / (timing.warmup + timing.steps)
+
+
+class UnavailableError(StepscopeError):
+    """A stage has nothing to do for this workload."""
+
+
+class Stage(Protocol):
+    name: str
+    what: str
+
+    def keys(self, work: Work) -> tuple[str, ...]:
+        """Under which its results are kept; the first tells whether they are of this case."""
+        ...
+
+    def command(self, work: Work) -> str:
+        """Does what the stage does, by itself."""
+        ...
+
+    def expected_s(self, work: Work) -> float: ...
+
+    def load(self, folder: Path, keys: Sequence[str], materials: Materials, /) -> Materials:
+        """Raises StepscopeError where what was kept is gone or damaged."""
+        ...
+
+    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+        """With what it made, and the keys of that. Raises StepscopeError where it failed."""
+        ...
+
+    def tell(self, materials: Materials) -> str:
+        """What came out, in a few words."""
+        ...
+
+
+class Bench:
+    name = "bench"
+    what = "step times"
+
+    def keys(self, work: Work) -> tuple[str, ...]:
+        return work.planned.key, work.other.key
+
+    def command(self, work: Work) -> str:
+        return write_command(self.name, work.planned.case.workload)
+
+    def expected_s(self, work: Work) -> float:
+        return work.planned.expected_s + work.other.expected_s
+
+    def load(self, folder: Path, keys: Sequence[str], materials: Materials) -> Materials:
+        return replace(materials, bench=_read_rows(folder / self.name / RESULTS_NAME, BenchRow, keys))
+
+    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+        sweep = Sweep(
+            kind=Timed(), folder=work.folder / self.name, command=work.command, retry=Retry.FAILED, fresh=work.fresh
+        )
+        rows = sweep.run_planned([work.planned], work.workers, _Relay(work.on_stage))
+        _require_ok(rows)
+        if rows[0].wall_s <= _LITTLE_S:
+            relay = _Relay(lambda text: work.on_stage(f"in {work.other.case.workload.precision}: {text}"))
+            with suppress(RefusedError):  # a model that cannot do the other one has no row of it
+                rows += tuple(r for r in sweep.run_planned([work.other], work.workers, relay) if r.status == "ok")
+        return replace(materials, bench=rows), tuple(row.key for row in rows)
+
+    def tell(self, materials: Materials) -> str:
+        row = materials.bench[0]
+        step, mfu = step_ms(row), mfu_of(row)
+        return (f"{step.median:.4g} ms a step" if step else row.status) + (f", MFU {mfu:.1%}" if mfu else "")
+
+
+class Profiled:
+    name = "profile"
+    what = "a recording of the step"
+
+    def keys(self, work: Work) -> tuple[str, ...]:
+        return (work.planned.key,)
+
+    def command(self, work: Work) -> str:
+        return write_command(self.name, work.planned.case.workload)
+
+    def expected_s(self, work: Work) -> float:
+        return 4 + 20 * work.step_s
+
+    def load(self, folder: Path, _keys: Sequence[str], materials: Materials) -> Materials:
+        place = folder / self.name
+        return replace(materials, profile=make_profile(store.load(place), place))
+
+    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+        place = work.folder / self.name
+        Profile(folder=place, command=work.command, force=True).run_planned(work.planned, work.workers, work.on_stage)
+        work.on_stage("explaining it")
+        return self.load(work.folder, (), materials), self.keys(work)
+
+    def tell(self, materials: Materials) -> str:
+        profile = materials.profile
+        assert profile is not None
+        what = "operators" if profile.on_cpu else "kernels"
+        count = profile.kernels.height / profile.steps_in_window
+        busy = "" if profile.on_cpu else f", GPU busy {1 - profile.idle_share:.1%}"
+        return f"{count:,.0f} {what} a step{busy}"
+
+
+class Memory:
+    name = "memory"
+    what = "a recording of memory"
+
+    def keys(self, work: Work) -> tuple[str, ...]:
+        return (work.planned.key,)
+
+    def command(self, work: Work) -> str:
+        return write_command(self.name, work.planned.case.workload)
+
+    def expected_s(self, work: Work) -> float:
+        return 5 + 20 * work.step_s
+
+    def load(self, folder: Path, keys: Sequence[str], materials: Materials) -> Materials:
+        place = recording_folder(folder / self.name, keys[0])
+        if not store.is_recording(place):
+            raise StepscopeError(f"the recording is gone: `{place}`")
+        return replace(materials, memory=make_memory_profile(store.load(place)))
+
+    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+        folder = work.folder / self.name
+        kind = Weighed(folder=folder, command=work.command, snapshots=True)
+        # A row without its recording is no use here, so whatever is not loaded is recorded anew.
+        sweep: Sweep[MemoryRow] = Sweep(kind=kind, folder=folder, command=work.command, fresh=True)
+        rows = sweep.run_planned([work.planned], work.workers, _Relay(work.on_stage))
+        _require_ok(rows)
+        work.on_stage("explaining it")
+        return self.load(work.folder, self.keys(work), materials), self.keys(work)
+
+    def tell(self, materials: Materials) -> str:
+        assert materials.memory is not None
+        return f"peak {say_bytes(materials.memory.peak_bytes)}"
+
+
+class PrecisionStage:
+    name = "precision"
+    what = "precisions compared"
+
+    def keys(self, work: Work) -> tuple[str, ...]:
+        return (self.plan(work).key,)
+
+    def command(self, work: Work) -> str:
+        return write_command(self.name, self.plan(work).case.workload)
+
+    def expected_s(self, work: Work) -> float:
+        return 5 + 20 * work.step_s
+
+    def load(self, folder: Path, _keys: Sequence[str], materials: Materials) -> Materials:
+        return replace(materials, precision=read_report(folder / f"{self.name}.json"))
+
+    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+        planned, out = self.plan(work), work.folder / f"{self.name}.json"
+        job = PrecisionJob(command=work.command, out=out, force=True, bench_rows=_rows_with_speeds(materials, planned))
+        report = job.run_planned(planned, choose_precisions((), planned.case), work.workers, work.on_stage)
+        return replace(materials, precision=report), self.keys(work)
+
+    def tell(self, materials: Materials) -> str:
+        assert materials.precision is not None
+        runs = materials.precision.comparison.runs
+        errors = [f"{run.precision} {run.gradient_error:.1e}" for run in runs if run.gradient_error is not None]
+        return f"error of gradients: {', '.join(errors)}" if errors else "no finite gradients"
+
+    def plan(self, work: Work) -> Planned:
+        """One step forward and backward, uncompiled: the settings that would change nothing are the usual ones, and a
+        CPU, whose fp16 is slow, gets a short context where the model takes any."""
+        workload = work.planned.case.workload
+        plain = Workload(model=workload.model)
+        context = workload.context
+        if workload.device == "cpu" and not isinstance(workload.model, Factory):
+            context = min(context, CONTEXT_ON_CPU)
+        chosen = msgspec.structs.replace(
+            workload,
+            context=context,
+            precision=plain.precision,
+            mode=plain.mode,
+            compile=plain.compile,
+            checkpoint=plain.checkpoint,
+            optimizer=plain.optimizer,
+        )
+        return msgspec.structs.replace(work.planned, case=msgspec.structs.replace(work.planned.case, workload=chosen))
+
+
+# No `compiled`, which takes longer than all others, and on a GPU no `tiled`, which is a loop in Python.
+_ON_CPU: tuple[Implementation, ...] = ("naive", "sdpa", "tiled")
+_ON_CUDA: dict[bool, tuple[Implementation, ...]] = {
+    True: ("naive", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "triton", "hopper"),
+    False: ("naive", "sdpa-efficient", "triton"),  # fp32 and tf32, which the others do not take
+}
+_SHORTEST = 16
+
+
+class AttentionStage:
+    """Attention alone, in the shape that the workload has it, at its context and at half and twice that."""
+
+    name = "attention"
+    what = "implementations of attention compared"
+
+    def keys(self, work: Work) -> tuple[str, ...]:
+        return tuple(one.key for one in self.plan(work))
+
+    def command(self, work: Work) -> str:
+        case = self.plan(work)[0].case
+        lengths = ",".join(str(length) for length in dict.fromkeys(one.case.length for one in self.plan(work)))
+        shape = f"--batch {case.batch} --heads {case.heads} --head-dim {case.head_dim} --length {lengths}"
+        return f"stepscope {self.name} {shape} --precision {case.precision}"
+
+    def expected_s(self, work: Work) -> float:
+        return sum(one.expected_s for one in self.plan(work))
+
+    def load(self, folder: Path, keys: Sequence[str], materials: Materials) -> Materials:
+        return replace(materials, attention=_read_rows(folder / self.name / RESULTS_NAME, AttentionRow, keys))
+
+    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+        planned = self.plan(work)
+        sweep = AttentionSweep(
+            folder=work.folder / self.name, command=work.command, retry=Retry.FAILED, fresh=work.fresh
+        )
+        rows = sweep.run_planned(planned, work.workers, _Relay(work.on_stage))
+        here = tuple(row for row in rows if row.status != "unsupported")
+        if all(row.status != "ok" for row in here):
+            _require_ok(here or rows)
+        return replace(materials, attention=here), tuple(row.key for row in here)
+
+    def tell(self, materials: Materials) -> str:
+        longest = max(row.case.length for row in materials.attention)
+        at_longest = [row for row in materials.attention if row.case.length == longest]
+        times = {row.case.implementation: both.median for row in at_longest if (both := summary_ms(row, "both"))}
+        if not times:
+            return f"{len(materials.attention)} cases"
+        best = min(times, key=times.__getitem__)
+        return f"fastest at length {longest}: {best}, {times[best]:.4g} ms"
+
+    def plan(self, work: Work) -> tuple[PlannedAttention, ...]:
+        workload = work.planned.case.workload
+        shape = workload.model
+        if not isinstance(shape, ModelShape):
+            raise UnavailableError("the heads of a model that is not built in are not known beforehand")
+        on_cpu = workload.device == "cpu"
+        half = workload.precision in ("bf16", "fp16")
+        lengths = dict.fromkeys(
+            max(_SHORTEST, length) for length in (workload.context // 2, workload.context, 2 * workload.context)
+        )
+        return tuple(
+            PlannedAttention(
+                case=AttentionCase(
+                    implementation=implementation,
+                    batch=workload.batch,
+                    heads=shape.num_heads,
+                    length=length,
+                    head_dim=shape.head_dim,
+                    precision=workload.precision,
+                    device=workload.device,
+                    seed=workload.seed,
+                    repetitions=50,
+                    seconds=0.05 if on_cpu else 0.2,
+                    memory_limit=work.planned.case.timing.memory_limit,
+                ),
+                environment=work.planned.environment,
+            )
+            for implementation in (_ON_CPU if on_cpu else _ON_CUDA[half])
+            for length in lengths
+        )
+
+
+ALL: tuple[Stage, ...] = (Bench(), Profiled(), Memory(), PrecisionStage(), AttentionStage())
+
+
+def other_precision(precision: Precision) -> Precision:
+    return "fp32" if precision in ("bf16", "fp16") else "bf16"
+
+
+class _Relay:
+    """A sweep's listener that passes on what is being done; what came out is told by the stage."""
+
+    def __init__(self, on_stage: Callable[[str], None]) -> None:
+        self._on_stage = on_stage
+        self._case = ""
+
+    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None:
+        pass
+
+    def start(self, planned: Waiting) -> None:
+        case = planned.case
+        self._case = f"{case.implementation}, length {case.length}: " if isinstance(case, AttentionCase) else ""
+
+    def stage(self, name: str) -> None:
+        self._on_stage(self._case + name)
+
+    def finish(self, row: Row) -> None:
+        pass
+
+
+def _require_ok(rows: Sequence[Row]) -> None:
+    """The first says what went wrong."""
+    if rows[0].status != "ok":
+        raise StepscopeError(f"{rows[0].status}: {rows[0].reason}")
+
+
+def _read_rows(path: Path, kind: type[R], keys: Sequence[str]) -> tuple[R, ...]:
+    rows = {row.key: row for row in read_rows_of(path, kind)[0]}
+    if any(key not in rows for key in keys):
+        raise StepscopeError(f"rows of this case are gone from `{path}`")
+    return tuple(rows[key] for key in keys)
+
+
+def _rows_with_speeds(materials: Materials, planned: Planned) -> tuple[BenchRow, ...]:
+    """Those that `find_speeds` makes something of: fp32 and another."""
+    try:
+        find_speeds(materials.bench, planned.case)
+    except StepscopeError:
+        return ()
+    return materials.bench

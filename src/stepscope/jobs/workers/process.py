@@ -1,0 +1,310 @@
+"""Processes for cases: started quickly, listened to, and explained when they end without a word.
+
+Importing torch takes seconds, on a GPU host as long as many a case. So one process, the nursery (`jobs.nursery`),
+imports it and nothing else, and every case runs in a process forked from there: its memory, its GPU context and its
+end are its own, and it is there at once. The nursery never touches a GPU, nor runs a model.
+"""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import IO, Self
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.messages import Answer, AttentionMeasured, Failed, Request, Result, Stage
+from stepscope.measure.failures import mentions_out_of_memory
+from stepscope.recording.rows.bench import Status
+
+_LOG_TAIL = 20_000
+_LEAVE_S = 0.5  # for a worker that has answered to leave by itself
+_IMPORT_S = 300.0  # for the nursery to import torch, before it is taken to hang
+
+
+class Died(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker ended without an answer."""
+
+    status: Status
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker answered, or how it died, and what it printed."""
+
+    answer: Result | Died
+    log: bytes
+
+
+def require_torch() -> None:
+    """Said before the first worker starts, and without importing torch here."""
+    if find_spec("torch") is None:
+        raise StepscopeError(
+            "torch is not installed",
+            detail="reading and explaining recordings works without it; running a model does not",
+            hint="pip install 'stepscope[train]'",
+        )
+
+
+class RefusedError(StepscopeError):
+    """A worker said that the user's input is at fault: a wrong setting, or a model of theirs that does not build."""
+
+    def __init__(self, answer: Failed) -> None:
+        super().__init__(answer.message, detail=answer.detail, hint=answer.hint)
+
+
+class Workers:
+    """A source of worker processes, one at a time. Whatever runs ends when this does."""
+
+    def __init__(self) -> None:
+        self._nursery: _Nursery | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def start(self) -> None:
+        """Begins to import torch, in the nursery, while the caller does something else."""
+        if self._nursery is not None and not self._nursery.is_alive():
+            self._close()
+        if self._nursery is None:
+            self._nursery = _Nursery()
+
+    def run(
+        self,
+        request: Request,
+        *,
+        on_stage: Callable[[str], None] = lambda _: None,
+        on_part: Callable[[AttentionMeasured], None] = lambda _: None,
+        timeout_s: float | None = None,
+    ) -> Ended:
+        """Runs one request in a process of its own. Where its answer comes in parts, each may take `timeout_s`."""
+        oom_kills = _kernel_oom_kills()
+        self.start()
+        assert self._nursery is not None
+        with TemporaryFile() as output, _Worker(self._nursery, request, output) as worker:
+            for said in worker.listen(timeout_s):
+                if isinstance(said, Stage):
+                    on_stage(said.name)
+                else:
+                    on_part(said)
+            worker.end()
+            log = _content(output)
+        if worker.answer is not None:
+            return Ended(answer=worker.answer, log=log)
+        if worker.timed_out:
+            if worker.returncode is None:
+                self._close()
+            reason = f"not done after {timeout_s:g} s, while {worker.stage}"
+            return Ended(answer=Died(status="timeout", reason=reason), log=log)
+        returncode = worker.returncode
+        if returncode is None:  # the nursery itself is gone: torch does not import, or somebody killed it
+            log += self._nursery.log()
+            returncode = self._close()
+        oom_killed = _kernel_oom_kills() > oom_kills
+        return Ended(answer=_explain_death(returncode, worker.stage, log, oom_killed=oom_killed), log=log)
+
+    def _close(self) -> int:
+        returncode = self._nursery.close() if self._nursery else 0
+        self._nursery = None
+        return returncode
+
+
+class _Nursery:
+    """The process that workers are forked from."""
+
+    def __init__(self) -> None:
+        limit_instructions()
+        self._output = TemporaryFile()  # noqa: SIM115  # closed in `close`
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # -P: the current folder is put on the path when a factory is loaded, and not before: a stray `random.py` in it
+        # must not break torch. A session of its own: Ctrl-C reaches us alone, and we end it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "stepscope.jobs.workers.nursery", str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def log(self) -> bytes:
+        return _content(self._output)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> int:
+        """Ends it, and says how it had ended where it was gone already."""
+        self.socket.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_LEAVE_S)
+        self._process.kill()
+        self._output.close()
+        return self._process.wait()
+
+
+class _Worker:
+    """One forked process, from the request to its end."""
+
+    def __init__(self, nursery: _Nursery, request: Request, output: IO[bytes]) -> None:
+        self.stage = "starting"
+        self.answer: Result | None = None
+        self.timed_out = False
+        # The nursery tells the process id, and later how it ended. `gone` with no returncode: the nursery is gone.
+        self.returncode: int | None = None
+        self._gone = False
+        self._pid: int | None = None
+        self._nursery = nursery
+        self._unread = b""
+        self._answers = self._ask(request, output)
+
+    def _ask(self, request: Request, output: IO[bytes]) -> int:
+        request_out, request_in = os.pipe()
+        answer_out, answer_in = os.pipe()
+        # A pipe broken here means that it died; listening finds out how.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._nursery.socket, [b"run"], [request_out, answer_in, output.fileno()])
+        os.close(request_out)
+        os.close(answer_in)
+        with suppress(BrokenPipeError), os.fdopen(request_in, "wb") as pipe:
+            pipe.write(msgspec.json.encode(request))
+        return answer_out
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._answers)
+        if not self._gone:
+            self._kill()
+
+    def listen(self, timeout_s: float | None) -> Iterator[Stage | AttentionMeasured]:
+        """The stages it comes to and the parts it is done with, until it has answered, has ended, or time is up. Time
+        counts from the fork: importing torch, which is slow on a busy machine, is not part of the case."""
+        sources = {self._answers, self._nursery.socket.fileno()}
+        since = time.monotonic()
+        while self.answer is None and not self._gone:
+            limit_s = timeout_s and (timeout_s if self._pid is not None else max(timeout_s, _IMPORT_S))
+            remaining = max(0.0, since + limit_s - time.monotonic()) if limit_s else None
+            ready, _, _ = select.select(sources, [], [], remaining)
+            if not ready:
+                self.timed_out = True
+                return
+            if self._answers in ready:
+                content = os.read(self._answers, 1 << 16)
+                if not content:
+                    sources.remove(self._answers)
+                for said in self._read(content):
+                    if isinstance(said, AttentionMeasured):
+                        since = time.monotonic()
+                    yield said
+            else:
+                is_born = self._pid is not None
+                self._hear()
+                if not is_born:
+                    since = time.monotonic()
+        while self.answer is None and select.select([self._answers], [], [], 0)[0]:
+            # It ended, and what it last said is still in the pipe.
+            content = os.read(self._answers, 1 << 16)
+            if not content:
+                return
+            yield from self._read(content)
+
+    def end(self) -> None:
+        """After an answer it is leaving by itself and gets a moment to; then it is made to."""
+        if self.answer is not None and select.select([self._nursery.socket], [], [], _LEAVE_S)[0]:
+            self._hear()
+        if not self._gone:
+            self._kill()
+        while not self._gone:
+            self._hear()
+
+    def _read(self, content: bytes) -> Iterator[Stage | AttentionMeasured]:
+        *lines, self._unread = (self._unread + content).split(b"\n")
+        for line in lines:
+            message = msgspec.json.decode(line, type=Answer)
+            if isinstance(message, Stage):
+                self.stage = message.name
+            if isinstance(message, Stage | AttentionMeasured):
+                yield message
+            else:
+                self.answer = message
+
+    def _hear(self) -> None:
+        """News from the nursery: the process id at first, then how it ended; nothing at all when the nursery died."""
+        try:
+            news = self._nursery.socket.recv(64)
+        except ConnectionResetError:
+            news = b""
+        if news.startswith(b"pid "):
+            self._pid = int(news[4:])
+        elif news.startswith(b"end "):
+            self.returncode, self._gone = int(news[4:]), True
+        else:
+            self._gone = True
+
+    def _kill(self) -> None:
+        """The process and whatever it started in its session. Before it was forked, the nursery: that takes so long."""
+        if self._pid is None:
+            self._nursery.kill()
+        else:
+            try:
+                os.killpg(self._pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has no group of its own yet, or is gone
+                with suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
+
+
+_PROFILER_NOISE = "USDT:"  # what PyTorch's profiler says whenever it starts or stops
+
+
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+def _explain_death(returncode: int, stage: str, log: bytes, *, oom_killed: bool) -> Died:
+    text = log[-_LOG_TAIL:].decode(errors="replace")
+    lines = (line.strip()[:200] for line in reversed(text.splitlines()))
+    last = next((line for line in lines if line and not line.startswith(_PROFILER_NOISE)), "")
+    said = f"; it last said: {last}" if last else ""
+    if returncode == -signal.SIGKILL and oom_killed:
+        return Died(status="oom", reason=f"ended by the kernel's out-of-memory killer while {stage}")
+    if mentions_out_of_memory(text):
+        return Died(status="oom", reason=f"out of memory while {stage}{said}")
+    if returncode >= 0:
+        return Died(status="crash", reason=f"exited with {returncode} while {stage}{said}")
+    name = signal.Signals(-returncode).name
+    if -returncode in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        return Died(status="killed", reason=f"killed by {name} while {stage}")
+    return Died(status="crash", reason=f"crashed with {name} while {stage}{said}")
+
+
+def _kernel_oom_kills() -> int:
+    """How often the kernel has ended a process for want of memory since the machine started."""
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0

@@ -1,0 +1,130 @@
+"""What a rank does: joins the others, serves one request, and says how it went."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.jobs.workers.rank_messages import (
+    Accounted,
+    CommMeasured,
+    MeasureComm,
+    RankDone,
+    RankFailed,
+    RankMessage,
+    RankRequest,
+    Resumed,
+    Saved,
+    Setup,
+    Stage,
+    Stepped,
+    Train,
+)
+from stepscope.measure.failures import say_in_a_line
+from stepscope.parallel.journal import FOLDER_VARIABLE
+from stepscope.recording.rows.train import TrainMemory, TrainRow
+
+if TYPE_CHECKING:
+    from stepscope.parallel.communicator import Communicator
+
+Tell = Callable[[RankMessage], None]
+
+
+def serve(setup: Setup, request: RankRequest, rank: int, answer_fd: int) -> NoReturn:
+    """In a process of its own, which this ends."""
+
+    def tell(message: RankMessage) -> None:
+        content = msgspec.json.encode(message) + b"\n"
+        while content:
+            content = content[os.write(answer_fd, content) :]
+
+    failure = _try(setup, request, rank, tell)
+    tell(failure or RankDone())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if failure else 0)  # threads of a backend that waits for a dead peer would hold the interpreter's end up
+
+
+def _try(setup: Setup, request: RankRequest, rank: int, tell: Tell) -> RankFailed | None:
+    """The process boundary: whatever is raised here is told, and becomes the parent's error."""
+    try:
+        with _joined(setup, rank) as communicator:
+            _serve(request, setup, communicator, tell)
+    except StepscopeError as error:
+        from stepscope.parallel.communicator import CollectiveError
+
+        traceback.print_exc()
+        in_collective = isinstance(error, CollectiveError)
+        return RankFailed(message=error.message, detail=error.detail, hint=error.hint, in_collective=in_collective)
+    except BaseException as error:  # noqa: BLE001
+        traceback.print_exc()
+        return RankFailed(message=say_in_a_line(error))
+    return None
+
+
+def serve_here(setup: Setup, request: RankRequest, tell: Tell) -> None:
+    """In this process, which somebody started as a rank: `torchrun`, or Slurm."""
+    with _joined(setup, 0) as communicator:  # the environment says which
+        _serve(request, setup, communicator, tell)
+
+
+def _joined(setup: Setup, rank: int) -> "AbstractContextManager[Communicator]":
+    from stepscope.parallel.group import choose_backend, join
+
+    os.environ[FOLDER_VARIABLE] = setup.journal
+    meeting = Path(setup.meeting) if setup.meeting else None
+    backend = choose_backend(setup.backend, setup.device, setup.world)
+    return join(backend=backend, timeout_s=setup.timeout_s, meeting=meeting, rank=rank, world=setup.world)
+
+
+def _serve(request: RankRequest, setup: Setup, communicator: "Communicator", tell: Tell) -> None:
+    match request:
+        case Train():
+            from stepscope.measure.training import train
+
+            train(
+                request.training,
+                Path(request.folder),
+                communicator,
+                device=setup.device,
+                command=request.command,
+                data_digest=request.data_digest,
+                stop_on_nan=request.stop_on_nan,
+                listener=_Telling(tell),
+            )
+        case MeasureComm():
+            from stepscope.measure.comm import measure_collectives
+
+            def on_stage(name: str) -> None:
+                if communicator.rank == 0:
+                    tell(Stage(name=name))
+
+            outcomes = measure_collectives(request.cases, communicator, device=setup.device, on_stage=on_stage)
+            for outcome in outcomes:
+                if communicator.rank == 0:
+                    tell(CommMeasured(outcome=outcome))
+
+
+class _Telling:
+    """A run's listener that passes on what it hears."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+
+    def resumed(self, step: int) -> None:
+        self._tell(Resumed(step=step))
+
+    def stepped(self, row: TrainRow) -> None:
+        self._tell(Stepped(row=row))
+
+    def saved(self, step: int) -> None:
+        self._tell(Saved(step=step))
+
+    def accounted(self, memory: tuple[TrainMemory, ...]) -> None:
+        self._tell(Accounted(memory=memory))

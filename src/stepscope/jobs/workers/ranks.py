@@ -1,0 +1,193 @@
+"""Ranks on this machine: started, listened to, and ended together.
+
+When one rank fails, the others fail after it for its sake. So the first failure is not always the one to tell of: what
+ranks say within a moment of each other is weighed, and a rank that died or raised by itself comes before those that
+waited for it.
+"""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.files import scratch_folder, writing
+from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.process import require_torch
+from stepscope.jobs.workers.rank_messages import Birth, RankDone, RankFailed, RankMessage, RankRequest, Setup
+from stepscope.parallel.journal import find_culprit, read_journals
+
+LOGS_NAME, JOURNAL_NAME = "logs", "journal"
+_GRACE_S = 3.0  # for the ranks that wait for a failed one to say so themselves
+Heard = Callable[[int, RankMessage], None]
+
+
+def run_ranks(
+    request: RankRequest, *, world: int, backend: str, device: str, folder: Path, timeout_s: float, on_message: Heard
+) -> None:
+    """All ranks to their end, with logs and journals in `folder`, which is ours. A `StepscopeError` names the rank that
+    failed and its last collective; the others are ended before it is raised."""
+    require_torch()
+    limit_instructions()
+    journal = folder / JOURNAL_NAME
+    with writing(folder):
+        journal.mkdir(parents=True, exist_ok=True)
+        (folder / LOGS_NAME).mkdir(exist_ok=True)
+        for old in [path for path in journal.glob("*.journal") if path.stem.isdigit()]:
+            old.unlink()
+    with scratch_folder() as meeting:
+        setup = Setup(
+            world=world,
+            backend=backend,
+            device=device,
+            timeout_s=timeout_s,
+            journal=str(journal),
+            meeting=f"{meeting}/ranks",
+        )
+        with _Ranks(Birth(setup=setup, request=request), folder / LOGS_NAME) as ranks:
+            ranks.listen(on_message)
+            if ranks.failed:
+                raise _explain(ranks, journal, folder / LOGS_NAME)
+
+
+class _Ranks:
+    """The processes, from their birth to their end."""
+
+    def __init__(self, birth: Birth, logs: Path) -> None:
+        self.failures: dict[int, RankFailed] = {}
+        self.codes: dict[int, int] = {}
+        self._world = birth.setup.world
+        self._processes: list[int] = []
+        self._unread: dict[int, bytes] = {}
+        self._ranks: dict[int, int] = {}  # of the pipes
+        self._start(birth, logs)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failures) or any(self.codes.values()) or len(self.codes) < self._world
+
+    def _start(self, birth: Birth, logs: Path) -> None:
+        self._news, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request_out, request_in = os.pipe()
+        pairs, given = [], [theirs.fileno(), request_out]
+        with ExitStack() as files:
+            for rank in range(self._world):
+                answer_out, answer_in = os.pipe()
+                log = files.enter_context((logs / f"rank-{rank}.log").open("wb"))
+                self._ranks[answer_out] = rank
+                self._unread[answer_out] = b""
+                pairs.append(f"{answer_in},{log.fileno()}")
+                given += [answer_in, log.fileno()]
+            for descriptor in (request_out, *given[2::2]):
+                files.callback(os.close, descriptor)
+            log = files.enter_context((logs / "start.log").open("wb"))
+            words = (theirs.fileno(), request_out, os.getpid())
+            # A session of its own: Ctrl-C reaches us alone, and we end them.
+            self._nursery = subprocess.Popen(
+                [sys.executable, "-P", "-m", "stepscope.jobs.workers.rank_nursery", *map(str, words), *pairs],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=given,
+                start_new_session=True,
+            )
+        theirs.close()
+        with suppress(BrokenPipeError), os.fdopen(request_in, "wb") as pipe:
+            pipe.write(msgspec.json.encode(birth))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)
+        if self._processes:  # it ends when it has seen the end of all
+            with suppress(subprocess.TimeoutExpired):
+                self._nursery.wait(timeout=_GRACE_S)
+        self._nursery.kill()
+        self._nursery.wait()
+        self._news.close()
+        for pipe in self._ranks:
+            os.close(pipe)
+
+    def listen(self, on_message: Heard) -> None:
+        """Until all have ended, or a moment after the first failure."""
+        sources = {self._news.fileno(), *self._ranks}
+        deadline: float | None = None
+        while sources and len(self.codes) < self._world:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select(sources, [], [], remaining)
+            if not ready:
+                return
+            for source in ready:
+                if source == self._news.fileno():
+                    if not self._hear():
+                        sources.discard(source)
+                elif not self._read(source, on_message):
+                    sources.discard(source)
+            if deadline is None and (self.failures or any(self.codes.values())):
+                deadline = time.monotonic() + _GRACE_S
+
+    def _hear(self) -> bool:
+        """News of the nursery; False when it is gone."""
+        try:
+            word, *numbers = self._news.recv(4096).split() or [b"gone"]
+        except ConnectionResetError:
+            return False
+        if word == b"pids":
+            self._processes = [int(number) for number in numbers]
+        elif word == b"end":
+            self.codes[int(numbers[0])] = int(numbers[1])
+        return word != b"gone"
+
+    def _read(self, pipe: int, on_message: Heard) -> bool:
+        content = os.read(pipe, 1 << 16)
+        *lines, self._unread[pipe] = (self._unread[pipe] + content).split(b"\n")
+        for line in lines:
+            message = msgspec.json.decode(line, type=RankMessage)
+            if isinstance(message, RankFailed):
+                self.failures[self._ranks[pipe]] = message
+            elif not isinstance(message, RankDone):
+                on_message(self._ranks[pipe], message)
+        return bool(content)
+
+
+def _explain(ranks: _Ranks, journal: Path, logs: Path) -> StepscopeError:
+    """A rank that died without a word comes first, then one that raised by itself, then those that waited."""
+    last = {entry.rank: entry.last_collective for entry in read_journals(journal)}
+    died = [rank for rank, code in sorted(ranks.codes.items()) if code and rank not in ranks.failures]
+    by_themselves = [rank for rank, failure in sorted(ranks.failures.items()) if not failure.in_collective]
+    culprit = next(iter(died + by_themselves + sorted(ranks.failures)), None)
+    if culprit is None:
+        return StepscopeError("the ranks ended before they began", hint=f"less {logs / 'start.log'}")
+    log = f"less {logs / f'rank-{culprit}.log'}"
+    at = last.get(culprit, "before it joined the others")
+    failure = ranks.failures.get(culprit)
+    if failure is None:
+        code = ranks.codes[culprit]
+        behind = find_culprit(read_journals(journal)) if code == -signal.SIGABRT else None
+        if behind is not None and behind.rank not in died:  # a backend ends its process when another does not answer
+            return StepscopeError(
+                f"rank {behind.rank} fell behind, {behind.last_collective}",
+                detail=f"rank {culprit} was ended by its backend while it waited; the other ranks were stopped",
+                hint=f"less {logs / f'rank-{behind.rank}.log'}",
+            )
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return StepscopeError(f"rank {culprit} {how}, {at}", detail="the other ranks were stopped", hint=log)
+    if failure.in_collective:
+        return StepscopeError(failure.message, detail=failure.detail, hint=log)
+    detail = "\n".join(filter(None, (failure.detail, f"the rank stopped {at}")))
+    return StepscopeError(f"rank {culprit}: {failure.message}", detail=detail, hint=failure.hint or log)

@@ -1,0 +1,218 @@
+"""What a worker does: one request, answered, and the process is used up.
+
+It is alone with its case, so whatever the case does (run out of memory, crash, hang, leave a GPU in a bad state) ends
+with it.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.jobs.workers.messages import (
+    Answer,
+    AttentionDone,
+    AttentionMeasured,
+    ComparePrecisions,
+    Failed,
+    Inspect,
+    Inspected,
+    MeasureAttention,
+    Measured,
+    MemoryRecorded,
+    OutOfMemory,
+    PrecisionsCompared,
+    Probe,
+    Probed,
+    ProbedModel,
+    Record,
+    Recorded,
+    RecordMemory,
+    Request,
+    Run,
+    Stage,
+)
+from stepscope.measure.failures import is_out_of_memory, say_in_a_line
+from stepscope.recording.rows.attention import AttentionCase
+from stepscope.spec import Case, Factory, HuggingFace, ModelShape
+
+
+def serve(request_fd: int, answer_fd: int) -> NoReturn:
+    with os.fdopen(request_fd, "rb") as questions:
+        request = msgspec.json.decode(questions.read(), type=Request)
+
+    def tell(answer: Answer) -> None:
+        content = msgspec.json.encode(answer) + b"\n"
+        while content:
+            content = content[os.write(answer_fd, content) :]
+
+    tell(_answer(request, tell))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's own end: a GPU library that crashes while unloading would spoil a good result.
+    os._exit(0)
+
+
+def _answer(request: Request, tell: Callable[[Answer], None]) -> Answer:
+    """The process boundary: whatever a model, a driver or a library raises becomes an answer. Nothing is swallowed."""
+    stage = "starting"
+
+    def on_stage(name: str) -> None:
+        nonlocal stage
+        stage = name
+        tell(Stage(name=name))
+
+    try:
+        return _serve(request, on_stage, tell)
+    except StepscopeError as error:
+        return Failed(message=error.message, detail=error.detail, hint=error.hint, bad_input=True)
+    except BaseException as error:  # noqa: BLE001  # a model may call sys.exit, too
+        traceback.print_exc()
+        return _explain_failure(error, request, stage)
+
+
+def _serve(request: Request, on_stage: Callable[[str], None], tell: Callable[[Answer], None]) -> Answer:
+    match request:
+        case Probe():
+            return _probe(request, on_stage)
+        case Run(case=case):
+            return _run(case, on_stage)
+        case Record():
+            return _record(request, on_stage)
+        case ComparePrecisions():
+            return _compare_precisions(request, on_stage)
+        case RecordMemory():
+            return _record_memory(request, on_stage)
+        case MeasureAttention(cases=cases):
+            return _measure_attention(cases, on_stage, tell)
+        case Inspect():
+            from stepscope.measure.inspection import inspect_torch
+
+            return Inspected(inspection=inspect_torch())
+
+
+def _probe(request: Probe, on_stage: Callable[[str], None]) -> Probed:
+    from stepscope.measure.environment import check_torch, describe, resolve_device
+
+    check_torch()
+    device = resolve_device(request.cases[0].workload.device)
+    models = tuple(_check_model(case, on_stage) for case in request.cases)
+    on_stage("looking at the device")
+    return Probed(environment=describe(device, {case.workload.precision for case in request.cases}), models=models)
+
+
+def _check_model(case: Case, on_stage: Callable[[str], None]) -> ProbedModel:
+    """Everything about a model of the user's own that can be refused before it is built."""
+    from stepscope.step import hf, own
+
+    on_stage(f"importing `{case.workload.model.name}`")
+    match case.workload.model:
+        case Factory() as factory:
+            takes_context = own.check_arguments(case.workload, factory, own.load_factory(factory))
+            return ProbedModel(source=own.source_digest(), takes_context=takes_context)
+        case HuggingFace() as spec:
+            digest, takes_context = hf.check_config(case.workload, spec)
+            return ProbedModel(source=digest, takes_context=takes_context)
+        case ModelShape():
+            return ProbedModel(source=None, takes_context=True)
+
+
+def _run(case: Case, on_stage: Callable[[str], None]) -> Measured:
+    import torch
+
+    from stepscope.measure.bench import measure
+
+    measurement, doubts = measure(case, torch.device(case.workload.device), on_stage=on_stage)
+    return Measured(measurement=measurement, doubts=doubts)
+
+
+def _record(request: Record, on_stage: Callable[[str], None]) -> Recorded:
+    import torch
+
+    from stepscope.measure.profiler import record
+
+    run = record(
+        request.case,
+        torch.device(request.case.workload.device),
+        functions=request.functions,
+        folder_raw=Path(request.folder),
+        record_steps=request.steps,
+        with_stack=request.stacks,
+        on_stage=on_stage,
+    )
+    return Recorded(run=run)
+
+
+def _compare_precisions(request: ComparePrecisions, on_stage: Callable[[str], None]) -> PrecisionsCompared:
+    import torch
+
+    from stepscope.measure.precision import compare_precisions
+
+    device = torch.device(request.case.workload.device)
+    return PrecisionsCompared(
+        comparison=compare_precisions(request.case, request.precisions, device, on_stage=on_stage)
+    )
+
+
+def _record_memory(request: RecordMemory, on_stage: Callable[[str], None]) -> MemoryRecorded:
+    import torch
+
+    from stepscope.measure.memory_recorder import record_memory
+
+    device = torch.device(request.case.workload.device)
+    return MemoryRecorded(run=record_memory(request.case, device, folder=Path(request.folder), on_stage=on_stage))
+
+
+def _measure_attention(
+    cases: Sequence[AttentionCase], on_stage: Callable[[str], None], tell: Callable[[Answer], None]
+) -> AttentionDone:
+    from stepscope.measure.attention import measure_cases
+
+    for outcome in measure_cases(cases, on_stage=on_stage):
+        tell(AttentionMeasured(outcome=outcome))
+    return AttentionDone()
+
+
+def _explain_failure(error: BaseException, request: Request, stage: str) -> OutOfMemory | Failed:
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return Failed(
+            message="torch does not import",
+            detail=say_in_a_line(error),
+            hint="pip install 'stepscope[train]'",
+            bad_input=True,
+        )
+    if is_out_of_memory(error):
+        return OutOfMemory(reason=say_in_a_line(error))
+    match request:
+        case Probe() | Record() if stage.startswith("importing"):
+            doing = f"{stage} raised "
+        case Run(case=case) | Record(case=case) | RecordMemory(case=case) | ComparePrecisions(case=case) if (
+            stage == "building" and not isinstance(case.workload.model, ModelShape)
+        ):
+            doing = f"building `{case.workload.model.name}` raised "
+        case _:
+            doing = ""
+    return Failed(message=doing + say_in_a_line(error), detail=_blame(error), bad_input=bool(doing))
+
+
+def _blame(error: BaseException) -> str:
+    """The innermost line that is neither ours nor an installed package's: the user's, where there is one."""
+    ours = Path(__file__).parents[2]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if ours not in Path(frame.filename).parents
+        and "site-packages" not in frame.filename
+        and Path(frame.filename).is_file()
+        and Path(sys.base_prefix) not in Path(frame.filename).parents
+    ]
+    if not frames:
+        return ""
+    file = Path(frames[-1].filename)
+    near = file.relative_to(Path.cwd()) if Path.cwd() in file.parents else Path(file.name)
+    return f"at {near}:{frames[-1].lineno} in {frames[-1].name}"

@@ -1,0 +1,253 @@
+"""What a trace of the allocator began with, found from how it ended.
+
+The beginning of a trace is usually lost: it is a ring, and recording starts in the middle of a programme. But the state
+at the end is in the file. With the segments that came and went undone, last one first, it tells the segments of the
+start; and a block of then is either still there or freed within the trace, which tells its address and what was asked
+for. Its size follows from the room that it has. Only the rest of a large block with free memory behind it stays open.
+"""
+
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepscope.recording.memory.snapshot import ACTIONS, Segment, Settings, Trace
+
+LEAST = 512  # every block is a multiple of it
+SMALL = 1 << 20  # the largest block of the small pool, and the largest rest that a large block keeps
+NEVER = -1  # instead of an event that is not in the trace
+ALLOC, REQUESTED, COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, MAP, UNMAP = range(7)  # positions in ACTIONS
+OTHER = ACTIONS.index("other")
+
+
+@dataclass(slots=True, kw_only=True)
+class Held:
+    """A block that is not free at the start. Bytes of 0 are yet to be found, and at least `rounded`."""
+
+    address: int
+    bytes: int = 0
+    rounded: int = 0
+    requested: int | None
+    stream: int
+    stack: int | None = None
+    pending: bool = False
+    sure: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Memory from CUDA. What a fixed piece holds never merges with what is beside it."""
+
+    address: int
+    bytes: int
+    stream: int
+    fixed: bool
+    start: int = NEVER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The events, a column each. `rounded` is what the allocator makes of `sizes`, before it looks for a block."""
+
+    codes: NDArray[np.uint8]
+    addresses: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    rounded: NDArray[np.int64]
+    streams: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Self:
+        sizes = trace.events["bytes"].to_numpy()
+        return cls(
+            codes=trace.events["action"].to_physical().to_numpy(),
+            addresses=trace.events["address"].fill_null(NEVER).to_numpy(),
+            sizes=sizes,
+            rounded=round_sizes(sizes, trace.settings),
+            streams=trace.events["stream"].to_numpy(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The state before the first event. `ranges` are the pieces, with those joined that blocks may lie across."""
+
+    pieces: list[Piece]
+    ranges: list[Piece]
+    held: list[Held]
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """The free blocks, as bounds: what lies between those that are not."""
+        at = 0
+        for piece in self.ranges:
+            low, end = piece.address, piece.address + piece.bytes
+            while at < len(self.held) and self.held[at].address < end:
+                if low < self.held[at].address:
+                    yield low, self.held[at].address
+                low = max(low, self.held[at].address + self.held[at].bytes)
+                at += 1
+            if low < end:
+                yield low, end
+
+
+def known_start(segments: tuple[Segment, ...]) -> Start:
+    """The state that somebody kept."""
+    pieces = Pieces(map(piece_of, segments)).ordered()
+    return Start(pieces=pieces, ranges=_join(pieces), held=held_in(segments))
+
+
+def find_start(trace: Trace, columns: Columns) -> Start:
+    """The state that follows from the trace and its end."""
+    pieces = _pieces_before(trace.segments_at_end, columns)
+    ranges, held = _join(pieces), _held_before(trace.segments_at_end, columns)
+    _fit(held, ranges, trace.settings)
+    return Start(pieces=pieces, ranges=ranges, held=held)
+
+
+def round_sizes(sizes: NDArray[np.int64], settings: Settings) -> NDArray[np.int64]:
+    """What the allocator makes of the sizes asked for, before it looks for a block."""
+    plain: NDArray[np.int64] = np.maximum((sizes + (LEAST - 1)) & -LEAST, LEAST)
+    if not settings.roundup_divisions:
+        return plain
+    exponents = np.frexp(np.maximum(sizes, 1).astype(np.float64))[1].astype(np.int64) - 1
+    intervals = np.clip(exponents - (SMALL.bit_length() - 1), 0, len(settings.roundup_divisions) - 1)
+    divisions = np.array(settings.roundup_divisions, np.int64)[intervals]
+    shifts = np.array([max(one, 1).bit_length() - 1 for one in settings.roundup_divisions], np.int64)[intervals]
+    steps = np.maximum((np.int64(1) << exponents) >> shifts, 1)
+    divided = (sizes + steps - 1) & -steps
+    rounded: NDArray[np.int64] = np.where((divisions > 1) & (sizes > LEAST * divisions), divided, plain)
+    return rounded
+
+
+class Pieces:
+    """Memory from CUDA that is there now, without overlaps, and what was there and went."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.there = {piece.address: piece for piece in pieces}
+        self.gone: list[tuple[Piece, int]] = []
+        self._order = sorted(self.there)
+
+    def add(self, piece: Piece, event: int) -> bool:
+        """Whether the place was empty; if not, it is now."""
+        covered = self.remove(piece.address, piece.bytes, event)
+        if piece.bytes:
+            self._insert(piece)
+        return not covered
+
+    def remove(self, address: int, size: int, event: int) -> int:
+        """Takes a stretch out, whole pieces or parts of them; returns how much of it was there."""
+        end, covered = address + size, 0
+        at = max(bisect_right(self._order, address) - 1, 0)
+        while at < len(self._order) and self._order[at] < end:
+            piece = self.there[self._order[at]]
+            stop = piece.address + piece.bytes
+            low, high = max(piece.address, address), min(stop, end)
+            if low >= high:
+                at += 1
+                continue
+            del self.there[self._order.pop(at)]
+            self.gone.append((cut(piece, low, high), event))
+            covered += high - low
+            for rest in (cut(piece, piece.address, low), cut(piece, high, stop)):
+                if rest.bytes:
+                    self._insert(rest)
+                    at += 1
+        return covered
+
+    def ordered(self) -> list[Piece]:
+        return [self.there[address] for address in self._order]
+
+    def _insert(self, piece: Piece) -> None:
+        self.there[piece.address] = piece
+        insort(self._order, piece.address)
+
+
+def cut(piece: Piece, low: int, high: int) -> Piece:
+    return Piece(address=low, bytes=high - low, stream=piece.stream, fixed=piece.fixed, start=piece.start)
+
+
+def piece_of(segment: Segment) -> Piece:
+    return Piece(address=segment.address, bytes=segment.bytes, stream=segment.stream, fixed=not segment.expandable)
+
+
+def held_in(segments: Iterable[Segment]) -> list[Held]:
+    """The blocks that are not free, by address."""
+    found = [
+        Held(
+            address=block.address,
+            bytes=block.bytes,
+            requested=block.requested_bytes,
+            stream=segment.stream,
+            stack=block.stack,
+            pending=block.state == "pending",
+        )
+        for segment in segments
+        for block in segment.blocks
+        if block.state != "free"
+    ]
+    return sorted(found, key=lambda block: block.address)
+
+
+def _join(pieces: list[Piece]) -> list[Piece]:
+    ranges: list[Piece] = []
+    for piece in pieces:
+        last = ranges[-1] if ranges else None
+        if last and not (last.fixed or piece.fixed) and last.address + last.bytes == piece.address:
+            ranges[-1] = cut(last, last.address, piece.address + piece.bytes)
+        else:
+            ranges.append(piece)
+    return ranges
+
+
+def _pieces_before(ended: tuple[Segment, ...], columns: Columns) -> list[Piece]:
+    """The segments at the end, with all that came taken away and all that went put back, last event first."""
+    pieces = Pieces(map(piece_of, ended))
+    for event in np.flatnonzero((columns.codes >= SEGMENT_ALLOC) & (columns.codes <= UNMAP))[::-1].tolist():
+        code, address, size = int(columns.codes[event]), int(columns.addresses[event]), int(columns.sizes[event])
+        if code in (SEGMENT_ALLOC, MAP):
+            pieces.remove(address, size, event)
+        else:
+            stream = int(columns.streams[event])
+            pieces.add(Piece(address=address, bytes=size, stream=stream, fixed=code == SEGMENT_FREE), event)
+    return pieces.ordered()
+
+
+def _held_before(ended: tuple[Segment, ...], columns: Columns) -> list[Held]:
+    """A block was there at the start if the first that is heard of its address is a free, or nothing is at all."""
+    events = np.flatnonzero(columns.codes <= COMPLETED)
+    heard, first = np.unique(columns.addresses[events], return_index=True)
+    known = set(heard.tolist())
+    held = [block for block in held_in(ended) if block.address not in known]
+    taken = columns.codes[events[first]] == ALLOC
+    freed = events[first][~taken]
+    # A recording may have been told to leave requests out: then a block is taken and its free is completed unasked.
+    completed = columns.addresses[columns.codes == COMPLETED]
+    requests = bool((columns.codes == REQUESTED).any()) or not np.isin(completed, heard[taken]).any()
+    chosen = (columns.codes, columns.addresses, columns.sizes, columns.rounded, columns.streams)
+    for code, address, size, rounded, stream in zip(*(column[freed].tolist() for column in chosen), strict=True):
+        pending = code == COMPLETED and requests
+        held.append(Held(address=address, rounded=rounded, requested=size, stream=stream, pending=pending))
+    return sorted(held, key=lambda block: block.address)
+
+
+def _fit(held: list[Held], ranges: list[Piece], settings: Settings) -> None:
+    """Finds the sizes of blocks of which only the rounded size is known, by the room that they have."""
+    begins = [piece.address for piece in ranges]
+    largest = settings.max_split_bytes or 1 << 62
+    for at, block in enumerate(held):
+        if block.bytes:
+            continue
+        place = bisect_right(begins, block.address) - 1
+        end = ranges[place].address + ranges[place].bytes if place >= 0 else 0
+        following = held[at + 1].address if at + 1 < len(held) else end
+        room = min(end, following) - block.address
+        block.bytes = block.rounded
+        if block.rounded <= SMALL or settings.expandable_segments or room < block.rounded:
+            block.sure = block.rounded <= room
+        elif room - block.rounded <= SMALL or block.rounded >= largest:
+            # No large block is as small as what would be left: it was never split off.
+            block.bytes = room
+        else:
+            block.sure = False

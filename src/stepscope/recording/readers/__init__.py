@@ -1,0 +1,1 @@
+"""Foreign files as recordings: PyTorch's profiler, Nsight Systems, Nsight Compute."""

@@ -1,0 +1,131 @@
+"""Decoding blocks of events in several processes: the parser holds the interpreter's lock, so threads would not help.
+
+The processes are plain interpreters that import nothing but the decoder; blocks go in and columns come out over their
+standard streams. A small trace never gets here.
+"""
+
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from queue import Queue
+from typing import IO
+
+from stepscope.errors import StepscopeError
+from stepscope.recording.readers.kineto_events import BadBlockError, Decoded, EventDecoder
+
+_LENGTH = struct.Struct("<Q")
+
+
+def decode_block(decoder: EventDecoder, block: bytes) -> Decoded:
+    try:
+        return decoder.decode(block)
+    except BadBlockError:
+        return decoder.salvage(block)
+
+
+def decode_in_processes(blocks: Iterator[tuple[int, bytes]], processes: int) -> Iterator[tuple[int, int, Decoded]]:
+    """(block's number, process's number, its columns), in whatever order they are done."""
+    # One block waiting a process: enough to keep all busy, and the memory stays bounded.
+    waiting: Queue[tuple[int, bytes] | None] = Queue(maxsize=processes)
+    done: Queue[tuple[int, int, Decoded] | BaseException | None] = Queue()
+    stop = threading.Event()
+    threads = [threading.Thread(target=_serve, args=(n, waiting, done, stop), daemon=True) for n in range(processes)]
+    threads.append(threading.Thread(target=_feed, args=(blocks, waiting, done, stop, processes), daemon=True))
+    for thread in threads:
+        thread.start()
+    try:
+        left = processes
+        while left:
+            result = done.get()
+            if isinstance(result, BaseException):
+                raise result
+            if result is None:
+                left -= 1
+            else:
+                yield result
+    finally:
+        stop.set()
+        while not waiting.empty():  # a feeder that waits for room must see that nobody wants more
+            waiting.get_nowait()
+        for thread in threads:
+            thread.join(timeout=5)
+
+
+def _feed(
+    blocks: Iterator[tuple[int, bytes]],
+    waiting: "Queue[tuple[int, bytes] | None]",
+    done: "Queue[tuple[int, int, Decoded] | BaseException | None]",
+    stop: threading.Event,
+    processes: int,
+) -> None:
+    try:
+        for block in blocks:
+            if stop.is_set():
+                break
+            waiting.put(block)
+    except BaseException as error:  # noqa: BLE001  # raised again by whoever reads `done`
+        done.put(error)
+    for _ in range(processes):
+        waiting.put(None)
+
+
+def _serve(
+    number: int,
+    waiting: "Queue[tuple[int, bytes] | None]",
+    done: "Queue[tuple[int, int, Decoded] | BaseException | None]",
+    stop: threading.Event,
+) -> None:
+    command = [sys.executable, "-P", "-m", "stepscope.recording.readers.kineto_workers"]
+    try:
+        # In a session of its own: Ctrl-C is for us, and a worker ends when its input does.
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            while (item := waiting.get()) is not None and not stop.is_set():
+                index, block = item
+                process.stdin.write(_LENGTH.pack(len(block)))
+                process.stdin.write(block)
+                process.stdin.flush()
+                done.put((index, number, _receive(process.stdout)))
+            process.stdin.close()
+    except BaseException as error:  # noqa: BLE001  # raised again by whoever reads `done`
+        done.put(error)
+    done.put(None)
+
+
+def _receive(stream: IO[bytes]) -> Decoded:
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        raise StepscopeError("a process that reads the trace ended early", detail="was it killed, or memory short?")
+    # Our own child wrote it, from columns it made: this pickle never was in a file.
+    decoded = pickle.loads(stream.read(_LENGTH.unpack(header)[0]))
+    assert isinstance(decoded, Decoded)
+    return decoded
+
+
+def _work() -> None:
+    import gc
+
+    # Reference counts free everything here; the collector would walk a hundred thousand events for nothing.
+    gc.disable()
+    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    decoder = EventDecoder()
+    while header := source.read(_LENGTH.size):
+        block = source.read(_LENGTH.unpack(header)[0])
+        content = pickle.dumps(decode_block(decoder, block), protocol=5)
+        target.write(_LENGTH.pack(len(content)))
+        target.write(content)
+        target.flush()
+
+
+if __name__ == "__main__":
+    # Under its own name, so that the columns it sends are of the class that the receiver knows.
+    from stepscope.recording.readers.kineto_workers import _work as work
+
+    work()

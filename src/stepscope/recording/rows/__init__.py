@@ -1,0 +1,1 @@
+"""What the measuring verbs keep of a case, and the results files that hold it."""

@@ -1,0 +1,226 @@
+"""A results file: one JSON row a line, appended as it arrives, whole or not at all.
+
+A sweep runs for hours and dies at the worst moment, so the file is built for that. It is only ever appended to, each
+row is on the disk before the next case starts, and one process writes at a time. A last line that a crash or a full
+disk cut short is moved aside when the file is next opened for writing; any other damage is not ours, and is an error.
+Rows of a later version, with a setting or a word that this one does not know, stay in the file and are left out.
+So is a file whose first line is not a row: it is somebody else's, and stays as it is.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain, try_lock, writing
+from stepscope.recording.rows.bench import BenchRow, Row
+
+R = TypeVar("R", bound=Row)
+# How msgspec says that a word is none of those that a field may have, or that there is a field more.
+_LATER = ("Invalid enum value", "Object contains unknown field")
+
+
+class _Versioned(msgspec.Struct):
+    schema: str = ""
+
+
+class Parsed(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
+    """The rows of a file, the `good_bytes` that they take, of which the rest is a last line cut short, and how many
+    rows of a later version there are besides."""
+
+    rows: tuple[R, ...]
+    good_bytes: int
+    later: int
+
+    @property
+    def newest(self) -> tuple[R, ...]:
+        """Of each case, in the order in which cases first came."""
+        return tuple({row.key: row for row in self.rows}.values())
+
+
+def read_rows(path: Path) -> tuple[tuple[BenchRow, ...], tuple[str, ...]]:
+    """The rows of a file of timed cases."""
+    return read_rows_of(path, BenchRow)
+
+
+def read_rows_of(path: Path, kind: type[R]) -> tuple[tuple[R, ...], tuple[str, ...]]:
+    """The rows of a results file, the newest of each case in the order in which cases first came, and remarks on what
+    was left out."""
+    content = _read(path)
+    parsed = parse_rows(path, content, kind)
+    left_out = []
+    if cut_bytes := len(content) - parsed.good_bytes:
+        left_out.append(f"left out: a last line cut short ({cut_bytes} bytes)")
+    if parsed.later:
+        left_out.append(f"left out: {parsed.later} row{'s' * (parsed.later != 1)} of a later version of stepscope")
+    if not parsed.rows:
+        expected = f"expected rows of schema `{_schema_of(kind)}`"
+        raise StepscopeError(f"no rows in `{path}`", detail="\n".join([expected, *left_out]), hint=_verb_of(kind))
+    return parsed.newest, tuple(left_out)
+
+
+class ResultsFile(Generic[R]):
+    """A results file open for appending. `rows` are those it had; `damaged_bytes` how much of a cut line was set
+    aside."""
+
+    def __init__(self, path: Path, descriptor: int, kind: type[R]) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        parsed = parse_rows(path, _read(path), kind)
+        self.rows = parsed.newest
+        self.damaged_bytes = self._repair(parsed.good_bytes, kind)
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path, kind: type[R]) -> Iterator["ResultsFile[R]"]:
+        """Opens for this process alone; a second sweep on the same file is an error, not a mixture."""
+        hint = f"{_verb_of(kind)} --out FOLDER"
+        with writing(path, hint=hint):
+            existed = path.exists()
+            new_folders = [folder for folder in path.parents if not folder.exists()]
+        if existed and not path.is_file():
+            raise StepscopeError(f"not a file: `{path}`", hint=hint)
+        descriptor = _open_locked(path, hint)
+        try:
+            yield cls(path, descriptor, kind)
+        finally:
+            if os.fstat(descriptor).st_size == 0 and not existed:
+                _leave_nothing(path, new_folders)
+            os.close(descriptor)
+
+    def append(self, row: R) -> None:
+        """The row is on the disk when this returns; when the disk is full, the file is as it was before."""
+        size = os.fstat(self._descriptor).st_size
+        with writing(self.path):
+            try:
+                _write_all(self._descriptor, msgspec.json.encode(row) + b"\n")
+                os.fsync(self._descriptor)
+            except OSError:
+                os.ftruncate(self._descriptor, size)
+                raise
+
+    def _repair(self, good_bytes: int, kind: type[R]) -> int:
+        content = _read(self.path)
+        rest = content[good_bytes:]
+        if not self.rows and not _begins_as_row(rest, kind):
+            raise _not_of_this_version(self.path, 1, "", kind)
+        with writing(self.path):
+            if rest:
+                with self.path.with_name(self.path.name + ".damaged").open("ab") as aside:
+                    aside.write(rest + b"\n")
+                os.ftruncate(self._descriptor, good_bytes)
+            elif content and not content.endswith(b"\n"):
+                _write_all(self._descriptor, b"\n")
+        return len(rest)
+
+
+def parse_rows(path: Path, content: bytes, kind: type[R]) -> Parsed[R]:
+    """The rows in the `content` of the file at `path`."""
+    rows: list[R] = []
+    good_bytes = later = 0
+    lines = content.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                rows.append(_decode(path, number, line, kind))
+            except msgspec.DecodeError as error:
+                if number == len(lines) and not isinstance(error, msgspec.ValidationError):
+                    break
+                if str(error).startswith(_LATER):
+                    later += 1
+                    good_bytes += len(line)
+                    continue
+                if not rows and not _begins_as_row(line, kind):
+                    raise _not_of_this_version(path, number, "", kind) from None
+                raise StepscopeError(
+                    f"damaged results file: `{path}`, line {number}",
+                    detail=f"{error}; only a last line can be cut short by a crash, so this is other damage",
+                    hint=f"fix or delete that line, or write elsewhere: {_verb_of(kind)} --out FOLDER",
+                ) from None
+        good_bytes += len(line)
+    return Parsed(rows=tuple(rows), good_bytes=good_bytes, later=later)
+
+
+def _begins_as_row(line: bytes, kind: type[Row]) -> bool:
+    """Whether a line that cannot be read, perhaps because it was cut short, is one of ours."""
+    beginning = b'{"schema":"' + _schema_of(kind).encode() + b'"'
+    return line[: len(beginning)] == beginning[: len(line)]
+
+
+def _not_of_this_version(path: Path, number: int, schema: str, kind: type[Row]) -> StepscopeError:
+    return StepscopeError(
+        f"not a results file of this version: `{path}`, line {number}",
+        detail=f"expected rows of schema `{_schema_of(kind)}`, found `{schema[:60] or 'none'}`",
+        hint=f"write elsewhere: {_verb_of(kind)} --out FOLDER",
+    )
+
+
+def _schema_of(kind: type[Row]) -> str:
+    (default,) = (field.default for field in msgspec.structs.fields(kind) if field.name == "schema")
+    return str(default)
+
+
+def _verb_of(kind: type[Row]) -> str:
+    """Schemas are named after the verb that writes them: `stepscope.bench/1`."""
+    return "stepscope " + _schema_of(kind).removeprefix("stepscope.").partition("/")[0]
+
+
+def _decode(path: Path, number: int, line: bytes, kind: type[R]) -> R:
+    schema = decode(line, _Versioned).schema
+    if schema != _schema_of(kind):
+        raise _not_of_this_version(path, number, schema, kind)
+    return decode(line, kind)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_plain(path)
+    except OSError as error:
+        raise StepscopeError(
+            f"cannot read the results file: `{path}`", detail=error.strerror or "", hint="stepscope --help"
+        ) from None
+
+
+def _leave_nothing(path: Path, folders: Sequence[Path]) -> None:
+    """A sweep that was refused before its first row leaves no empty file, nor folders made for it, innermost first."""
+    path.unlink()
+    for folder in folders:
+        if any(folder.iterdir()):
+            return
+        folder.rmdir()
+
+
+def _open_locked(path: Path, hint: str) -> int:
+    """Opens again when another process removed the file, empty, between our opening and our locking it."""
+    while True:
+        with writing(path, hint=hint):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            _lock(path, descriptor, hint)
+            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        except StepscopeError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(path: Path, descriptor: int, hint: str) -> None:
+    try:
+        try_lock(descriptor)
+    except BlockingIOError:
+        raise StepscopeError(
+            f"another sweep is writing to `{path}`",
+            detail="two would disturb each other's timings as well as the file",
+            hint=f"wait for it, or write elsewhere: {hint}",
+        ) from None
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
