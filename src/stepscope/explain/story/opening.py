@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms, tokens_per_s
+from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.questions.answers import say_list, say_time
@@ -16,7 +17,6 @@ from stepscope.explain.story.phrases import (
     find_torch,
     name_model,
     name_step,
-    say_extras,
     say_percent,
     say_size,
     say_started,

@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Callable
 from typing import get_args
 
+import msgspec
+
 from stepscope.explain.story.commands import write_command
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Advice, Copyable, Finding
@@ -154,7 +156,11 @@ def _commands(code: str, workload: Workload | None) -> list[Copyable]:
     changes = _CHANGES[code](workload)
     if not changes:
         return []
-    return [Copyable(label="the same run with it", text=write_command("report", workload, **changes))]
+    return [
+        Copyable(
+            label="the same run with it", text=write_command("report", msgspec.structs.replace(workload, **changes))
+        )
+    ]
 
 
 def _lookups(code: str, profile: Profile) -> list[Copyable]:

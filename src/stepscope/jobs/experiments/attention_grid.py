@@ -10,7 +10,7 @@ from stepscope.errors import StepscopeError
 from stepscope.jobs.flag_values import number, several, word
 from stepscope.recording.rows.attention import AttentionCase, Implementation
 from stepscope.spec import Precision, parse_bytes
-from stepscope.spec.choices import flag_of
+from stepscope.spec.settings import flag_of
 
 T = TypeVar("T")
 
