@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from stepscope.errors import StepscopeError, nearest
+from stepscope.units import GIB, KIB, MIB
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Mode = Literal["inference", "forward", "forward-backward", "train"]
@@ -155,7 +156,7 @@ def parse_yes_or_no(text: str) -> bool:
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024 * GIB}
 
 
 def parse_limit(text: str) -> int | None:
