@@ -12,8 +12,8 @@ Nothing is invented: what the recording does not say stays null, and the shares 
 import numpy as np
 import polars as pl
 
-from stepscope.explain.trace.classes import classify
 from stepscope.explain.trace.modules import module_paths, number_layers
+from stepscope.explain.trace.names import classify
 from stepscope.explain.trace.nesting import innermost
 from stepscope.explain.trace.phases import find_phases, find_steps
 from stepscope.recording.store import Recording
@@ -30,7 +30,7 @@ _PARTS = "part:"
 
 
 def attribute_kernels(recording: Recording) -> pl.DataFrame:
-    """The kernels with, beside their own columns: class, short, is_cast, launched (`op`, `graph` or `before` the
+    """The kernels with, beside their own columns: `names.NAME_COLUMNS`, launched (`op`, `graph` or `before` the
     window), launch_name, launch_ns, launch_end_ns, thread, op_row (in `recording.ops`), op, module, layer, part, phase,
     step, recomputed."""
     launched = _join_launches(recording)

@@ -40,8 +40,8 @@ from stepscope.explain.trace.bounded_windows import (
     survey_nodes,
     sweep_windows,
 )
-from stepscope.explain.trace.classes import classify
 from stepscope.explain.trace.modules import number_layers
+from stepscope.explain.trace.names import classify
 from stepscope.explain.trace.profile import UNKNOWN, Profile, no_time
 from stepscope.explain.trace.summary import KernelTime, Summary, summarise
 from stepscope.findings import Page, Table

@@ -13,8 +13,8 @@ import polars as pl
 from stepscope.explain.trace.accounting import Account, DeviceAccount, account
 from stepscope.explain.trace.attribution import EVALUATE, LOSS_MODULE, find_modules
 from stepscope.explain.trace.bounded_intake import Facts, Spills, Thread
-from stepscope.explain.trace.classes import classify
 from stepscope.explain.trace.modules import module_paths
+from stepscope.explain.trace.names import classify
 from stepscope.explain.trace.nesting import innermost
 from stepscope.explain.trace.phases import find_phases
 from stepscope.recording.readers.kineto_stream import Names
