@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.rules.kept import find_once
+from stepscope.explain.rules import find_once
 from stepscope.explain.trace import breakdown
 from stepscope.explain.trace.overhead import overhead_table
 from stepscope.explain.trace.profile import Profile, make_profile

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from stepscope.explain.trace.classes import classify
 from stepscope.explain.trace.modules import is_module_call, is_own_call, module_paths, number_layers
+from stepscope.explain.trace.names import classify
 from stepscope.explain.trace.nesting import around, innermost, look_up
 from stepscope.explain.trace.phases import find_phases, named_ranges, step_ranges
 from stepscope.recording.store import Recording
@@ -40,7 +40,7 @@ _NODE = (*_INTERVAL, "sequence", "forward_thread", "node")
 
 
 def attribute_kernels(recording: Recording) -> pl.DataFrame:
-    """The kernels with, beside their own columns: class, short, is_cast, launched (`op`, `graph` or `before` the
+    """The kernels with, beside their own columns: `names.NAME_COLUMNS`, launched (`op`, `graph` or `before` the
     window), launch_name, launch_ns, launch_end_ns, thread, op_row (in `recording.ops`), op, module, layer, part, phase,
     step, recomputed."""
     attribution = Attribution()

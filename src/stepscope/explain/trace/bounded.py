@@ -20,7 +20,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.trace import breakdown
 from stepscope.explain.trace.accounting import DeviceAccount, Sweep
 from stepscope.explain.trace.attribution import Attribution
-from stepscope.explain.trace.classes import classify
+from stepscope.explain.trace.names import classify
 from stepscope.explain.trace.profile import Profile, no_kernels, no_time
 from stepscope.findings import Page, Table
 from stepscope.folders import cache_folder

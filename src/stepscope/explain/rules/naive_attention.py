@@ -8,7 +8,8 @@ import polars as pl
 from stepscope import cost
 from stepscope.explain.rules.evidence import POINTWISE, Evidence, ms
 from stepscope.explain.rules.replay import Floats
-from stepscope.explain.rules.types import Hit, Rule, settle
+from stepscope.explain.rules.rule import Hit, Rule, settle, workload_of
+from stepscope.recording.store import Manifest
 
 # What PyTorch's fused kernels reach of the peak on an H200 with many queries (batch × heads × length), causal counted
 # as half: cuDNN in 16 bits by the width of a head, forward and backward; the memory-efficient kernel in fp32.
@@ -164,4 +165,40 @@ def _fused_speeds(evidence: Evidence, pieces: pl.DataFrame) -> tuple[float, floa
     return peak * shares[0] * filled, peak * shares[1] * filled
 
 
-RULES = (Rule(code="SS004", check=find_naive_attention),)
+def _fuse_attention(manifest: Manifest) -> dict[str, object]:
+    """A model of one's own chooses its attention itself: there is no setting to change."""
+    return {} if workload_of(manifest).attention in (None, "flash") else {"attention": "flash"}
+
+
+RULES = (
+    Rule(
+        code="SS004",
+        title="attention that writes its scores to memory",
+        check=find_naive_attention,
+        meaning=(
+            "Scores, softmax and values as separate operations move a matrix of queries by keys through memory many "
+            "times. A fused kernel keeps it on the chip, skips the masked half, and its memory grows with the "
+            "length, not its square."
+        ),
+        seen="The parts of the built-in attention, or two batched products with a softmax between them.",
+        saving=(
+            "The time of these kernels less that of a fused one, from its FLOPs at the speed that PyTorch's own "
+            "kernels have on an H200 (a share of the peak that grows with the number of queries; fp32 has slower "
+            "kernels than bf16); right to a tenth for cuDNN's at lengths of 512 and 1024. Replayed; the host needs "
+            "four launches a call. 48 ms were estimated where 39 of 146 came (53 by the fastest): afterwards the "
+            "host was the limit, whose pace a step that the GPU limits does not show. Expect a quarter either way "
+            "then."
+        ),
+        builtin="--attention flash",
+        own=(
+            "out = stepscope.kernels.flash_attention(q, k, v, causal=True)  # docs/kernels.md",
+            "out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # PyTorch's own",
+            'model = AutoModel.from_config(config, attn_implementation="sdpa")  # in transformers',
+        ),
+        paste=(
+            "out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
+            "  # False: nothing is masked"
+        ),
+        change=_fuse_attention,
+    ),
+)
