@@ -24,6 +24,7 @@ from stepscope.measure.memory import limit_memory
 from stepscope.measure.soundness import FEWEST_STEPS, SPREAD_LIMIT, Watch
 from stepscope.recording.rows.attention import NOT_TRIED, AttentionCase, AttentionMeasurement, AttentionOutcome
 from stepscope.recording.rows.bench import Doubt
+from stepscope.units import GIB
 
 Stage = Literal["checking", "weighing", "timing"]
 OnStage = Callable[[Stage], None]
@@ -106,7 +107,7 @@ def _say_hopeless(case: AttentionCase, device: torch.device) -> str:
     need = need_of_attention(case).peak_bytes + 4 * case.tensor_bytes
     if need <= (HOPELESS_ON_CUDA if on_cuda else HOPELESS_ON_CPU) * there:
         return ""
-    return f"it takes {need / 2**30:,.0f} GiB by the closed form, and there are {there / 2**30:,.0f}"
+    return f"it takes {need / GIB:,.0f} GiB by the closed form, and there are {there / GIB:,.0f}"
 
 
 def _host_bytes() -> int:

@@ -19,6 +19,7 @@ from stepscope.spec.workload import (
     Workload,
     canonical_checkpoint,
 )
+from stepscope.units import GIB, KIB, MIB
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def parse_yes_or_no(text: str) -> bool:
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024 * GIB}
 
 
 def _limit(text: str) -> int | None:

@@ -11,21 +11,12 @@ from dataclasses import dataclass
 import polars as pl
 
 from stepscope.explain.kernel_names import decode
-from stepscope.explain.questions.answers import (
-    Answer,
-    device_word,
-    in_phases,
-    missing,
-    say_flops,
-    say_share,
-    say_time,
-    share_by,
-    time_of,
-)
+from stepscope.explain.questions.answers import Answer, device_word, in_phases, missing, share_by, time_of
 from stepscope.explain.questions.matmuls import SCORES, SOFTMAX, VALUES, Extent, extents, find_products
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.spec import ModelShape
+from stepscope.units import say_flops, say_share, say_time
 
 _KEY = "softmax"
 _QUESTION = "How does softmax compare with the two matrix products of attention, in time and in operations?"

@@ -12,14 +12,13 @@ from stepscope.explain.questions.answers import (
     missing,
     name_profile,
     say_list,
-    say_share,
-    say_time,
     share_by,
     stepped,
     time_of,
 )
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
+from stepscope.units import say_share, say_time
 
 _TWO_SIZES = (
     "stepscope profile --size small --out runs/small && stepscope profile --size large --out runs/large && "

@@ -16,7 +16,6 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.attention_tables import summary_ms
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms
 from stepscope.explain.memory import make_memory_profile
-from stepscope.explain.memory.tables import say_bytes
 from stepscope.explain.precision.tables import find_speeds
 from stepscope.explain.story.commands import write_command
 from stepscope.explain.story.sources import Materials
@@ -35,6 +34,7 @@ from stepscope.recording.rows.precision import read_report
 from stepscope.recording.rows.results_file import R, read_rows_of
 from stepscope.spec import Factory, ModelShape, Precision, Workload
 from stepscope.spec.backends import compared_on
+from stepscope.units import say_bytes
 
 # The case is timed in the other usual precision too where timing it once took no longer than this.
 _LITTLE_S = 60.0
