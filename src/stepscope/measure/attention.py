@@ -14,7 +14,7 @@ import torch
 
 from stepscope.cost.attention import need_of_attention
 from stepscope.explain.statistics import summarise
-from stepscope.kernels.attention.problem import RefusedError
+from stepscope.kernels.attention.problem import UnsupportedError
 from stepscope.measure.attention_check import check, say_wrong
 from stepscope.measure.attention_memory import weigh
 from stepscope.measure.attention_problem import make_problem
@@ -53,7 +53,7 @@ def _measure_or_explain(case: AttentionCase, device: torch.device, *, on_stage: 
         return AttentionOutcome(status="oom", reason=f"{NOT_TRIED}: {hopeless}")
     try:
         return _measure(case, device, on_stage)
-    except RefusedError as error:
+    except UnsupportedError as error:
         return AttentionOutcome(status="unsupported", reason=str(error))
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):

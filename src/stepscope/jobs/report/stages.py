@@ -27,12 +27,13 @@ from stepscope.jobs.precision import CONTEXT_ON_CPU, PrecisionJob, choose_precis
 from stepscope.jobs.recorders.profile import Profile
 from stepscope.jobs.workers.process import RefusedError, Workers
 from stepscope.recording import store
-from stepscope.recording.rows.attention import AttentionCase, AttentionRow, Implementation
+from stepscope.recording.rows.attention import AttentionCase, AttentionRow
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
 from stepscope.recording.rows.memory import MemoryRow
 from stepscope.recording.rows.precision import read_report
 from stepscope.recording.rows.results_file import R, read_rows_of
 from stepscope.spec import Factory, ModelShape, Precision, Workload
+from stepscope.spec.backends import compared_on
 from stepscope.units import say_bytes
 
 # The case is timed in the other usual precision too where timing it once took no longer than this.
@@ -237,12 +238,6 @@ class PrecisionStage:
         return msgspec.structs.replace(work.planned, case=msgspec.structs.replace(work.planned.case, workload=chosen))
 
 
-# No `compiled`, which takes longer than all others, and on a GPU no `tiled`, which is a loop in Python.
-_ON_CPU: tuple[Implementation, ...] = ("naive", "sdpa", "tiled")
-_ON_CUDA: dict[bool, tuple[Implementation, ...]] = {
-    True: ("naive", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "triton", "hopper"),
-    False: ("naive", "sdpa-efficient", "triton"),  # fp32 and tf32, which the others do not take
-}
 _SHORTEST = 16
 
 
@@ -314,7 +309,7 @@ class AttentionStage:
                 ),
                 environment=work.planned.environment,
             )
-            for implementation in (_ON_CPU if on_cpu else _ON_CUDA[half])
+            for implementation in compared_on("cpu" if on_cpu else "cuda", fast=True, half=half)
             for length in lengths
         )
 

@@ -9,18 +9,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepscope.kernels import flash_attention
-from stepscope.kernels.attention import choice, chosen_backends
-from stepscope.kernels.attention.problem import Problem
-from stepscope.kernels.attention.tma import is_tma_able
+from stepscope.kernels.attention import backends, chosen_backends
+from stepscope.kernels.attention.problem import Problem, is_tma_able
 from stepscope.nn import functional
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """An H200 with the newest Triton, on which nothing can run. Its tensors have no addresses."""
-    monkeypatch.setattr(choice, "_capability", lambda _: (9, 0))
-    monkeypatch.setattr(choice, "triton_version", lambda: (3, 6))
-    monkeypatch.setattr(choice, "is_tma_able", lambda _: True)
+    monkeypatch.setattr(backends, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(backends, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(backends, "is_tma_able", lambda _: True)
     monkeypatch.setattr(torch.version, "hip", None)
     with FakeTensorMode():
         yield monkeypatch
@@ -40,8 +39,8 @@ def problem(
 
 @pytest.mark.usefixtures("gpu")
 def test_hopper_takes_what_it_can() -> None:
-    assert choice.refusal("hopper", problem()) is None
-    assert choice.choose(problem()) == "hopper"
+    assert backends.refusal("hopper", problem()) is None
+    assert backends.choose(problem()) == "hopper"
 
 
 @pytest.mark.usefixtures("gpu")
@@ -56,7 +55,7 @@ def test_hopper_takes_what_it_can() -> None:
     ids=str,
 )
 def test_hopper_refuses(options: dict[str, Any], reason: str) -> None:
-    assert (choice.refusal("hopper", problem(**options)) or "").startswith(reason)
+    assert (backends.refusal("hopper", problem(**options)) or "").startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +69,8 @@ def test_hopper_refuses(options: dict[str, Any], reason: str) -> None:
     ],
 )
 def test_hopper_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
-    gpu.setattr(choice, name, value)
-    assert (choice.refusal("hopper", problem()) or "").startswith(reason)
+    gpu.setattr(backends, name, value)
+    assert (backends.refusal("hopper", problem()) or "").startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -82,32 +81,32 @@ def test_hopper_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, va
     ],
 )
 def test_triton_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
-    assert choice.has_kernel(torch.device("cuda"), torch.float16)
-    gpu.setattr(choice, name, value)
-    assert choice.refusal("triton", problem()) == reason
-    assert not choice.has_kernel(torch.device("cuda"), torch.float16)
+    assert backends.has_kernel(torch.device("cuda"), torch.float16)
+    gpu.setattr(backends, name, value)
+    assert backends.refusal("triton", problem()) == reason
+    assert not backends.has_kernel(torch.device("cuda"), torch.float16)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_triton_has_no_float64() -> None:
-    assert choice.refusal("triton", problem(dtype=torch.float64)) == "it has no float64"
-    assert choice.choose(problem(dtype=torch.float64)) == "sdpa"
+    assert backends.refusal("triton", problem(dtype=torch.float64)) == "it has no float64"
+    assert backends.choose(problem(dtype=torch.float64)) == "sdpa"
 
 
 def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert choice.refusal("triton", problem(device="cpu")) == "the tensors are on cpu, and it needs a CUDA GPU"
+    assert backends.refusal("triton", problem(device="cpu")) == "the tensors are on cpu, and it needs a CUDA GPU"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     half = problem(device="cpu", dtype=torch.float16)
-    assert choice.refusal("triton", half) is None
-    assert choice.choose(half, among=choice.KERNELS) == "triton"
-    assert choice.refusal("triton", problem(device="cpu")) == "Triton's interpreter computes products of bf16 wrongly"
+    assert backends.refusal("triton", half) is None
+    assert backends.choose(half, among=backends.KERNELS) == "triton"
+    assert backends.refusal("triton", problem(device="cpu")) == "Triton's interpreter computes products of bf16 wrongly"
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_deterministic_backward_is_not_hoppers() -> None:
     before = dict(chosen_backends())
-    assert choice.choose(problem(), deterministic=True) == "triton"
+    assert backends.choose(problem(), deterministic=True) == "triton"
     new = {key: count for key, count in chosen_backends().items() if before.get(key) != count}
     assert list(new) == [("triton", "hopper: its backward pass is not deterministic")]
 
@@ -115,13 +114,13 @@ def test_a_deterministic_backward_is_not_hoppers() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_what_is_promised_to_repeat_is_not_left_to_sdpa() -> None:
     wide = problem(dtype=torch.float64)
-    assert choice.choose(wide, deterministic=True) == "tiled"
+    assert backends.choose(wide, deterministic=True) == "tiled"
     with pytest.raises(ValueError, match="`sdpa` cannot run this: its backward pass is deterministic only under"):
-        choice.require("sdpa", wide, deterministic=True)
-    choice.require("sdpa-math", wide, deterministic=True)
+        backends.require("sdpa", wide, deterministic=True)
+    backends.require("sdpa-math", wide, deterministic=True)
     torch.use_deterministic_algorithms(mode=True)
     try:
-        choice.require("sdpa", wide, deterministic=True)
+        backends.require("sdpa", wide, deterministic=True)
     finally:
         torch.use_deterministic_algorithms(mode=False)
 
@@ -145,9 +144,9 @@ def test_the_record_cannot_be_written_to() -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math"])
 def test_sdpa_refuses_a_causal_mask_over_unequal_lengths(backend: str) -> None:
-    reason = choice.refusal(backend, problem(device="cpu", lengths=(2, 3), causal=True))
+    reason = backends.refusal(backend, problem(device="cpu", lengths=(2, 3), causal=True))
     assert reason == "it aligns a causal mask at the start, and the lengths of queries and keys differ"
-    assert choice.refusal(backend, problem(device="cpu", lengths=(2, 3))) is None
+    assert backends.refusal(backend, problem(device="cpu", lengths=(2, 3))) is None
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "sdpa-flash", "sdpa-math", "naive", "tiled"])
@@ -160,14 +159,14 @@ def test_a_single_query_sees_every_key(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math", "naive", "compiled"])
 def test_without_keys_only_the_tiles_run(backend: str) -> None:
-    assert "no keys" in (choice.refusal(backend, problem(device="cpu", lengths=(2, 0))) or "")
+    assert "no keys" in (backends.refusal(backend, problem(device="cpu", lengths=(2, 0))) or "")
     x = torch.ones(1, 1, 2, 4)
     assert not flash_attention(x, x[:, :, :0], x[:, :, :0]).any()
 
 
 @pytest.mark.parametrize("backend", ["sdpa-efficient", "sdpa-cudnn"])
 def test_kernels_that_only_a_gpu_has(backend: str) -> None:
-    assert choice.refusal(backend, problem(device="cpu")) == "PyTorch has no such kernel for cpu"
+    assert backends.refusal(backend, problem(device="cpu")) == "PyTorch has no such kernel for cpu"
 
 
 def test_pytorchs_own_reasons_are_passed_on(gpu: pytest.MonkeyPatch) -> None:
@@ -180,7 +179,7 @@ def test_pytorchs_own_reasons_are_passed_on(gpu: pytest.MonkeyPatch) -> None:
 
     gpu.setattr(torch.backends.cuda, "can_use_flash_attention", refuse)
     gpu.setattr(torch.backends.cuda, "SDPAParams", lambda *_: None)
-    assert choice.refusal("sdpa-flash", problem()) == "it is Sunday"
+    assert backends.refusal("sdpa-flash", problem()) == "it is Sunday"
 
 
 def blank(*shape: int) -> Tensor:
