@@ -11,7 +11,7 @@ from stepscope.jobs.flag_values import number, several, word
 from stepscope.recording.rows.attention import AttentionCase
 from stepscope.spec import Precision, parse_bytes
 from stepscope.spec.backends import BACKENDS, Implementation, compared_on
-from stepscope.spec.choices import flag_of
+from stepscope.spec.settings import flag_of
 
 T = TypeVar("T")
 

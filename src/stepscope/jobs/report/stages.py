@@ -32,7 +32,7 @@ from stepscope.recording.rows.bench import BenchRow, Retry, Row
 from stepscope.recording.rows.memory import MemoryRow
 from stepscope.recording.rows.precision import read_report
 from stepscope.recording.rows.results_file import R, read_rows_of
-from stepscope.spec import Factory, ModelShape, Precision, Workload
+from stepscope.spec import Factory, ModelShape, Precision, for_precisions
 from stepscope.spec.backends import compared_on
 from stepscope.units import say_bytes
 
@@ -222,19 +222,10 @@ class PrecisionStage:
         """One step forward and backward, uncompiled: the settings that would change nothing are the usual ones, and a
         CPU, whose fp16 is slow, gets a short context where the model takes any."""
         workload = work.planned.case.workload
-        plain = Workload(model=workload.model)
         context = workload.context
         if workload.device == "cpu" and not isinstance(workload.model, Factory):
             context = min(context, CONTEXT_ON_CPU)
-        chosen = msgspec.structs.replace(
-            workload,
-            context=context,
-            precision=plain.precision,
-            mode=plain.mode,
-            compile=plain.compile,
-            checkpoint=plain.checkpoint,
-            optimizer=plain.optimizer,
-        )
+        chosen = msgspec.structs.replace(for_precisions(workload), context=context)
         return msgspec.structs.replace(work.planned, case=msgspec.structs.replace(work.planned.case, workload=chosen))
 
 
