@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from stepscope.recover.facts import Attention, Sighting, Window, exactly
-from stepscope.recover.families.attention_problem import (
+from stepscope.recover.families.attention_rules import (
     AttentionProblem,
     build_fact,
     ceil_div,

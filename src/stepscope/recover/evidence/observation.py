@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stepscope.recover import families
+from stepscope.recover.evidence.structure import Reading, Role, Structure, Zone
 from stepscope.recover.facts import Attention, Elements, Gather, Rows, Sighting, Window, exactly
-from stepscope.recover.families import memory_bound
+from stepscope.recover.families import registry as memory_bound
 from stepscope.recover.families.bounds import BoundedProduct, bounded
 from stepscope.recover.families.bounds import exactly as exactly_measured
 from stepscope.recover.families.elementwise import is_recent
 from stepscope.recover.families.tilings import UNKNOWN
-from stepscope.recover.structure import Reading, Role, Structure, Zone
 
 # What a compiled kernel stored is that of one result or of several, of elements of these sizes.
 _COMPILED_BYTES = (1, 2, 4, 8, 6, 12)

@@ -1,7 +1,7 @@
 """The answer as tables: fields with what shows them, candidates, parameters item by item."""
 
 from stepscope.findings import Cell, Column, Page, Table
-from stepscope.recover.answer import FIELDS, Answer, Candidate, Field
+from stepscope.recover.solve.recovery import FIELDS, Answer, Candidate, Field
 
 _LABELS = {
     "num_layers": "layers",

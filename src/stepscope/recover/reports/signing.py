@@ -24,15 +24,15 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import open_plain, write_atomically, writing
-from stepscope.recover.hashing import base_name, hash_file, hash_files
-from stepscope.recover.keys import (
+from stepscope.recover.reports.hashing import base_name, hash_file, hash_files
+from stepscope.recover.reports.keys import (
     PublicKey,
     load_private_key,
     parse_public_key,
     public_key_of,
     read_public_key,
 )
-from stepscope.recover.report import SCHEMA, HashedFile, Report, canonical_bytes, parse_report
+from stepscope.recover.reports.signed_report import SCHEMA, HashedFile, Report, canonical_bytes, parse_report
 
 # A key may one day sign other things: a signature of one kind must not pass for another.
 _CONTEXT = SCHEMA.encode() + b"\n"

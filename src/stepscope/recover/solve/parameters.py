@@ -3,8 +3,8 @@
 import msgspec
 
 from stepscope.cost import DecoderShape, decoder_parameters
+from stepscope.recover.evidence.style import Style
 from stepscope.recover.shape import Core
-from stepscope.recover.style import Style
 
 
 class Item(msgspec.Struct, frozen=True):

@@ -15,15 +15,15 @@ from collections.abc import Callable
 from typing import Literal
 
 from stepscope.recover.facts import Attention, Sighting, Window, exactly
-from stepscope.recover.families import flash
-from stepscope.recover.families.attention_problem import (
+from stepscope.recover.families import flash_attention as flash
+from stepscope.recover.families.attention_rules import (
     AttentionProblem,
     Rule,
     build_fact,
     ceil_div,
     count_tile_pairs,
 )
-from stepscope.recover.families.memory_efficient import read as read_memory_efficient
+from stepscope.recover.families.efficient_attention import read as read_memory_efficient
 from stepscope.recover.families.tilings import PROCESSORS
 
 _CUDNN = re.compile(r"_flash_(fprop|bprop)_wgmma_\w+?_(\d+)x(\d+)x(\d+)_\d+x\d+x1_cga1x1x1")

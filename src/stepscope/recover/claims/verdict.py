@@ -6,10 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.recover.claim import FIELDS, Claim
-from stepscope.recover.evidence import Evidence
-from stepscope.recover.sensitivity import Interval
-from stepscope.recover.unclaimed import Work
+from stepscope.recover.claims.claim import FIELDS, Claim
+from stepscope.recover.claims.sensitivity import Interval
+from stepscope.recover.claims.unexplained import Work
+from stepscope.recover.evidence.recording import Evidence
 
 _MOST_SHOWN = 4  # intervals of values that would have passed
 # "narrowed": more than a twentieth off would have passed as well, but neither half nor twice the value.

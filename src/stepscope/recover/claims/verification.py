@@ -14,16 +14,13 @@ from dataclasses import dataclass
 import msgspec
 
 from stepscope import hardware
-from stepscope.recover.claim import FIELDS, Claim
-from stepscope.recover.claimed_run import ClaimedRun, ClaimedRuns, open_all
 from stepscope.recover.claimed_shape import HEAD_ROWS, SIZE_FIELDS, Shape
-from stepscope.recover.evidence import Evidence
-from stepscope.recover.facts import Sighting
-from stepscope.recover.plausibility import find_contradictions, find_step_ns
-from stepscope.recover.predicting import describe_launch
-from stepscope.recover.sensitivity import Interval, find_passing, is_narrowed, is_tested
-from stepscope.recover.structure import Role, Zone
-from stepscope.recover.unclaimed import (
+from stepscope.recover.claims.claim import FIELDS, Claim
+from stepscope.recover.claims.claimed_run import ClaimedRun, ClaimedRuns, open_all
+from stepscope.recover.claims.plausibility import find_contradictions, find_step_ns
+from stepscope.recover.claims.prediction import describe_launch
+from stepscope.recover.claims.sensitivity import Interval, find_passing, is_narrowed, is_tested
+from stepscope.recover.claims.unexplained import (
     Work,
     find_unclaimed_products,
     find_unknown,
@@ -32,8 +29,7 @@ from stepscope.recover.unclaimed import (
     is_unknown,
     summarise,
 )
-from stepscope.recover.updates import find_updated
-from stepscope.recover.verification import (
+from stepscope.recover.claims.verdict import (
     Comparison,
     FieldResult,
     FieldVerdict,
@@ -43,6 +39,10 @@ from stepscope.recover.verification import (
     describe_untested,
     explain,
 )
+from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.evidence.structure import Role, Zone
+from stepscope.recover.facts import Sighting
+from stepscope.recover.updates import find_updated
 
 # Shares of the GPU's time. Below the first, a product without a place is a detail of an implementation.
 _MOST_UNCLAIMED = 0.01

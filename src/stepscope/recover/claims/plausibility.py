@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from stepscope.hardware import Hardware
+from stepscope.recover.evidence.layout import Complaint, Placement
+from stepscope.recover.evidence.structure import is_product
 from stepscope.recover.facts import Sighting
-from stepscope.recover.placing import Complaint, Placement
-from stepscope.recover.structure import is_product
 
 # Whose names are known well enough to say that the code behind them multiplies no matrices.
 _PLAIN_LIBRARIES = ("ATen",)

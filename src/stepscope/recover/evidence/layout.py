@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from stepscope.recover.facts import Sighting
-from stepscope.recover.structure import (
+from stepscope.recover.evidence.structure import (
     BEHIND,
     KERNELS_AFTER_HEAD,
     PROJECTIONS,
@@ -28,6 +27,7 @@ from stepscope.recover.structure import (
     is_softmax,
     merge_anchors,
 )
+from stepscope.recover.facts import Sighting
 
 Anchor = tuple[Sighting, ...]
 # A place in a gap between two attentions: a role, or nothing that a layer has.

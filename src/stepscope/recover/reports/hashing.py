@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stepscope.errors import StepscopeError
 from stepscope.files import open_plain
-from stepscope.recover.report import HashedFile, HashedWeights
+from stepscope.recover.reports.signed_report import HashedFile, HashedWeights
 
 
 def hash_files(paths: Iterable[Path]) -> tuple[HashedFile, ...]:

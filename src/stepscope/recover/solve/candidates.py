@@ -13,20 +13,20 @@ from math import isqrt
 
 import numpy as np
 
-from stepscope.recover.effort import Effort
+from stepscope.recover.evidence.observation import Observation, Seen
+from stepscope.recover.evidence.structure import Role, Zone
 from stepscope.recover.facts import Window
 from stepscope.recover.families.bounds import LARGEST_SIZE, BoundedProduct, find_window
-from stepscope.recover.heads import Triple, find_heads
-from stepscope.recover.observation import Observation, Seen
 from stepscope.recover.shape import Core, Cores, Flags, Ints, divisors, join_cores
-from stepscope.recover.structure import Role, Zone
-from stepscope.recover.usual import (
+from stepscope.recover.solve.effort import Effort
+from stepscope.recover.solve.heads import Triple, find_heads
+from stepscope.recover.solve.priors import (
     surprise,
     surprise_of_feed_forward,
     surprise_of_vocabulary,
     surprise_of_width,
 )
-from stepscope.recover.vocabulary import Quantity, counted_up_to, feed_forward_sizes, sizes
+from stepscope.recover.solve.tensors import Quantity, counted_up_to, feed_forward_sizes, sizes
 
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle")
 _CORE_ZONES: tuple[Zone, ...] = ("between", "middle", "heads", "merge", "before", "final")

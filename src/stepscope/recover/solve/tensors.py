@@ -6,8 +6,8 @@ that none of them has speaks against a candidate; one that several candidates ex
 
 from collections.abc import Iterator
 
+from stepscope.recover.evidence.structure import Zone
 from stepscope.recover.shape import Core, Cores, Ints
-from stepscope.recover.structure import Zone
 
 Quantity = int | Ints  # of one candidate, or of each of many
 _ROTARY_PARTS = (1, 2, 4, 8)  # whole heads, halves that change places, and a quarter of either

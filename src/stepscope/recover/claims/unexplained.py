@@ -12,13 +12,13 @@ from typing import Literal
 import msgspec
 
 from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, count_head_rows, product_sizes
+from stepscope.recover.claims.prediction import Predictor, admits
+from stepscope.recover.evidence.layout import Place, Placement, Run, adds_parts
+from stepscope.recover.evidence.observation import FEWEST, Seen, see
+from stepscope.recover.evidence.structure import Role, Zone
 from stepscope.recover.facts import Sighting
 from stepscope.recover.families.bounds import find_window
-from stepscope.recover.observation import FEWEST, Seen, see
-from stepscope.recover.placing import Place, Placement, Run, adds_parts
-from stepscope.recover.predicting import Predictor, admits
-from stepscope.recover.structure import Role, Zone
-from stepscope.recover.vocabulary import feed_forward_sizes, sizes
+from stepscope.recover.solve.tensors import feed_forward_sizes, sizes
 
 Kind = Literal["multiplies", "unknown", "count"]
 _MULTIPLYING = ("gemm", "attention", "convolution")

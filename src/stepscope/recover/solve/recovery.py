@@ -11,13 +11,12 @@ import msgspec
 import numpy as np
 
 from stepscope.recording.readers.ncu import CUT_SHORT
-from stepscope.recover.effort import Effort
-from stepscope.recover.evidence import Evidence
+from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.evidence.structure import NoTransformerError, Structure
+from stepscope.recover.evidence.style import Style
 from stepscope.recover.facts import Window
-from stepscope.recover.parameters import Item, itemise, total
-from stepscope.recover.reaching import Found, Reached, find, join
 from stepscope.recover.shape import CORE_FIELDS, Core, Cores
-from stepscope.recover.solving import (
+from stepscope.recover.solve.candidates import (
     LARGEST_VOCABULARY,
     WIDEST,
     WIDEST_FEED_FORWARD,
@@ -26,8 +25,9 @@ from stepscope.recover.solving import (
     find_feed_forward,
     find_vocabulary,
 )
-from stepscope.recover.structure import NoTransformerError, Structure
-from stepscope.recover.style import Style
+from stepscope.recover.solve.effort import Effort
+from stepscope.recover.solve.parameters import Item, itemise, total
+from stepscope.recover.solve.search import Found, Reached, find, join
 
 Value = int | str | None
 FIELDS = (

@@ -8,7 +8,7 @@ import re
 
 from stepscope.recover.facts import Attention, Sighting, Window, exactly
 from stepscope.recover.families import fmha
-from stepscope.recover.families.attention_problem import (
+from stepscope.recover.families.attention_rules import (
     AttentionProblem,
     Rule,
     build_fact,

@@ -1,17 +1,8 @@
 """All families of kernels that move data rather than multiply matrices, behind one door."""
 
 from stepscope.recover.facts import Sighting
-from stepscope.recover.families import (
-    concatenation,
-    elementwise,
-    gather,
-    inductor,
-    norms,
-    reductions,
-    scans,
-    softmax,
-    update,
-)
+from stepscope.recover.families import concatenation, elementwise, gather, inductor, norms, reductions, scans, softmax
+from stepscope.recover.families import optimizers as update
 from stepscope.recover.families.grids import MemoryFact, join_choices
 
 _SINGLE = (norms.read, gather.read, concatenation.read, update.read)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 from stepscope.hardware import Hardware
 from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, Size, Sizes, count_head_rows, product_sizes, times
+from stepscope.recover.claims.plausibility import FASTEST
+from stepscope.recover.evidence.layout import Place, Placement, adds_parts
+from stepscope.recover.evidence.structure import Role, Zone, is_norm
 from stepscope.recover.facts import Attention, Gather, Rows, Sighting, Window
-from stepscope.recover.families import attention, memory_bound, products
+from stepscope.recover.families import fused_attention as attention
+from stepscope.recover.families import products
+from stepscope.recover.families import registry as memory_bound
 from stepscope.recover.families.bounds import BoundedProduct, find_window
 from stepscope.recover.families.grids import MemoryFact, join_choices
-from stepscope.recover.placing import Place, Placement, adds_parts
-from stepscope.recover.plausibility import FASTEST
-from stepscope.recover.structure import Role, Zone, is_norm
 
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle", "final")
 _WITH_TOKENS = ("index", "embedding", "norm")

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from stepscope.recover.evidence.observation import Observation
+from stepscope.recover.evidence.structure import Role
 from stepscope.recover.facts import Sighting
-from stepscope.recover.observation import Observation
-from stepscope.recover.structure import Role
 
 _POSITIONS = 1024  # of a learned table, unless the context is longer
 _ROTARY = ("cosine", "sine", "_cos_", "_sin_", "cos_kernel", "sin_kernel", "rotary")

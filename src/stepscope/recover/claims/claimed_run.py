@@ -13,16 +13,11 @@ from functools import cache, cached_property
 import msgspec
 
 from stepscope import hardware
-from stepscope.recover.answer import Answer, Candidate, recover
-from stepscope.recover.claim import SIZES, Claim
 from stepscope.recover.claimed_shape import SIZE_FIELDS, Shape
-from stepscope.recover.evidence import Evidence
-from stepscope.recover.facts import Gather, Rows, Sighting
-from stepscope.recover.families import memory_bound
-from stepscope.recover.families.bounds import LARGEST_SIZE
-from stepscope.recover.families.elementwise import is_recent
-from stepscope.recover.families.tilings import UNKNOWN
-from stepscope.recover.placing import (
+from stepscope.recover.claims.claim import SIZES, Claim
+from stepscope.recover.claims.prediction import Check, Predictor
+from stepscope.recover.claims.unexplained import Counted, find_counts
+from stepscope.recover.evidence.layout import (
     MOST_EXTRAS,
     Fits,
     Pattern,
@@ -33,10 +28,15 @@ from stepscope.recover.placing import (
     find_patterns,
     place,
 )
-from stepscope.recover.predicting import Check, Predictor
+from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.evidence.structure import NoTransformerError, Role
+from stepscope.recover.facts import Gather, Rows, Sighting
+from stepscope.recover.families import registry as memory_bound
+from stepscope.recover.families.bounds import LARGEST_SIZE
+from stepscope.recover.families.elementwise import is_recent
+from stepscope.recover.families.tilings import UNKNOWN
 from stepscope.recover.shape import divisors
-from stepscope.recover.structure import NoTransformerError, Role
-from stepscope.recover.unclaimed import Counted, find_counts
+from stepscope.recover.solve.recovery import Answer, Candidate, recover
 
 _MOST_PAIRS = 64  # of batch and context that are tried
 _MOST_MISFITS = 4  # readings that are laid out although none fits

@@ -6,14 +6,14 @@ from dataclasses import replace
 import msgspec
 import polars as pl
 
-from stepscope.recover.effort import Effort
-from stepscope.recover.evidence import Evidence
-from stepscope.recover.observation import observe
+from stepscope.recover.evidence.observation import observe
+from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.evidence.structure import NoTransformerError, Structure, find_structure
+from stepscope.recover.evidence.style import Style, find_style
 from stepscope.recover.shape import CORE_FIELDS, Core, Cores
-from stepscope.recover.solving import Sized, Solution, find_feed_forward, find_vocabulary, order, solve
-from stepscope.recover.structure import NoTransformerError, Structure, find_structure
-from stepscope.recover.style import Style, find_style
-from stepscope.recover.usual import surprise_of_vocabulary
+from stepscope.recover.solve.candidates import Sized, Solution, find_feed_forward, find_vocabulary, order, solve
+from stepscope.recover.solve.effort import Effort
+from stepscope.recover.solve.priors import surprise_of_vocabulary
 
 _ODD_READING = 2.0  # surprise of one product for gate and up beside a layer norm
 

@@ -10,12 +10,12 @@ from heapq import nsmallest
 
 import numpy as np
 
-from stepscope.recover.effort import Effort
+from stepscope.recover.evidence.observation import Observation
 from stepscope.recover.facts import Attention, Window
 from stepscope.recover.families.bounds import BoundedProduct, find_window
-from stepscope.recover.observation import Observation
 from stepscope.recover.shape import Cores, divisors
-from stepscope.recover.usual import surprise_of_heads
+from stepscope.recover.solve.effort import Effort
+from stepscope.recover.solve.priors import surprise_of_heads
 
 _MOST_HEADS = 256
 _LARGEST_HEAD = 512
