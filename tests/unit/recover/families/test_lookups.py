@@ -1,7 +1,7 @@
 import pytest
 
 from stepscope.recover.facts import Gather, Window, exactly
-from stepscope.recover.families import gather
+from stepscope.recover.families.rowwise import read_lookup
 from tests.unit.recover.families.launches import HIDDEN, seen
 
 LOOKUP = "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long, long, long, bool)"
@@ -20,7 +20,7 @@ BACKWARD = f"void {HIDDEN}embedding_backward_feature_kernel<{{}}, float, long>(l
     ],
 )
 def test_lookups_and_their_bytes(grid: tuple[int, ...], threads: int, rows: int, width_bytes: int) -> None:
-    fact = gather.read(seen(LOOKUP, grid, (threads,)))
+    fact = read_lookup(seen(LOOKUP, grid, (threads,)))
     assert fact is not None
     assert fact.rows == exactly(rows)
     assert fact.width_bytes is not None
@@ -30,50 +30,50 @@ def test_lookups_and_their_bytes(grid: tuple[int, ...], threads: int, rows: int,
 
 
 def test_a_row_at_the_end_of_a_warp_and_one_beyond() -> None:
-    assert gather.read(seen(LOOKUP, (9,), (96,))) == Gather(
+    assert read_lookup(seen(LOOKUP, (9,), (96,))) == Gather(
         rows=exactly(9), width_bytes=Window(64 * 16 + 16, 96 * 16, 16)
     )
-    assert gather.read(seen(LOOKUP, (9,), (256,))) == Gather(rows=exactly(9), width_bytes=Window(3600, 4096, 16))
-    assert gather.read(seen(LOOKUP, (9, 2), (256,))) == Gather(rows=exactly(9), width_bytes=Window(4112, 8192, 16))
+    assert read_lookup(seen(LOOKUP, (9,), (256,))) == Gather(rows=exactly(9), width_bytes=Window(3600, 4096, 16))
+    assert read_lookup(seen(LOOKUP, (9, 2), (256,))) == Gather(rows=exactly(9), width_bytes=Window(4112, 8192, 16))
 
 
 def test_bytes_written_make_the_width_exact() -> None:
-    fact = gather.read(seen(LOOKUP, (600,), (96,), stored=600 * 1280))
+    fact = read_lookup(seen(LOOKUP, (600,), (96,), stored=600 * 1280))
     assert fact == Gather(rows=exactly(600), width_bytes=exactly(1280))
     # Not the bytes of whole rows that fit the block.
     for stored in (600 * 1280 + 16, 600 * 1600):
-        fact = gather.read(seen(LOOKUP, (600,), (96,), stored=stored))
+        fact = read_lookup(seen(LOOKUP, (600,), (96,), stored=stored))
         assert fact is not None
         assert fact.width_bytes == Window(1040, 1536, 16)
 
 
 def test_a_name_without_its_numbers_still_tells_the_lookups() -> None:
-    assert gather.read(seen("vectorized_gather_kernel", (9,), (96,), stored=9216)) == Gather(rows=exactly(9))
+    assert read_lookup(seen("vectorized_gather_kernel", (9,), (96,), stored=9216)) == Gather(rows=exactly(9))
 
 
 def test_another_block_than_is_known_leaves_the_width_open() -> None:
-    assert gather.read(seen(LOOKUP, (9,), (512,))) == Gather(rows=exactly(9))
-    assert gather.read(seen(LOOKUP, (9, 2), (128,))) == Gather(rows=exactly(9))
+    assert read_lookup(seen(LOOKUP, (9,), (512,))) == Gather(rows=exactly(9))
+    assert read_lookup(seen(LOOKUP, (9, 2), (128,))) == Gather(rows=exactly(9))
 
 
 def test_the_gradient_of_a_table_tells_its_width() -> None:
-    assert gather.read(seen(BACKWARD.format("c10::BFloat16"), (20,), (32, 32))) == Gather(
+    assert read_lookup(seen(BACKWARD.format("c10::BFloat16"), (20,), (32, 32))) == Gather(
         rows=Window(1, 3072), width_bytes=Window(609 * 2, 640 * 2, 2)
     )
-    assert gather.read(seen(BACKWARD.format("T"), (20,), (32, 32))) == Gather(rows=Window(1, 3072))
+    assert read_lookup(seen(BACKWARD.format("T"), (20,), (32, 32))) == Gather(rows=Window(1, 3072))
 
 
 @pytest.mark.parametrize(
     "name", ["void at::native::indexSelectLargeIndex<float, long, unsigned int, 2>(int)", "gather"]
 )
 def test_what_is_not_understood_is_none(name: str) -> None:
-    assert gather.read(seen(name, (10,))) is None
+    assert read_lookup(seen(name, (10,))) is None
 
 
 @pytest.mark.parametrize("width_bytes", [16, 512, 528, 1280, 3584, 3600, 4096, 4112, 8192, 8208, 65536])
 def test_whatever_width_was_launched_is_in_its_window(width_bytes: int) -> None:
     threads = min(256, -(-width_bytes // 16 // 32) * 32)
-    fact = gather.read(seen(LOOKUP, (7, -(-width_bytes // 4096)), (threads,)))
+    fact = read_lookup(seen(LOOKUP, (7, -(-width_bytes // 4096)), (threads,)))
     assert fact is not None
     assert fact.width_bytes is not None
     assert width_bytes in fact.width_bytes

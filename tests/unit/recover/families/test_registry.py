@@ -2,15 +2,15 @@ import msgspec
 import pytest
 
 from stepscope.recover.facts import Elements, Gather, Rows, Sighting, Update, Window
-from stepscope.recover.families import registry as memory_bound
+from stepscope.recover.families import Platform, read_fact, read_facts
 from tests.unit.recover.families import (
     launches,
     test_concatenation,
     test_norms,
+    test_optimizers,
     test_reductions,
     test_scans,
     test_softmax,
-    test_update,
 )
 from tests.unit.recover.families.launches import seen
 
@@ -22,33 +22,31 @@ LAUNCHES: list[tuple[Sighting, type]] = [
     (seen(test_reductions.MEAN, (64,), (32, 16)), Rows),
     (seen(test_scans.SCAN, (1,), (256, 2)), Rows),
     (seen("void at::native::vectorized_gather_kernel<16, long>(char*)", (600,), (96,)), Gather),
-    (seen(test_update.ONE_LIST, (311,), (512,)), Update),
+    (seen(test_optimizers.ONE_LIST, (311,), (512,)), Update),
     (seen("triton_poi_fused_add_0", (100,)), Elements),
 ]
 
 
 @pytest.mark.parametrize(("launch", "kind"), LAUNCHES)
 def test_every_family_is_behind_the_door(launch: Sighting, kind: type) -> None:
-    assert isinstance(memory_bound.read(launch), kind)
-    assert all(isinstance(choice, kind) for choice in memory_bound.choices(launch))
+    assert isinstance(read_fact(launch), kind)
+    assert all(isinstance(choice, kind) for choice in read_facts(launch))
 
 
 def test_what_is_known_of_the_version_reaches_elementwise_kernels() -> None:
     launch = seen(launches.vectorized(launches.ADD_FLOAT), (96,))
-    assert memory_bound.read(launch, recent=True) == Elements(count=Window(95 * 1024 + 1, 96 * 1024))
-    assert len(memory_bound.choices(launch)) == 2
+    assert read_fact(launch, Platform(recent=True)) == Elements(count=Window(95 * 1024 + 1, 96 * 1024))
+    assert len(read_facts(launch)) == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["", "spin_kernel", "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8", "nvjet_sm90_tst"]
-)
+@pytest.mark.parametrize("name", ["", "spin_kernel", "nvjet_sm90_tst"])
 def test_other_kernels_say_nothing(name: str) -> None:
-    assert memory_bound.read(seen(name, (100,))) is None
-    assert memory_bound.choices(seen(name, (100,))) == ()
+    assert read_fact(seen(name, (100,))) is None
+    assert read_facts(seen(name, (100,))) == ()
 
 
 @pytest.mark.parametrize("launch", [launch for launch, _ in LAUNCHES])
 @pytest.mark.parametrize("sizes", [{"grid": (0, 1, 1)}, {"block": (32, 0, 1)}, {"grid": (-1, 1, 1)}])
 def test_a_launch_of_nothing_says_nothing(launch: Sighting, sizes: dict[str, tuple[int, int, int]]) -> None:
     empty = msgspec.structs.replace(launch, counters={"store_bytes": 4096}, **sizes)
-    assert memory_bound.read(empty) is None
+    assert read_fact(empty) is None

@@ -1,7 +1,8 @@
 import pytest
 
+from check_families import launch_blocks
 from stepscope.recover.facts import Sighting, Update, Window
-from stepscope.recover.families import optimizers as update
+from stepscope.recover.families import optimizers
 from stepscope.recover.families.optimizers import CHUNK_ELEMENTS, LARGE, SMALL
 from tests.unit.recover.families.launches import HIDDEN, seen
 
@@ -33,11 +34,10 @@ SEEN = (320, 320, 311)
 
 @pytest.mark.parametrize("name", [ONE_LIST, THREE_LISTS, WITH_SCALARS])
 def test_a_list_of_tensors_makes_the_launches_that_were_seen(name: str) -> None:
-    room = update.room_for_tensors(seen(name, (320,), (512,)), SMALL)
+    room = optimizers.room_for_tensors(seen(name, (320,), (512,)), SMALL)
     assert room is not None
-    assert update.launch_blocks(SIZES, room, SMALL.blocks) == SEEN
-    assert update.chunks_of(SIZES) == sum(SEEN)
-    joined = update.join(launches(name, SEEN))
+    assert launch_blocks(SIZES, room, SMALL.blocks) == SEEN
+    joined = optimizers.join_launches(launches(name, SEEN))
     assert joined is not None
     assert sum(SIZES) in joined.elements
     assert joined.tensors is not None
@@ -45,27 +45,27 @@ def test_a_list_of_tensors_makes_the_launches_that_were_seen(name: str) -> None:
 
 
 def test_launches_that_follow_a_full_one_tell_how_many_tensors_there_can_be() -> None:
-    three = update.join(launches(THREE_LISTS, SEEN))
+    three = optimizers.join_launches(launches(THREE_LISTS, SEEN))
     assert three == Update(
         elements=Window((951 - 144) * CHUNK_ELEMENTS + 144, 951 * CHUNK_ELEMENTS), tensors=Window(1, 144)
     )
-    alone = update.read(launches(THREE_LISTS, (311,))[0])
+    alone = optimizers.read_update(launches(THREE_LISTS, (311,))[0])
     assert alone == Update(elements=Window(311, 311 * CHUNK_ELEMENTS), tensors=Window(1, 311))
     # Kernels for CUDA 13 hold more; one of their launches that others follow is full of either.
-    large = update.join(launches(THREE_LISTS, (2240, 100)))
+    large = optimizers.join_launches(launches(THREE_LISTS, (2240, 100)))
     assert large is not None
     assert large.tensors == Window(1, 2 * 336)
 
 
 def test_a_launch_ends_with_its_tensors_too() -> None:
-    assert update.launch_blocks([10] * 250, 110, 320) == (110, 110, 30)
-    assert update.launch_blocks([65536] * 110, 110, 320) == (110,)
-    assert update.launch_blocks([65536, 65537], 110, 320) == (3,)
-    assert update.launch_blocks([320 * 65536], 110, 320) == (320,)
-    assert update.launch_blocks([320 * 65536 + 1, 5], 110, 320) == (320, 2)
-    assert update.launch_blocks([0] * 109 + [5, 5], 110, 320) == (2,)
+    assert launch_blocks([10] * 250, 110, 320) == (110, 110, 30)
+    assert launch_blocks([65536] * 110, 110, 320) == (110,)
+    assert launch_blocks([65536, 65537], 110, 320) == (3,)
+    assert launch_blocks([320 * 65536], 110, 320) == (320,)
+    assert launch_blocks([320 * 65536 + 1, 5], 110, 320) == (320, 2)
+    assert launch_blocks([0] * 109 + [5, 5], 110, 320) == (2,)
     # A tensor that was cut counts in both launches.
-    assert update.launch_blocks([321 * 65536] + [1] * 110, 110, 320) == (320, 110, 1)
+    assert launch_blocks([321 * 65536] + [1] * 110, 110, 320) == (320, 110, 1)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_a_launch_ends_with_its_tensors_too() -> None:
 )
 def test_room_for_tensors(name: str, small: int, large: int) -> None:
     launch = seen(name, (3,), (512,))
-    assert (update.room_for_tensors(launch, SMALL), update.room_for_tensors(launch, LARGE)) == (small, large)
+    assert (optimizers.room_for_tensors(launch, SMALL), optimizers.room_for_tensors(launch, LARGE)) == (small, large)
 
 
 def test_calls_are_put_together_from_full_launches() -> None:
     order = [*launches(ONE_LIST, SEEN), *launches(THREE_LISTS, SEEN), *launches(ONE_LIST, (300, 20))]
-    grids = [tuple(launch.grid[0] for launch in call) for call in update.split_calls(order)]
+    grids = [tuple(launch.grid[0] for launch in call) for call in optimizers.split_calls(order)]
     assert grids == [SEEN, SEEN, (300,), (20,)]
 
 
@@ -94,15 +94,15 @@ def test_calls_are_put_together_from_full_launches() -> None:
     ],
 )
 def test_what_is_not_understood_is_none(name: str, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
-    assert update.read(seen(name, grid, block)) is None
+    assert optimizers.read_update(seen(name, grid, block)) is None
 
 
 def test_no_launches_or_others_among_them_are_no_call() -> None:
-    assert update.join([]) is None
-    assert update.join([*launches(ONE_LIST, (320,)), seen("spin_kernel", (3,), (512,))]) is None
+    assert optimizers.join_launches([]) is None
+    assert optimizers.join_launches([*launches(ONE_LIST, (320,)), seen("spin_kernel", (3,), (512,))]) is None
 
 
 def test_five_lists_are_the_most_that_are_known() -> None:
     for depth, room in ((5, 30), (6, None)):
         name = NAME.format(metadata=f"FusedOptimizerTensorListMetadata<{depth}>")
-        assert update.room_for_tensors(seen(name, (3,), (512,)), SMALL) == room
+        assert optimizers.room_for_tensors(seen(name, (3,), (512,)), SMALL) == room

@@ -3,8 +3,16 @@
 import pytest
 
 from notes_tables import HEADS_BATCHES_LAUNCHES, NOTES, compare, predict
-from stepscope.recover.families import fmha
-from stepscope.recover.families.fmha import MIDDLE, NARROW, WIDE, Counts, choose_variant, count_head
+from stepscope.recover.families import efficient_attention
+from stepscope.recover.families.efficient_attention import (
+    MIDDLE,
+    NARROW,
+    WIDE,
+    InstructionCounts,
+    Mask,
+    choose_variant,
+    count_head,
+)
 
 # (length, hidden): operations in fp32 and fp64, fused multiply-adds in fp32 and fp64, where they were written down.
 MEASURED: dict[tuple[int, int], tuple[tuple[int | None, ...], ...]] = {
@@ -60,7 +68,7 @@ TERMS = (
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize("change", [-1, 1])
 def test_no_term_could_be_another(monkeypatch: pytest.MonkeyPatch, term: str, change: int) -> None:
-    monkeypatch.setattr(fmha, term, getattr(fmha, term) + change)
+    monkeypatch.setattr(efficient_attention, term, getattr(efficient_attention, term) + change)
     assert exceeds(residuals_ppm())
     count_head.cache_clear()
 
@@ -75,7 +83,7 @@ def test_no_term_could_be_another(monkeypatch: pytest.MonkeyPatch, term: str, ch
     ],
 )
 def test_the_model_predicts_runs_without_dropout(
-    sizes: tuple[int, int, int, int], mask: fmha.Mask, plain: int, fma: int, tensor_ops: int
+    sizes: tuple[int, int, int, int], mask: Mask, plain: int, fma: int, tensor_ops: int
 ) -> None:
     batch, heads, length, head_dim = sizes
     counts = count_head(length, length, head_dim, mask=mask).times(batch * heads)
@@ -102,7 +110,7 @@ def test_closed_form_of_the_narrow_kernel() -> None:
 
 
 def test_counts_add_up() -> None:
-    one = Counts(plain=1, fma=2, double_fma=3, double_plain=4, tensor=5)
+    one = InstructionCounts(plain=1, fma=2, double_fma=3, double_plain=4, tensor=5)
     assert one + one == one.times(2)
     assert (one.fp32_operations, one.fp64_operations, one.tensor_operations) == (5, 10, 5 * 2048)
 

@@ -1,7 +1,8 @@
 import pytest
 
 from stepscope.recover.facts import Elements, Rows, Window, exactly
-from stepscope.recover.families import inductor
+from stepscope.recover.families import read_fact
+from stepscope.recover.families.elementwise import read_compiled
 from tests.unit.recover.families.launches import seen
 
 ACTIVATION = "triton_poi_fused_add_mul_pow_tanh_view_4"
@@ -20,19 +21,19 @@ LOOPED_NORM = "triton_red_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_0"
     ],
 )
 def test_one_of_the_powers_of_two_holds_the_elements(name: str, grid: int, threads: int, count: int) -> None:
-    choices = inductor.choices(seen(name, (grid,), (threads,)))
+    choices = read_compiled(seen(name, (grid,), (threads,)))
     assert isinstance(choices[0], Elements)
     assert any(count in choice.count for choice in choices if isinstance(choice, Elements))
     # The first is what Inductor takes untuned.
     assert count in choices[0].count
-    assert inductor.read(seen(name, (grid,), (threads,))) == Elements(count=Window(grid, grid * 4096))
+    assert read_fact(seen(name, (grid,), (threads,))) == Elements(count=Window(grid, grid * 4096))
 
 
 @pytest.mark.parametrize(
     ("name", "grid", "rows"), [(NORM, 1024, 1024), (NORM, 512, 512), (LOOPED_NORM, 1024, 2048), (LOOPED_NORM, 256, 512)]
 )
 def test_one_of_the_powers_of_two_holds_the_rows(name: str, grid: int, rows: int) -> None:
-    choices = inductor.choices(seen(name, (grid,), (32,)))
+    choices = read_compiled(seen(name, (grid,), (32,)))
     assert [choice.rows for choice in choices if isinstance(choice, Rows)][:2] == [
         exactly(grid),
         Window(2 * grid - 1, 2 * grid),
@@ -41,12 +42,12 @@ def test_one_of_the_powers_of_two_holds_the_rows(name: str, grid: int, rows: int
 
 
 def test_bytes_written_are_a_multiple_of_the_size() -> None:
-    choices = inductor.choices(seen(ACTIVATION, (3072,), (128,), stored=6291456))
+    choices = read_compiled(seen(ACTIVATION, (3072,), (128,), stored=6291456))
     assert choices[0] == Elements(count=exactly(4 * 256 * 3072))
     assert {choice.count.low for choice in choices if isinstance(choice, Elements)} == {
         3072 << log for log in range(12)
     }
-    rows = inductor.choices(seen(NORM, (1021,), (32,), stored=1021 * 770 * 2))
+    rows = read_compiled(seen(NORM, (1021,), (32,), stored=1021 * 770 * 2))
     assert Rows(rows=exactly(1021)) in rows
     assert Rows(rows=exactly(2042)) in rows
     assert all(choice.rows.is_exact for choice in rows if isinstance(choice, Rows))
@@ -58,13 +59,13 @@ def test_bytes_written_are_a_multiple_of_the_size() -> None:
 )
 def test_bytes_of_a_gradient_may_hold_parts_of_another(name: str) -> None:
     launch = seen(name, (1021,), (32,), stored=1021 * 770 * 2)
-    assert inductor.choices(launch) == inductor.choices(seen(name, (1021,), (32,)))
+    assert read_compiled(launch) == read_compiled(seen(name, (1021,), (32,)))
 
 
 def test_bytes_that_no_size_divides_leave_the_windows() -> None:
-    plain = inductor.choices(seen(NORM, (1021,), (32,)))
-    assert inductor.choices(seen(NORM, (1021,), (32,), stored=7)) == plain
-    assert inductor.choices(seen(NORM, (1021,), (32,), stored=0)) == plain
+    plain = read_compiled(seen(NORM, (1021,), (32,)))
+    assert read_compiled(seen(NORM, (1021,), (32,), stored=7)) == plain
+    assert read_compiled(seen(NORM, (1021,), (32,), stored=0)) == plain
 
 
 @pytest.mark.parametrize(
@@ -79,18 +80,18 @@ def test_bytes_that_no_size_divides_leave_the_windows() -> None:
     ],
 )
 def test_what_is_not_understood_is_none(name: str, grid: tuple[int, ...]) -> None:
-    assert inductor.read(seen(name, grid, (128,))) is None
+    assert read_compiled(seen(name, grid, (128,))) == ()
 
 
 @pytest.mark.parametrize("per_block", [1, 2, 8, 128, 1024, 4096])
 @pytest.mark.parametrize("count", [1, 1000, 1024, 1025, 786_432, 12_345_677])
 def test_whatever_size_was_launched_is_among_the_choices(per_block: int, count: int) -> None:
     for stored in (None, 2 * count, 4 * count, 6 * count):
-        choices = inductor.choices(seen(ACTIVATION, (-(-count // per_block),), (128,), stored=stored))
+        choices = read_compiled(seen(ACTIVATION, (-(-count // per_block),), (128,), stored=stored))
         assert any(count in choice.count for choice in choices if isinstance(choice, Elements))
 
 
 def test_the_usual_blocks_come_first() -> None:
-    choices = inductor.choices(seen(ACTIVATION, (10,), (128,)))
+    choices = read_compiled(seen(ACTIVATION, (10,), (128,)))
     highs = [choice.count.high // 10 for choice in choices if isinstance(choice, Elements)]
     assert highs == [1024, 512, 256, 128, 1, 2, 4, 8, 16, 32, 64, 2048, 4096]

@@ -7,8 +7,15 @@ import pytest
 from stepscope.explain.kernel_names import decode
 from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recover.facts import Attention, Sighting, Triple, Window, exactly
-from stepscope.recover.families import read as read_any
-from stepscope.recover.families.fused_attention import read
+from stepscope.recover.families import Platform, read_fact
+from stepscope.recover.families.tilings import PROCESSORS
+
+
+def read(sighting: Sighting, processors: int = PROCESSORS) -> Attention | None:
+    fact = read_fact(sighting, Platform(processors=processors))
+    assert fact is None or isinstance(fact, Attention)
+    return fact
+
 
 # batch, heads, key-value heads, queries, keys, head size, causal
 Problem = tuple[int, int, int, int, int, int, bool]
@@ -300,7 +307,3 @@ def test_what_is_not_understood_says_nothing() -> None:
         assert read(Sighting(index=0, name=decode(name), grid=(8, 2, 2), block=(128, 1, 1))) is None
     strange = CUDNN.replace("64x128x64_4x1x1_cga1x1x1", "tall")
     assert read(Sighting(index=0, name=decode(strange), grid=(8, 2, 2), block=(128, 1, 1))) is None
-
-
-def test_attention_is_found_behind_the_common_door() -> None:
-    assert all(isinstance(read_any(seen.sighting()), Attention) for seen in SEEN)
