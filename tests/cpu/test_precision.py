@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.precision.autocast import LISTS, REFUSED, explain_dtype, find_policy
-from stepscope.measure.accumulation import ALL, INVERSE, ONCE, RUNNING, add_up, measure_norm_parts
-from stepscope.measure.precision import compare_precisions
+from stepscope.measure.precision.accumulation import ALL, INVERSE, ONCE, RUNNING, add_up, measure_norm_parts
+from stepscope.measure.precision.comparison import compare_precisions
 from stepscope.recording.rows.precision import Comparison, PrecisionRun
 from stepscope.spec import Precision, Scalar, build_case
 

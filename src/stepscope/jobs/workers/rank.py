@@ -99,7 +99,7 @@ def _serve(request: RankRequest, setup: Setup, communicator: "Communicator", tel
                 listener=_Telling(tell),
             )
         case MeasureComm():
-            from stepscope.measure.comm import measure_collectives
+            from stepscope.measure.collectives import measure_collectives
 
             def on_stage(name: str) -> None:
                 if communicator.rank == 0:

@@ -91,7 +91,7 @@ def _serve(request: Request, on_stage: Callable[[str], None], tell: Callable[[An
         case MeasureAttention(cases=cases):
             return _measure_attention(cases, on_stage, tell)
         case Inspect():
-            from stepscope.measure.inspection import inspect_torch
+            from stepscope.measure.environment import inspect_torch
 
             return Inspected(inspection=inspect_torch())
 
@@ -151,7 +151,7 @@ def _record(request: Record, on_stage: Callable[[str], None]) -> Recorded:
 def _compare_precisions(request: ComparePrecisions, on_stage: Callable[[str], None]) -> PrecisionsCompared:
     import torch
 
-    from stepscope.measure.precision import compare_precisions
+    from stepscope.measure.precision.comparison import compare_precisions
 
     device = torch.device(request.case.workload.device)
     return PrecisionsCompared(
@@ -162,7 +162,7 @@ def _compare_precisions(request: ComparePrecisions, on_stage: Callable[[str], No
 def _record_memory(request: RecordMemory, on_stage: Callable[[str], None]) -> MemoryRecorded:
     import torch
 
-    from stepscope.measure.memory_recorder import record_memory
+    from stepscope.measure.memory.recorder import record_memory
 
     device = torch.device(request.case.workload.device)
     return MemoryRecorded(run=record_memory(request.case, device, folder=Path(request.folder), on_stage=on_stage))
@@ -171,7 +171,7 @@ def _record_memory(request: RecordMemory, on_stage: Callable[[str], None]) -> Me
 def _measure_attention(
     cases: Sequence[AttentionCase], on_stage: Callable[[str], None], tell: Callable[[Answer], None]
 ) -> AttentionDone:
-    from stepscope.measure.attention import measure_cases
+    from stepscope.measure.attention.cases import measure_cases
 
     for outcome in measure_cases(cases, on_stage=on_stage):
         tell(AttentionMeasured(outcome=outcome))

@@ -13,15 +13,13 @@ from typing import Literal
 import torch
 
 from stepscope.cost.attention import need_of_attention
-from stepscope.explain.statistics import summarise
 from stepscope.kernels.attention.problem import UnsupportedError
-from stepscope.measure.attention_check import check, say_wrong
-from stepscope.measure.attention_memory import weigh
-from stepscope.measure.attention_problem import make_problem
-from stepscope.measure.attention_timing import Timed, time_attention
+from stepscope.measure.attention.memory import weigh
+from stepscope.measure.attention.problem import check, make_problem, say_wrong
+from stepscope.measure.attention.timing import TimedRepetitions, time_attention
 from stepscope.measure.failures import is_out_of_memory, say_in_a_line
-from stepscope.measure.memory import limit_memory
-from stepscope.measure.soundness import FEWEST_STEPS, SPREAD_LIMIT, Watch
+from stepscope.measure.memory.limits import limit_memory
+from stepscope.measure.soundness import MachineWatch, doubt_spread
 from stepscope.recording.rows.attention import NOT_TRIED, AttentionCase, AttentionMeasurement, AttentionOutcome
 from stepscope.recording.rows.bench import Doubt
 from stepscope.units import GIB
@@ -70,7 +68,7 @@ def _measure(case: AttentionCase, device: torch.device, on_stage: OnStage) -> At
     on_stage("weighing")
     memory = weigh(problem)
     on_stage("timing")
-    watch = Watch(device)
+    watch = MachineWatch(device)
     timed = time_attention(problem, repetitions=case.repetitions, seconds=case.seconds)
     watch.look()
     forward, backward, both = (one.samples_ns for one in timed)
@@ -85,16 +83,9 @@ def _measure(case: AttentionCase, device: torch.device, on_stage: OnStage) -> At
     return AttentionOutcome(status="ok", measurement=measurement, doubts=(*watch.doubts(), *_doubt(timed)))
 
 
-def _doubt(timed: tuple[Timed, Timed, Timed]) -> list[Doubt]:
+def _doubt(timed: tuple[TimedRepetitions, TimedRepetitions, TimedRepetitions]) -> list[Doubt]:
     """One of each kind at most, for the worst of the three timings."""
-    doubts = []
-    fewest = min(len(one.samples_ns) for one in timed)
-    if fewest < FEWEST_STEPS:
-        doubts.append(Doubt(code="few", text=f"{fewest} repetitions are too few for a spread"))
-    spread = max(summarise(one.samples_ns).spread for one in timed)
-    if fewest >= FEWEST_STEPS and spread > SPREAD_LIMIT:
-        text = f"the middle 60 % of repetitions spread over {spread:.0%} of the median"
-        doubts.append(Doubt(code="spread", text=text))
+    doubts = doubt_spread(*(one.samples_ns for one in timed), of="repetitions")
     if any(one.starved for one in timed):
         doubts.append(Doubt(code="host-bound", text="the GPU was done with the last repetition when it was issued"))
     return doubts

@@ -11,27 +11,18 @@ state of the random generators that a checkpoint keeps as well (5 kB each on the
 """
 
 import json
-import threading
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import partial, wraps
-from types import CellType, FunctionType, TracebackType
-from typing import Any, Literal, Protocol, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any, Literal
 
-import polars as pl
-import torch
-from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
+from torch import Tensor
 
-from stepscope.errors import StepscopeError
-from stepscope.recording.tables import conform
-from stepscope.spec import Case
-from stepscope.step import Step, build
+from stepscope.measure.memory.marks import Places
+from stepscope.step import Step
 
 Kind = Literal["activation", "parameter", "buffer", "input"]
-LOSS = "(loss)"
 _RAW = "_raw_saved_"
 _EMPTY = CellType()
 
@@ -53,28 +44,9 @@ class SavedTensor:
     name: str | None
 
 
-def audit_case(case: Case, device: torch.device) -> tuple[SavedTensor, ...]:
-    """Builds the case's step, runs its forward pass and reads the graph."""
-    if case.workload.mode == "inference":
-        raise StepscopeError(
-            "mode `inference` saves nothing",
-            detail="tensors are kept for a backward pass, and this mode has none",
-            hint="--mode forward",
-        )
-    step = build(case.workload, device)
-    with ModuleNumbers(step) as numbers:
-        step.phases[0][1]()
-    return audit(step, numbers)
-
-
-def saved_frame(rows: Iterable[SavedTensor]) -> pl.DataFrame:
-    """The rows as the table `saved` of a recording."""
-    return conform("saved", pl.DataFrame([asdict(row) for row in rows]))
-
-
-def audit(step: Step, numbers: "FindsModules | None" = None) -> tuple[SavedTensor, ...]:
+def audit(step: Step, places: Places | None = None) -> tuple[SavedTensor, ...]:
     """Everything that the graph of the step's loss holds, in the order of the forward pass. Modules are known where
-    `numbers` watched that pass."""
+    `places` watched that pass."""
     if step.loss is None or step.loss.grad_fn is None:
         raise ValueError("no graph: run the step's forward phase first, in a mode other than inference")
     owners = _name_storages(step)
@@ -88,7 +60,7 @@ def audit(step: Step, numbers: "FindsModules | None" = None) -> tuple[SavedTenso
                 node=node.number,
                 op=node.op,
                 argument=argument,
-                module=numbers.find(node.number) if numbers else None,
+                module=places.find(node.number) if places else None,
                 shape=json.dumps(list(tensor.shape)),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 bytes=tensor.numel() * tensor.element_size(),
@@ -102,12 +74,6 @@ def audit(step: Step, numbers: "FindsModules | None" = None) -> tuple[SavedTenso
 
 
 # --- The walk -------------------------------------------------------------------------------------------------------
-
-
-class FindsModules(Protocol):
-    def find(self, sequence_nr: int) -> str | None:
-        """The path of the innermost module whose call made the node of that number."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,104 +202,3 @@ def _closed_over(function: object) -> list[tuple[str, Any]]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     # A name that the function around has not assigned, or not yet, has an empty cell.
     return [(name, cell.cell_contents) for name, cell in cells if cell != _EMPTY]
-
-
-# --- Which module made a node ---------------------------------------------------------------------------------------
-
-
-class ModuleNumbers:
-    """Which module's call made which autograd nodes, watched from outside while this is open.
-
-    Autograd numbers the nodes of a thread as they are made, so the numbers at which calls begin and end cut the line of
-    numbers into stretches, each of one innermost module. Every thread counts by itself: what backward computes again on
-    its own thread is kept apart. In a compiled model only the model as a whole is seen, as in `step.annotation`.
-    """
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._undo = ExitStack()
-        self._thread = 0
-        self._lines: dict[int, _Line] = {}
-
-    def __enter__(self) -> Self:
-        step = self._step
-        self._thread = threading.get_ident()
-        root = step.module._orig_mod if isinstance(step.module, OptimizedModule) else step.module
-        run_module = step.run_module
-
-        def call(*args: object, **kwargs: object) -> object:
-            return run_module(*args, **kwargs)
-
-        self._replace(step, "run_module", self._watch(call, f"({type(root).__name__})"))
-        self._replace(step, "measure_loss", self._watch(step.measure_loss, LOSS))
-        if not step.workload.compile:
-            self._watch_inside(step.module)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._undo.close()
-
-    def find(self, sequence_nr: int, thread: int | None = None) -> str | None:
-        """The path of the innermost module whose call made that node, and None for what no call made. `thread` is the
-        thread that made it, by its `threading.get_ident()`; the one that opened this unless told."""
-        line = self._lines.get(self._thread if thread is None else thread)
-        place = bisect_right(line.starts, sequence_nr) if line else 0
-        return line.paths[place - 1] if line and place else None
-
-    def _watch_inside(self, module: nn.Module, path: str = "") -> None:
-        """What a compiled module calls has to stay what was compiled."""
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
-            return
-        for name, child in module.named_children():
-            inside = f"{path}.{name}".lstrip(".")
-            if not isinstance(child, torch.jit.ScriptModule):
-                called = "forward" if child._compiled_call_impl is None else "_compiled_call_impl"
-                self._replace(child, called, self._watch(getattr(child, called), inside))
-                self._watch_inside(child, inside)
-
-    def _watch(self, function: Callable[..., Any], path: str) -> Callable[..., Any]:
-        @wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            line = self._lines.setdefault(threading.get_ident(), _Line())
-            line.enter(path)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                line.leave()
-
-        return watched
-
-    def _replace(self, holder: Any, attribute: str, value: object) -> None:
-        if attribute in vars(holder):
-            self._undo.callback(setattr, holder, attribute, vars(holder)[attribute])
-        else:
-            self._undo.callback(delattr, holder, attribute)
-        setattr(holder, attribute, value)
-
-
-class _Line:
-    """One thread's numbers: from each of `starts` on, up to the next, nodes belong to the path beside it."""
-
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.paths: list[str | None] = []
-        self._open: list[str | None] = [None]
-
-    def enter(self, path: str) -> None:
-        self._open.append(path)
-        self._mark()
-
-    def leave(self) -> None:
-        self._open.pop()
-        self._mark()
-
-    def _mark(self) -> None:
-        """A stretch without a node is overwritten by the next."""
-        number = torch._C._autograd._get_sequence_nr()
-        if self.starts and self.starts[-1] == number:
-            self.paths[-1] = self._open[-1]
-        else:
-            self.starts.append(number)
-            self.paths.append(self._open[-1])

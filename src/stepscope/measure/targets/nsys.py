@@ -1,6 +1,6 @@
 """The program that runs under `nsys profile`: one case, a few annotated steps of it between cudaProfilerStart and Stop.
 
-    python -P -m stepscope.measure.nsys_target REQUEST.json
+    python -P -m stepscope.measure.targets.nsys REQUEST.json
 
 What Nsight Systems records is its own; what we measured besides goes to `jobs.nsys`, which does not import torch.
 Neither does this file before it runs.
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.measure.target import RefusedError, serve
+from stepscope.measure.targets import TargetFailed, profiled_range, serve
 from stepscope.recording.recorded import RecordedRun
 from stepscope.recording.rows.bench import Environment
 from stepscope.spec import Case
@@ -28,23 +28,23 @@ class NsysRequest(msgspec.Struct, frozen=True, kw_only=True):
     emit_operators: bool = True
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
+class NsysRecorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
     run: RecordedRun
     environment: Environment
 
 
-NsysAnswer = Recorded | RefusedError
+NsysAnswer = NsysRecorded | TargetFailed
 
 
 def main(arguments: list[str]) -> int:
-    return serve("stepscope.measure.nsys_target", arguments, _record_requested)
+    return serve("stepscope.measure.targets.nsys", arguments, _record_requested)
 
 
-def _record_requested(path: Path) -> Recorded:
+def _record_requested(path: Path) -> NsysRecorded:
     return record(msgspec.json.decode(path.read_bytes(), type=NsysRequest))
 
 
-def record(request: NsysRequest) -> Recorded:
+def record(request: NsysRequest) -> NsysRecorded:
     """Runs the case; what happens between the profiler's start and stop is what nsys keeps."""
     import torch
     from torch.autograd.profiler import emit_nvtx
@@ -75,13 +75,8 @@ def record(request: NsysRequest) -> Recorded:
         return samples.step_ns, annotation.uncalled
 
     record_steps(1)  # the first step with ranges loads what makes them
-    torch.cuda.synchronize(device)
-    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-    try:
+    with profiled_range(device):
         annotated_ns, uncalled = record_steps(request.record_steps)
-        torch.cuda.synchronize(device)
-    finally:
-        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
     run = RecordedRun(
         clock="cuda events",
         phases_ns={name: tuple(values) for name, values in plain.phases_ns.items()},
@@ -93,7 +88,7 @@ def record(request: NsysRequest) -> Recorded:
         doubts=doubts,
         notes=tuple(f"`{target}` was to be annotated and never ran under that name" for target in sorted(uncalled)),
     )
-    return Recorded(run=run, environment=describe(device, {case.workload.precision}))
+    return NsysRecorded(run=run, environment=describe(device, {case.workload.precision}))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from stepscope.measure.environment import DTYPES
 from stepscope.recording.rows.precision import LowDtype, NormKind, NormPart, Sum
 
 TERM, COUNT = 0.01, 1000
@@ -32,7 +33,6 @@ VARIANTS = (
     ("bf16", "bf16", False),
     ("fp32", "bf16", False),
 )
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 ROWS, EPS, LEAST_WIDTH = 64, 1e-5, 768
 INPUT_SCALES = (1e-3, 1.0, 300.0)

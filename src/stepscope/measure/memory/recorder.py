@@ -16,10 +16,9 @@ import gc
 import pickle
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -31,11 +30,12 @@ from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
 from stepscope.errors import StepscopeError
-from stepscope.measure.memory import limit_memory
-from stepscope.measure.memory_places import Places
-from stepscope.measure.memory_tree import Happening, Watched, read_stacks, read_tree
-from stepscope.measure.saved_tensors import audit, held_tensors
-from stepscope.measure.timing import settle_heap, time_steps
+from stepscope.measure.memory.limits import limit_memory
+from stepscope.measure.memory.marks import Places
+from stepscope.measure.memory.operators import Happening, Watched, read_stacks, read_tree
+from stepscope.measure.memory.saved_tensors import audit, held_tensors
+from stepscope.measure.profiler import keeping_events
+from stepscope.measure.timing import settle_heap, time_in_turns, time_steps, wait_for
 from stepscope.recording.memory.labels import (
     KEY,
     NOBODY,
@@ -49,10 +49,6 @@ from stepscope.recording.memory.labels import (
 from stepscope.spec import Case
 from stepscope.step import Step, build
 from stepscope.step.annotation import annotated
-
-LEAST_TURNS, MOST_TURNS = 2, 10
-TURNS_S = 2.0
-STEPS_A_TURN = 4
 
 Stage = Literal["building", "recording", "writing the snapshot", "weighing the recorder"]
 OnStage = Callable[[Stage], None]
@@ -73,7 +69,7 @@ def record_memory(case: Case, device: torch.device, *, folder: Path, on_stage: O
     on_stage("writing the snapshot")
     recorder.write(folder / SNAPSHOT_NAME)
     on_stage("weighing the recorder")
-    plain_ns, recorded_ns = _weigh(step, recorder.recording)
+    plain_ns, recorded_ns = time_in_turns(step, recorder.recording, least=2, most=10)
     return MemoryRun(
         step_ns=tuple(plain_ns),
         recorded_step_ns=tuple(recorded_ns),
@@ -108,7 +104,7 @@ class _Recorder:
         for name, phase in self.step.phases:
             phase()
             self._note_after(name)
-        _wait(self.step)
+        wait_for(self.step)
         self.places.watches_modules = False
         return time.perf_counter_ns() - start
 
@@ -333,34 +329,14 @@ def profiling(*, with_stack: bool = False) -> Iterator[_KinetoProfile]:
     profiler = _KinetoProfile(
         activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True, with_stack=with_stack
     )
-    with warnings.catch_warnings():
-        # torch 2.11 says that events are kept for one cycle only; there is one.
-        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
-        profiler.prepare_trace()
-        profiler.start_trace()
-    try:
+    with keeping_events(profiler):
         yield profiler
-    finally:
-        profiler.stop_trace()
 
 
 def results_of(profiler: _KinetoProfile) -> Any:
     """What a profiler that has stopped kept."""
     assert profiler.profiler is not None, "it was started"
     return profiler.profiler.kineto_results
-
-
-def _weigh(step: Step, recording: Callable[[], AbstractContextManager[None]]) -> tuple[list[int], list[int]]:
-    """Steps without and with the recorder, in turns; the first of each turn is left out."""
-    without, within = [], []
-    started = time.monotonic()
-    for turn in range(MOST_TURNS):
-        if turn >= LEAST_TURNS and time.monotonic() - started > TURNS_S:
-            break
-        without += time_steps(step, STEPS_A_TURN).step_ns[1:]
-        with recording():
-            within += time_steps(step, STEPS_A_TURN).step_ns[1:]
-    return without, within
 
 
 def _living_storages() -> list[tuple[int, int]]:
@@ -391,8 +367,3 @@ def _without_frames(segment: dict[str, Any]) -> dict[str, object]:
 def _write(content: dict[str, Any], path: Path) -> None:
     with path.open("wb") as file:
         pickle.dump(content, file, protocol=4)
-
-
-def _wait(step: Step) -> None:
-    if step.device.type == "cuda":
-        torch.cuda.synchronize(step.device)

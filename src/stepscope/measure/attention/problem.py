@@ -1,5 +1,7 @@
-"""Is the result right? Looked at once before a case is timed, at a cost that does not grow with the square of its
-length.
+"""Attention of random tensors, to be run forward and backward: what is checked, weighed and timed.
+
+Whether its result is right is looked at once before a case is timed, at a cost that does not grow with the square of
+its length.
 
 The output of the last queries needs those queries alone, and so do all gradients when only those queries have one
 coming in. So backward is run with a gradient that is zero but for the last queries of the last sequence, and the
@@ -10,13 +12,17 @@ far. The last sequence is where an offset that overflows shows.
 # B batch, H heads, L length, R rows that are looked at, D head dim.
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from stepscope.measure.attention_problem import AttentionProblem
+from stepscope.kernels import flash_attention
+from stepscope.measure.environment import DTYPES
 from stepscope.nn import functional
-from stepscope.recording.rows.attention import Accuracy
+from stepscope.recording.rows.attention import Accuracy, AttentionCase
 
 ROWS = 64
 RESULTS = ("output", "dq", "dk", "dv")
@@ -26,7 +32,52 @@ ROOM = 4
 MOST = 0.1
 
 
-def check(problem: AttentionProblem) -> tuple[Accuracy, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomAttention:
+    """All are (B, H, L, D); `upstream` is the gradient of the output. The three inputs want gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    upstream: Tensor
+    causal: bool
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    def forward(self) -> Tensor:
+        return self.attend(*self.inputs)
+
+    def backward(self, out_BHLD: Tensor) -> tuple[Tensor, ...]:
+        """The gradients. The graph is used up, as in training: what it kept is given back on the way."""
+        return torch.autograd.grad(out_BHLD, self.inputs, self.upstream)
+
+
+def make_problem(case: AttentionCase, device: torch.device) -> RandomAttention:
+    torch.set_float32_matmul_precision("high" if case.precision == "tf32" else "highest")
+    generator = torch.Generator(device).manual_seed(case.seed)
+    shape = (case.batch, case.heads, case.length, case.head_dim)
+
+    def draw() -> Tensor:
+        return torch.randn(shape, device=device, dtype=DTYPES[case.precision], generator=generator)
+
+    q_BHLD, k_BHLD, v_BHLD = (draw().requires_grad_() for _ in range(3))
+    return RandomAttention(
+        q=q_BHLD,
+        k=k_BHLD,
+        v=v_BHLD,
+        upstream=draw(),
+        causal=case.causal,
+        attend=partial(flash_attention, causal=case.causal, backend=case.implementation),
+    )
+
+
+# --- Is the result right? ---
+
+
+def check(problem: RandomAttention) -> tuple[Accuracy, ...]:
     """The accuracy of the output and of the three gradients."""
     rows = min(ROWS, problem.q.shape[2])
     ours = _run(problem, rows)
@@ -44,7 +95,7 @@ def say_wrong(accuracies: tuple[Accuracy, ...]) -> str:
     )
 
 
-def _run(problem: AttentionProblem, rows: int) -> list[Tensor]:
+def _run(problem: RandomAttention, rows: int) -> list[Tensor]:
     upstream_BHLD = torch.zeros_like(problem.upstream)
     upstream_BHLD[-1:, :, -rows:] = problem.upstream[-1:, :, -rows:]
     out_BHLD = problem.forward()
@@ -52,7 +103,7 @@ def _run(problem: AttentionProblem, rows: int) -> list[Tensor]:
     return [out_BHLD[-1:, :, -rows:].detach(), dq_BHLD[-1:, :, -rows:], dk_BHLD[-1:], dv_BHLD[-1:]]
 
 
-def _run_reference(problem: AttentionProblem, rows: int, dtype: torch.dtype) -> list[Tensor]:
+def _run_reference(problem: RandomAttention, rows: int, dtype: torch.dtype) -> list[Tensor]:
     """A causal mask is aligned at the end, so the last queries against all keys see what they see in the whole."""
     last_queries = problem.q[-1:, :, -rows:]
     leaves = [x.detach().to(dtype).requires_grad_() for x in (last_queries, problem.k[-1:], problem.v[-1:])]

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch._C._profiler import _EventType
 
-from stepscope.measure.attention_problem import AttentionProblem
-from stepscope.measure.memory_recorder import profiling, results_of
+from stepscope.measure.attention.problem import RandomAttention
+from stepscope.measure.memory.recorder import profiling, results_of
 from stepscope.recording.rows.attention import AttentionMemory
 
 
-def weigh(problem: AttentionProblem) -> AttentionMemory:
+def weigh(problem: RandomAttention) -> AttentionMemory:
     input_bytes = sum(x.untyped_storage().nbytes() for x in (*problem.inputs, problem.upstream))
     if problem.q.device.type == "cuda":
         return _weigh_on_cuda(problem, input_bytes)
     return _weigh_on_cpu(problem, input_bytes)
 
 
-def _weigh_on_cuda(problem: AttentionProblem, input_bytes: int) -> AttentionMemory:
+def _weigh_on_cuda(problem: RandomAttention, input_bytes: int) -> AttentionMemory:
     device = problem.q.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -51,7 +51,7 @@ def _weigh_on_cuda(problem: AttentionProblem, input_bytes: int) -> AttentionMemo
     )
 
 
-def _weigh_on_cpu(problem: AttentionProblem, input_bytes: int) -> AttentionMemory:
+def _weigh_on_cpu(problem: RandomAttention, input_bytes: int) -> AttentionMemory:
     with profiling() as profiler:
         out_BHLD = problem.forward()
     kept, forward_peak = _add_up(results_of(profiler))

@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stepscope.explain.statistics import summarise
+from stepscope.measure.environment import DTYPES
 from stepscope.measure.failures import is_out_of_memory, say_in_a_line
-from stepscope.measure.soundness import FEWEST_STEPS, SPREAD_LIMIT
+from stepscope.measure.soundness import doubt_spread
 from stepscope.measure.timing import elapsed_ns, make_event
 from stepscope.parallel.communicator import Communicator, Pending
 from stepscope.parallel.group import choose_device
@@ -29,7 +29,6 @@ OnStage = Callable[[Literal["checking", "timing"]], None]
 
 _WARMUPS = 2
 _FEWEST = 5
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Ones where place and rank add up to a multiple of this, zeros elsewhere: the sums over ranks are whole numbers that
 # every dtype holds exactly, and differ from place to place.
 _PERIOD = 5
@@ -62,7 +61,7 @@ def _measure(case: CommCase, communicator: Communicator, device: torch.device, o
         return CommOutcome(status="wrong", reason=said)
     on_stage("timing")
     problem.clear()
-    clock = _Clock(problem, communicator, device)
+    clock = _CollectiveClock(problem, communicator, device)
     guesses = [min(clock.sample() for _ in range(_WARMUPS))]
     slowest_ns = max(one[0] for one in communicator.share_objects(guesses, "how long it takes"))
     fitting = round(case.seconds * 1e9 / max(1, slowest_ns))
@@ -88,7 +87,7 @@ class _Problem:
 
     def __init__(self, case: CommCase, communicator: Communicator, device: torch.device) -> None:
         self._case, self._communicator = case, communicator
-        dtype = _DTYPES[case.dtype]
+        dtype = DTYPES[case.dtype]
         self._whole = torch.empty(case.elements, dtype=dtype, device=device)
         parts = case.elements // case.ranks if case.collective in ("all-gather", "reduce-scatter") else 0
         self._part = torch.empty(parts, dtype=dtype, device=device)
@@ -162,7 +161,7 @@ def _try_to_make(case: CommCase, communicator: Communicator, device: torch.devic
         return None, say_in_a_line(error)
 
 
-class _Clock:
+class _CollectiveClock:
     """From the end of a barrier to the end of the collective on this rank: CUDA events where NCCL runs on a stream, the
     host's clock where a rank's process does the work itself."""
 
@@ -221,11 +220,7 @@ def _available_bytes() -> int:
 
 
 def _doubt(case: CommCase, measurement: CommMeasurement) -> Iterator[Doubt]:
-    slowest = measurement.slowest_ns
-    if len(slowest) < FEWEST_STEPS:
-        yield Doubt(code="few", text=f"{len(slowest)} repetitions are too few for a spread")
-    elif (spread := summarise(slowest).spread) > SPREAD_LIMIT:
-        yield Doubt(code="spread", text=f"the middle 60 % of repetitions spread over {spread:.0%} of the median")
+    yield from doubt_spread(measurement.slowest_ns, of="repetitions")
     here, cores = case.ranks // case.hosts, os.cpu_count() or 1
     if case.backend == "gloo" and here > cores:
         yield Doubt(code="crowded", text=f"{here} ranks share {cores} cores")

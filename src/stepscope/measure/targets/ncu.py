@@ -1,6 +1,6 @@
 """The program that runs under `ncu`: one case, a forward pass or a few between cudaProfilerStart and Stop.
 
-    python -P -m stepscope.measure.ncu_target REQUEST.json
+    python -P -m stepscope.measure.targets.ncu REQUEST.json
 
 Nothing is annotated and nothing else records: the kernels that are counted are those of the bare model. Torch is
 imported when it runs, as `jobs.ncu` reads the types below without it.
@@ -15,19 +15,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.measure.target import RefusedError, serve
+from stepscope.measure.targets import TargetFailed, profiled_range, serve
 from stepscope.recording.rows.bench import Environment
 from stepscope.spec import Case
 
 if TYPE_CHECKING:
     import torch
-
-    from stepscope.step import Step
 
 MOST_LAYERS = 12
 _LOOK_S = 0.5
@@ -39,7 +37,7 @@ class NcuRequest(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
 
 
-class Counted(msgspec.Struct, frozen=True, kw_only=True, tag="counted"):
+class NcuCounted(msgspec.Struct, frozen=True, kw_only=True, tag="counted"):
     """`forward_flops` is what the operators of one pass are by the textbook, by the class of kernels that do them:
     two operations a multiply-add, and the full square of attention."""
 
@@ -49,7 +47,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, tag="counted"):
     forward_flops: dict[str, int]
 
 
-NcuAnswer = Counted | RefusedError
+NcuAnswer = NcuCounted | TargetFailed
 
 
 def progress_path(request: Path) -> Path:
@@ -65,19 +63,20 @@ def too_many_layers(layers: int, hint: str) -> StepscopeError:
 
 
 def main(arguments: list[str]) -> int:
-    return serve("stepscope.measure.ncu_target", arguments, _count_requested)
+    return serve("stepscope.measure.targets.ncu", arguments, _count_requested)
 
 
-def _count_requested(path: Path) -> Counted:
+def _count_requested(path: Path) -> NcuCounted:
     request = msgspec.json.decode(path.read_bytes(), type=NcuRequest)
     return count(request.case, progress_path(path))
 
 
-def count(case: Case, progress: Path) -> Counted:
+def count(case: Case, progress: Path) -> NcuCounted:
     """Runs the case; the kernels between the profiler's start and stop are those that ncu counts."""
     import torch
 
     from stepscope.measure.environment import check_torch, describe, resolve_device
+    from stepscope.measure.flops import count_operations
     from stepscope.measure.profiler import prepare
 
     check_torch()
@@ -91,15 +90,10 @@ def count(case: Case, progress: Path) -> Counted:
     step.run()
     torch.cuda.synchronize(device)
     expected = (_tensors_made(device) - before) * case.timing.steps
-    with _telling_share(device, expected, progress):
-        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-        try:
-            for _ in range(case.timing.steps):
-                step.run()
-            torch.cuda.synchronize(device)
-        finally:
-            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
-    return Counted(
+    with _telling_share(device, expected, progress), profiled_range(device):
+        for _ in range(case.timing.steps):
+            step.run()
+    return NcuCounted(
         environment=describe(device, {case.workload.precision}),
         parameters=step.parameters,
         optimizer=step.optimizer_name,
@@ -121,38 +115,6 @@ def check_layers(module: "torch.nn.Module") -> None:
     layers = sum(1 for _ in repeated_blocks(module))
     if layers > MOST_LAYERS:
         raise too_many_layers(layers, "fewer of them, by the name your model has for it: --set num_hidden_layers=2")
-
-
-def count_operations(step: "Step") -> dict[str, int]:
-    """The operations of one pass, as they are dispatched. Attention counts in full, as the textbook has it: how much a
-    causal kernel skips is for the counters to say."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from stepscope.cost import attention_flops
-
-    def in_full(query_shape: Any, key_shape: Any, *_: Any, **__: Any) -> int:
-        batch, heads, queries, head_dim = query_shape
-        return attention_flops(
-            batch=batch, heads=heads, queries=queries, keys=key_shape[2], head_dim=head_dim, causal=False
-        )
-
-    # Those that PyTorch's counter does not know, or that count a causal one as half.
-    operators = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu]
-    if hasattr(torch.ops.stepscope, "flash_attention_forward"):
-        operators.append(torch.ops.stepscope.flash_attention_forward)
-    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(operators, in_full))
-    with counter:
-        step.forward_without_graph()
-    flops: dict[str, int] = {}
-    for operator, counted in counter.get_flop_counts().get("Global", {}).items():
-        kind = _class_of(str(operator))
-        flops[kind] = flops.get(kind, 0) + counted
-    return flops
-
-
-def _class_of(operator: str) -> str:
-    return "attention" if "attention" in operator else "convolution" if "conv" in operator else "gemm"
 
 
 def _tensors_made(device: "torch.device") -> int:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepscope.errors import StepscopeError
-from stepscope.measure.accumulation import add_up, find_norm_width, measure_norm_parts
+from stepscope.measure.precision.accumulation import add_up, find_norm_width, measure_norm_parts
 from stepscope.recording.rows.precision import (
     Comparison,
     GradientError,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stepscope.measure.attention_problem import AttentionProblem
+from stepscope.measure.attention.problem import RandomAttention
 from stepscope.measure.timing import elapsed_ns, make_event
 
 _WARMUPS = 3
@@ -28,7 +28,7 @@ _STARVED_NS = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class TimedRepetitions:
     """Nanoseconds, one a repetition. `starved` when a GPU waited for its host."""
 
     samples_ns: tuple[int, ...]
@@ -43,7 +43,9 @@ class _Piece:
     run: Callable[[Any], object]
 
 
-def time_attention(problem: AttentionProblem, *, repetitions: int, seconds: float) -> tuple[Timed, Timed, Timed]:
+def time_attention(
+    problem: RandomAttention, *, repetitions: int, seconds: float
+) -> tuple[TimedRepetitions, TimedRepetitions, TimedRepetitions]:
     """Forward, backward and both: so many repetitions, or as many as take so many seconds, but a few at least."""
     pieces = (
         _Piece(prepare=lambda: None, run=lambda _: problem.forward()),
@@ -59,7 +61,7 @@ def time_attention(problem: AttentionProblem, *, repetitions: int, seconds: floa
     return forward, backward, both
 
 
-def _time_on_host(piece: _Piece, repetitions: int, seconds: float) -> Timed:
+def _time_on_host(piece: _Piece, repetitions: int, seconds: float) -> TimedRepetitions:
     piece.run(piece.prepare())
     samples: list[int] = []
     while len(samples) < repetitions and (len(samples) < _FEWEST or sum(samples) < seconds * 1e9):
@@ -67,14 +69,14 @@ def _time_on_host(piece: _Piece, repetitions: int, seconds: float) -> Timed:
         start = time.perf_counter_ns()
         piece.run(ready)
         samples.append(time.perf_counter_ns() - start)
-    return Timed(samples_ns=tuple(samples))
+    return TimedRepetitions(samples_ns=tuple(samples))
 
 
-def _time_on_cuda(piece: _Piece, flush: torch.Tensor, repetitions: int, seconds: float) -> Timed:
+def _time_on_cuda(piece: _Piece, flush: torch.Tensor, repetitions: int, seconds: float) -> TimedRepetitions:
     guesses, _ = _repeat(piece, flush, _WARMUPS)
     fitting = math.ceil(seconds * 1e9 / max(1, min(guesses)))
     samples, lag_ns = _repeat(piece, flush, max(min(repetitions, fitting), min(repetitions, _FEWEST)))
-    return Timed(samples_ns=samples, starved=lag_ns < _STARVED_NS)
+    return TimedRepetitions(samples_ns=samples, starved=lag_ns < _STARVED_NS)
 
 
 def _repeat(piece: _Piece, flush: torch.Tensor, count: int) -> tuple[tuple[int, ...], int]:

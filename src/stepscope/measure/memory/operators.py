@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._profiler import RecordScope, _EventType
 
-from stepscope.measure.memory_places import MARK, MODULE, Places
+from stepscope.measure.memory.marks import MARK, MODULE, Places
 from stepscope.recording.memory.labels import NOBODY, Fact, Operator
 
 _EVALUATE = "autograd::engine::evaluate_function"
@@ -43,7 +43,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Surroundings:
     """What is open around an event."""
 
     call: Any = None  # the innermost operator that is not a mere taker of memory
@@ -59,7 +59,7 @@ def read_tree(results: Any, device: torch.device, places: Places, parameters: Ma
     mark_times = [time_ns for time_ns, _ in marks]
     numbers: dict[int, int] = {}
     watched = Watched(happenings=[], operators=[], facts=[])
-    taken: dict[int, tuple[_Place, int, int, int]] = {}
+    taken: dict[int, tuple[_Surroundings, int, int, int]] = {}
     for event, place in found:
         fields, time_ns = event.extra_fields, event.start_time_ns
         index = bisect_right(mark_times, time_ns) - 1
@@ -80,9 +80,9 @@ def read_tree(results: Any, device: torch.device, places: Places, parameters: Ma
     return watched
 
 
-def _collect(roots: list[Any], device: torch.device) -> tuple[list[tuple[Any, _Place]], list[tuple[int, int]]]:
+def _collect(roots: list[Any], device: torch.device) -> tuple[list[tuple[Any, _Surroundings]], list[tuple[int, int]]]:
     found, marks = [], []
-    waiting = [(root, _Place()) for root in roots]
+    waiting = [(root, _Surroundings()) for root in roots]
     while waiting:
         event, place = waiting.pop()
         if event.tag == _EventType.Allocation:
@@ -104,7 +104,7 @@ def _is_on(place: torch.device, device: torch.device) -> bool:
     return place.type == device.type and (device.type == "cpu" or place.index == device.index)
 
 
-def _enter(place: _Place, event: Any, name: str) -> _Place:
+def _enter(place: _Surroundings, event: Any, name: str) -> _Surroundings:
     if name.startswith(MODULE):
         end_ns = place.module_end_ns or event.end_time_ns
         return replace(place, module=name.removeprefix(MODULE), module_end_ns=end_ns)
@@ -118,7 +118,7 @@ def _enter(place: _Place, event: Any, name: str) -> _Place:
     return replace(place, call=event)
 
 
-def _number(place: _Place, numbers: dict[int, int], watched: Watched, places: Places) -> int:
+def _number(place: _Surroundings, numbers: dict[int, int], watched: Watched, places: Places) -> int:
     """The call's number, given to it when it first takes memory."""
     if place.call is None:
         return NOBODY
@@ -134,7 +134,7 @@ def _number(place: _Place, numbers: dict[int, int], watched: Watched, places: Pl
 def _judge(
     watched: Watched,
     address: int,
-    taken: tuple[_Place, int, int, int],
+    taken: tuple[_Surroundings, int, int, int],
     parameters: Mapping[int, tuple[str, int]],
     *,
     ended_ns: int | None,
@@ -169,8 +169,8 @@ def _cast_parameter(call: Any, size: int, parameters: Mapping[int, tuple[str, in
 def read_stacks(results: Any, device: torch.device) -> list[tuple[int, list[dict[str, object]]]]:
     """Of a profile with Python's stacks: the size of each piece of memory taken, in order, with the frames around it,
     the innermost first, as snapshots have them."""
-    found: list[tuple[Any, _Chain | None]] = []
-    waiting: list[tuple[Any, _Chain | None]] = [(root, None) for root in results.experimental_event_tree()]
+    found: list[tuple[Any, _CallChain | None]] = []
+    waiting: list[tuple[Any, _CallChain | None]] = [(root, None) for root in results.experimental_event_tree()]
     while waiting:
         event, chain = waiting.pop()
         if event.tag == _EventType.Allocation:
@@ -178,19 +178,19 @@ def read_stacks(results: Any, device: torch.device) -> list[tuple[int, list[dict
                 found.append((event, chain))
             continue
         if event.tag in (_EventType.PyCall, _EventType.PyCCall):
-            chain = _Chain(event, chain)
+            chain = _CallChain(event, chain)
         waiting.extend((child, chain) for child in event.children)
     found.sort(key=lambda pair: pair[0].start_time_ns)
     return [(event.extra_fields.alloc_size, chain.frames() if chain else []) for event, chain in found]
 
 
-class _Chain:
+class _CallChain:
     """A call and those around it. Of a call into C Python's line is known; of arithmetic, which is no call, only the
     function it stands in."""
 
     __slots__ = ("_callers", "_event", "_outer")
 
-    def __init__(self, event: Any, outer: "_Chain | None") -> None:
+    def __init__(self, event: Any, outer: "_CallChain | None") -> None:
         self._event = event
         self._outer = outer
         self._callers: list[dict[str, object]] | None = None
