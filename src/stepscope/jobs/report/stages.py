@@ -287,7 +287,7 @@ class AttentionStage:
             PlannedAttention(
                 case=AttentionCase(
                     implementation=implementation,
-                    batch=workload.batch,
+                    batch=workload.micro_batch,
                     heads=shape.num_heads,
                     length=length,
                     head_dim=shape.head_dim,
