@@ -5,7 +5,7 @@ import torch
 from stepscope.errors import StepscopeError
 from stepscope.measure import nvml
 from stepscope.measure.environment import check_torch, installed_version
-from stepscope.recording.rows.inspection import DeviceState, Inspection
+from stepscope.recording.rows.bench import DeviceState, Inspection
 
 
 def inspect_torch() -> Inspection:
