@@ -206,7 +206,7 @@ def test_flags_are_a_grid() -> None:
     ("texts", "said"),
     [
         ({"implementation": "trito"}, "unknown implementation: `trito`"),
-        ({"length": "many"}, "not a number: `many`"),
+        ({"length": "many"}, "`--length`: not a whole number: `many`"),
         ({"length": "1,,2"}, "empty value"),
         ({"length": "0"}, "length `0` is not positive"),
         ({"precision": "fp12"}, "unknown precision"),

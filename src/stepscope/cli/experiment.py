@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
 import typer
 
 from stepscope.cli.output import say
-from stepscope.jobs.experiments.grids import fields_of
 from stepscope.recording.rows.bench import Row
+from stepscope.spec.settings import declared, flag_of
 
 if TYPE_CHECKING:
     from stepscope.findings import Figure
@@ -57,15 +58,15 @@ def flag(name: str, kind: Any, option: Any, default: object = None) -> inspect.P
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
-def takes_fields(grid: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_fields(grid: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a verb the fields of a grid as flags, and hands over the texts of those that were given as `texts`."""
     flags = []
-    for name, (kind, about) in fields_of(grid).items():
-        dashed = "--" + name.replace("_", "-")
-        if kind is bool:
-            flags.append(flag(name, bool | None, typer.Option(f"{dashed}/--no-{dashed[2:]}", help=about.help)))
+    for name, setting in declared(grid).items():
+        dashed = flag_of(name)
+        if setting.is_switch:
+            flags.append(flag(name, bool | None, typer.Option(f"{dashed}/--no-{dashed[2:]}", help=setting.help)))
         else:
-            flags.append(flag(name, str | None, typer.Option(dashed, metavar=about.metavar, help=about.help)))
+            flags.append(flag(name, str | None, typer.Option(dashed, metavar=setting.metavar, help=setting.help)))
 
     def make(given: Mapping[str, Any]) -> dict[str, str]:
         words = {True: "yes", False: "no"}

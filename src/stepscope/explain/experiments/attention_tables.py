@@ -29,6 +29,7 @@ from stepscope.recording.rows.attention import (
     AttentionRow,
     Implementation,
 )
+from stepscope.units import MIB
 
 Part = Literal["time", "memory", "all"]
 Timing = Literal["forward", "backward", "both"]
@@ -328,7 +329,6 @@ def _failure_notes(rows: Sequence[AttentionRow]) -> list[str]:
 # --- Pictures -------------------------------------------------------------------------------------------------------
 
 AttentionQuantity = Literal["forward", "backward", "both", "forward-rate", "backward-rate", "before-backward", "peak"]
-MIB = 2**20
 
 _TIME = Axis(label="time", unit="ms", log=True)
 # Linear, from zero: a rate comes to rest as lengths grow, and how far apart two lines lie there is what matters.

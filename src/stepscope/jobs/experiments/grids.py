@@ -1,40 +1,31 @@
 """Which cases `stepscope attention` and `stepscope comm` run: what was asked for, and otherwise the machine's defaults.
 
-These grids are not made of a workload's settings. Their flags are declared once, as the fields of a struct: a field's
-type says how its flag is read, and a tuple takes several values, separated by commas. Nothing heavy is imported here,
-as every `--help` needs the flags.
+These grids are not made of a workload's settings, but theirs are declared in the same way: next to the fields, from
+which flags, parsers and help follow. A tuple takes several values. Nothing heavy is imported here, as every `--help`
+needs the flags.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
-from types import NoneType
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import Annotated, Protocol, TypeVar, cast
 
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.rows.attention import IMPLEMENTATIONS, AttentionCase, Implementation
+from stepscope.recording.rows.attention import IMPLEMENTATIONS, AttentionCase
 from stepscope.recording.rows.comm import CommCase
 from stepscope.recording.rows.links import COLLECTIVES, Backend, Collective, Dtype, named_interface
 from stepscope.spec import Precision, SpecError, parse_bytes
-from stepscope.spec.choices import flag_of
+from stepscope.spec.backends import BACKENDS, Implementation, compared_on
+from stepscope.spec.grid import parse_flag, split_values
+from stepscope.spec.settings import Setting, declared, flag_of, parse_integer
 
-# Python's loop over tiles takes minutes beyond; whoever asks for it by name gets it.
-LONGEST_TILED = 8192
 MB = 10**6
 DEVICES = ("auto", "cpu", "cuda")
 # Seconds on a laptop; minutes over a network, where the largest show what the wire can do.
 _CPU_SIZES, _CUDA_SIZES = (1 * MB, 4 * MB, 16 * MB, 64 * MB), (1 * MB, 10 * MB, 100 * MB, 1000 * MB)
 _CPU_RANKS, _CUDA_RANKS = (2, 4), (2, 4, 6, 8)
 _CPU_SECONDS, _CUDA_SECONDS = 0.2, 1.0
-
-
-class Flag(NamedTuple):
-    """What `--help` says of a field. `parse` reads one value where the field's type does not say how."""
-
-    metavar: str
-    help: str
-    parse: Callable[[str], object] | None = None
 
 
 class FlagGrid(Protocol):
@@ -46,20 +37,18 @@ class FlagGrid(Protocol):
 G = TypeVar("G", bound=FlagGrid)
 
 
-def fields_of(grid: type) -> dict[str, tuple[Any, Flag]]:
-    """The type and the flag of each field of a grid, in their order."""
-    fields = {}
-    for name, hint in get_type_hints(grid, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            kind, flag = get_args(hint)
-            fields[name] = (kind, flag)
-    return fields
-
-
 def grid_from_texts(kind: type[G], texts: Mapping[str, str]) -> G:
     """A grid from the texts of flags, by name. What cannot be anywhere is refused before a device is looked at."""
-    fields = fields_of(kind)
-    grid = kind(**{name: _parse(name, text, *fields[name]) for name, text in texts.items()})
+    settings = declared(kind)  # type: ignore[arg-type]  # a struct and a protocol
+    fields: dict[str, object] = {}
+    for name, text in texts.items():
+        setting = settings[name]
+        default: object = setting.default
+        if isinstance(default, tuple):
+            fields[name] = tuple(parse_flag(setting, part) for part in split_values(name, text))
+        else:
+            fields[name] = parse_flag(setting, text)
+    grid = kind(**fields)
     grid.check()
     return grid
 
@@ -70,27 +59,11 @@ def refuse_texts(texts: Mapping[str, str], why: str) -> None:
         raise StepscopeError(f"`{flag_of(name)}` does nothing here", detail=why, hint="leave it out")
 
 
-def _parse(name: str, text: str, kind: Any, flag: Flag) -> object:
-    if get_origin(kind) is not tuple:
-        return _parse_one(name, text, kind, flag)
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise SpecError(f"an empty value in `{flag_of(name)} {text}`", detail="expected values separated by commas")
-    return tuple(_parse_one(name, part, get_args(kind)[0], flag) for part in parts)
-
-
-def _parse_one(name: str, text: str, kind: Any, flag: Flag) -> object:
-    if flag.parse is not None:
-        return flag.parse(text)
-    (plain,) = [one for one in get_args(kind) or (kind,) if one is not NoneType]
-    if plain is bool:
-        return text == "yes"
-    if plain is str:
-        return text
+def _parse_seconds(text: str) -> float:
     try:
-        return plain(text.replace("_", ""))
+        return float(text.replace("_", ""))
     except ValueError:
-        raise SpecError(f"`{flag_of(name)}`: not a number: `{text}`", hint="digits only, such as 1024") from None
+        raise SpecError(f"not a number: `{text}`", hint="digits only, such as 1024") from None
 
 
 # --- Attention --------------------------------------------------------------------------------------------------------
@@ -105,7 +78,7 @@ class _Defaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ON_CUDA = _Defaults(
-    implementation=("naive", "compiled", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "tiled", "triton", "hopper"),
+    implementation=compared_on("cuda"),
     head_dim=(16, 32, 64, 128),
     length=tuple(2**power for power in range(8, 17)),
     precision=("bf16",),
@@ -113,7 +86,7 @@ _ON_CUDA = _Defaults(
 )
 # Seconds on a laptop.
 _ON_CPU = _Defaults(
-    implementation=("naive", "sdpa", "tiled"),
+    implementation=compared_on("cpu"),
     head_dim=(16, 64),
     length=(64, 128, 256, 512),
     precision=("fp32",),
@@ -124,31 +97,40 @@ _ON_CPU = _Defaults(
 class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for. None, and an empty axis, leave it to the device."""
 
-    implementation: Annotated[tuple[str, ...], Flag("NAME,…", f"Of {', '.join(IMPLEMENTATIONS)}.")] = ()
-    head_dim: Annotated[tuple[int, ...], Flag("N,…", "Width of a head.")] = ()
-    length: Annotated[tuple[int, ...], Flag("N,…", "Length of the sequences.")] = ()
-    precision: Annotated[tuple[str, ...], Flag("fp32|tf32|bf16|fp16,…", "bf16 on a GPU, fp32 on a CPU.")] = ()
-    batch: Annotated[int, Flag("N", "Sequences.  [default: 8]")] = 8
-    heads: Annotated[int, Flag("N", "Heads.  [default: 1]")] = 1
-    causal: Annotated[bool, Flag("", "Causal unless told otherwise.")] = True
-    device: Annotated[str, Flag("auto|cpu|cuda|cuda:N", "Where to run.")] = "auto"
-    seed: Annotated[int, Flag("N", "Seed of the inputs.")] = 0
-    repetitions: Annotated[int, Flag("N", "At most so many.  [default: 100]")] = 100
-    seconds: Annotated[float | None, Flag("S", "At most so long, each timing: 1 on a GPU, 0.1 on a CPU.")] = None
-    memory_limit: Annotated[int | None, Flag("SIZE", "Cap on memory, such as 24GB.", parse_bytes)] = None
+    implementation: Annotated[tuple[str, ...], Setting(metavar="NAME,…", help=f"Of {', '.join(IMPLEMENTATIONS)}.")] = ()
+    head_dim: Annotated[tuple[int, ...], Setting(metavar="N,…", help="Width of a head.", parse=parse_integer)] = ()
+    length: Annotated[
+        tuple[int, ...], Setting(metavar="N,…", help="Length of the sequences.", parse=parse_integer)
+    ] = ()
+    precision: Annotated[
+        tuple[str, ...], Setting(metavar="fp32|tf32|bf16|fp16,…", help="bf16 on a GPU, fp32 on a CPU.")
+    ] = ()
+    batch: Annotated[int, Setting(metavar="N", help="Sequences.  [default: 8]")] = 8
+    heads: Annotated[int, Setting(metavar="N", help="Heads.  [default: 1]")] = 1
+    causal: Annotated[bool, Setting(help="Causal unless told otherwise.")] = True
+    device: Annotated[str, Setting(metavar="auto|cpu|cuda|cuda:N", help="Where to run.")] = "auto"
+    seed: Annotated[int, Setting(metavar="N", help="Seed of the inputs.")] = 0
+    repetitions: Annotated[int, Setting(metavar="N", help="At most so many.  [default: 100]")] = 100
+    seconds: Annotated[
+        float | None,
+        Setting(metavar="S", help="At most so long, each timing: 1 on a GPU, 0.1 on a CPU.", parse=_parse_seconds),
+    ] = None
+    memory_limit: Annotated[
+        int | None, Setting(metavar="SIZE", help="Cap on memory, such as 24GB.", parse=parse_bytes)
+    ] = None
 
     def cases(self, device: str) -> tuple[AttentionCase, ...]:
         """All cases on `device`, each once: those of one implementation together, in the order they were named."""
         defaults = _ON_CPU if device == "cpu" else _ON_CUDA
         product = itertools.product(
-            self.implementation or defaults.implementation,
+            cast(tuple[Implementation, ...], self.implementation) or defaults.implementation,
             self.precision or defaults.precision,
             self.head_dim or defaults.head_dim,
             self.length or defaults.length,
         )
         cases = (
             AttentionCase(
-                implementation=cast(Implementation, implementation),
+                implementation=implementation,
                 precision=cast(Precision, precision),
                 head_dim=head_dim,
                 length=length,
@@ -162,7 +144,8 @@ class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
                 memory_limit=self.memory_limit,
             )
             for implementation, precision, head_dim, length in product
-            if self.implementation or implementation != "tiled" or length <= LONGEST_TILED
+            # Whoever asks for one by name gets it at any length.
+            if self.implementation or length <= (BACKENDS[implementation].longest_compared or length)
         )
         return tuple(dict.fromkeys(cases))
 
@@ -185,14 +168,28 @@ class RankHost(msgspec.Struct, frozen=True, kw_only=True):
 class CommGrid(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for. None, and an empty axis, leave it to the machine."""
 
-    collective: Annotated[tuple[str, ...], Flag("NAME,…", f"Of {', '.join(COLLECTIVES)}.  [default: all]")] = ()
-    sizes: Annotated[tuple[int, ...], Flag("SIZE,…", "Whole messages, such as 1MB,1GB (decimal).", parse_bytes)] = ()
-    ranks: Annotated[tuple[int, ...], Flag("N,…", "How many processes.  [default: 2,4 on a CPU]")] = ()
-    backend: Annotated[str | None, Flag("gloo|nccl", "gloo on a CPU, nccl on GPUs.")] = None
-    device: Annotated[str, Flag("auto|cpu|cuda", "Where the tensors are; on CUDA rank r takes GPU r.")] = "auto"
-    dtype: Annotated[tuple[str, ...], Flag("fp32|bf16|fp16,…", "Of the elements.  [default: fp32]")] = ()
-    repetitions: Annotated[int, Flag("N", "At most so many.  [default: 20]")] = 20
-    seconds: Annotated[float | None, Flag("S", "At most so long, each case: 1 on GPUs, 0.2 on a CPU.")] = None
+    collective: Annotated[
+        tuple[str, ...], Setting(metavar="NAME,…", help=f"Of {', '.join(COLLECTIVES)}.  [default: all]")
+    ] = ()
+    sizes: Annotated[
+        tuple[int, ...], Setting(metavar="SIZE,…", help="Whole messages, such as 1MB,1GB (decimal).", parse=parse_bytes)
+    ] = ()
+    ranks: Annotated[
+        tuple[int, ...],
+        Setting(metavar="N,…", help="How many processes.  [default: 2,4 on a CPU]", parse=parse_integer),
+    ] = ()
+    backend: Annotated[str | None, Setting(metavar="gloo|nccl", help="gloo on a CPU, nccl on GPUs.")] = None
+    device: Annotated[
+        str, Setting(metavar="auto|cpu|cuda", help="Where the tensors are; on CUDA rank r takes GPU r.")
+    ] = "auto"
+    dtype: Annotated[
+        tuple[str, ...], Setting(metavar="fp32|bf16|fp16,…", help="Of the elements.  [default: fp32]")
+    ] = ()
+    repetitions: Annotated[int, Setting(metavar="N", help="At most so many.  [default: 20]")] = 20
+    seconds: Annotated[
+        float | None,
+        Setting(metavar="S", help="At most so long, each case: 1 on GPUs, 0.2 on a CPU.", parse=_parse_seconds),
+    ] = None
 
     def cases(self, host: RankHost) -> tuple[CommCase, ...]:
         """All cases, each once: those of one number of ranks together, because these are the same processes."""
