@@ -58,6 +58,17 @@ def test_phases_add_up_to_the_step() -> None:
         assert backward >= 4 * MS
 
 
+def test_a_phase_that_repeats_counts_with_all_its_runs() -> None:
+    once = sleeper(forward=0.002, backward=0.004)
+    again = Sleeper((*once.phases, *once.phases, ("optimizer", lambda: None)), once.device)
+    found = time_steps(again, 2)  # type: ignore[arg-type]
+    assert {name: len(values) for name, values in found.phases_ns.items()} == dict.fromkeys(found.phases_ns, 2)
+    assert list(found.phases_ns) == ["forward", "backward", "optimizer"]
+    assert [sum(step) for step in zip(*found.phases_ns.values(), strict=True)] == found.step_ns
+    assert min(found.phases_ns["forward"]) >= 4 * MS
+    assert min(found.phases_ns["backward"]) >= 8 * MS
+
+
 def test_what_happens_between_steps_is_off_the_clock() -> None:
     began = time.perf_counter_ns()
     found = time_steps(sleeper(forward=0.001), 3, after_step=lambda: time.sleep(0.05))

@@ -15,8 +15,7 @@ from stepscope.errors import StepscopeError
 from stepscope.hardware import Hardware, find
 from stepscope.measure import nvml
 from stepscope.measure.instructions import read_limits, say_limits
-from stepscope.recording.rows.bench import Environment
-from stepscope.recording.rows.inspection import DeviceState, Inspection
+from stepscope.recording.rows.bench import DeviceState, Environment, Inspection
 from stepscope.spec import Precision
 
 # Where something differs between the versions in this range, it is guarded here and nowhere else. So far nothing does.

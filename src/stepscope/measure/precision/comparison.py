@@ -28,9 +28,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepscope.errors import StepscopeError
 from stepscope.measure.precision.accumulation import add_up, find_norm_width, measure_norm_parts
 from stepscope.recording.rows.precision import (
-    Comparison,
     GradientError,
     Output,
+    PrecisionComparison,
     PrecisionRun,
     ScaledBackward,
     Truth,
@@ -58,7 +58,7 @@ _LAYOUTS = {
 
 def compare_precisions(
     case: Case, precisions: Sequence[Precision], device: torch.device, *, on_stage: Callable[[str], None]
-) -> Comparison:
+) -> PrecisionComparison:
     """The process is used up by this, as PyTorch's switches for tf32 are its own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -70,7 +70,7 @@ def compare_precisions(
         runs.append(_run(step, truth))
         del step
     on_stage("adding up in low precision")
-    return Comparison(
+    return PrecisionComparison(
         truth=Truth(loss=truth.loss, parameters=truth.parameters, narrowed=truth.narrowed),
         runs=tuple(runs),
         sums=add_up(),
