@@ -137,16 +137,8 @@ def _part(profile: Profile, name: str, top: int) -> Table:
             return roofline_table(profile, top=top)
         case "counters":
             return _require_counters(profile, top)
-        case "kernels":
-            return breakdown.kernels_table(profile, top=top)
-        case "modules":
-            return breakdown.modules_table(profile, top=top)
-        case "layers":
-            return breakdown.layers_table(profile, top=top)
-        case "ops":
-            return breakdown.ops_table(profile, top=top)
         case _ if name in breakdown.PARTS:
-            return breakdown.PARTS[name](profile)
+            return breakdown.make_part(profile, name, top=top)
         case _:
             raise StepscopeError(
                 f"`--table {name}` is of memory, and this is a recording of time", hint="stepscope memory"
