@@ -4,8 +4,7 @@ import shlex
 
 import msgspec
 
-from stepscope.explain.story.clock import is_same_run
-from stepscope.explain.story.sources import Materials
+from stepscope.explain.story.sources import Materials, is_same_run
 from stepscope.findings import Copyable
 from stepscope.spec import SIZES, Case, Factory, HuggingFace, ModelShape, Workload
 from stepscope.spec.choices import flag_of
