@@ -85,7 +85,8 @@ def advise(finding: Finding, profile: Profile) -> Advice:
     changes = rule.change(manifest) if rule.change and workload is not None else {}
     fixes = []
     if workload is not None and changes:
-        fixes.append(Copyable(label="the same run with it", text=write_command("report", workload, **changes)))
+        changed = msgspec.structs.replace(workload, **changes)
+        fixes.append(Copyable(label="the same run with it", text=write_command("report", changed)))
     if rule.look_up is not None:
         fixes.append(rule.look_up(profile))
     # The built-in model is not the user's to edit; where a flag fixes it, Python to paste would be beside the point.
