@@ -130,6 +130,7 @@ def _explain_bounded(
     files: list[Path], table: Part | None, top: int, format_: Format, *, detail: bool, refused: list[str]
 ) -> None:
     from stepscope.explain.trace import bounded
+    from stepscope.explain.trace.summary import summarise
     from stepscope.jobs.explain import encode
     from stepscope.recording.readers.formats import require_trace
     from stepscope.report.tables import render
@@ -145,6 +146,6 @@ def _explain_bounded(
     if table is not None:
         show(render(bounded.make_part(profile, table.value, top=top), format_, detail=detail, width=width))
     elif format_ is Format.JSON:
-        show(encode(bounded.summarise_profile(profile)))
+        show(encode(summarise(profile, ())))
     else:
         show(render_page(bounded.make_page(profile), width=width))

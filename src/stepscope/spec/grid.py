@@ -1,16 +1,104 @@
-"""Grids: settings with several values each, from flags or from a file."""
+"""A case from flat settings, and grids of cases: settings with several values each, from flags or from a file."""
 
 import itertools
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from stepscope.errors import nearest
 from stepscope.files import read_plain
-from stepscope.spec.choices import Scalar, SpecError, flag_of
-from stepscope.spec.settings import SETTINGS, build_case, check_names
-from stepscope.spec.workload import Case
+from stepscope.spec.settings import Scalar, Setting, SpecError, flag_of, require_positive
+from stepscope.spec.workload import (
+    OWN_MODEL_SETTINGS,
+    RUN_SETTINGS,
+    SETTINGS,
+    SHAPE_SETTINGS,
+    SIZES,
+    TIMING_SETTINGS,
+    Case,
+    Factory,
+    HuggingFace,
+    ModelShape,
+    Timing,
+    Workload,
+    parse_size,
+)
+
+T = TypeVar("T")
+Settings = Mapping[str, Scalar | Mapping[str, Scalar] | None]
+
+
+def build_case(settings: Settings) -> Case:
+    """One case from flat settings, `set` being a mapping of arguments for a model of the user's own."""
+    check_names(settings)
+    model = _build_model(settings)
+    workload = {name: settings[name] for name in RUN_SETTINGS if name in settings}
+    if workload.get("context") == 0:  # in a workload it means that none was given
+        require_positive("context", 0)
+    if "checkpoint" in workload:
+        workload["checkpoint"] = str(workload["checkpoint"])
+    return Case(
+        workload=_convert(workload | {"model": model}, Workload),
+        timing=_convert({name: settings[name] for name in TIMING_SETTINGS if name in settings}, Timing),
+    )
+
+
+def _build_model(settings: Settings) -> ModelShape | Factory | HuggingFace:
+    shaped = [name for name in SHAPE_SETTINGS if name in settings]
+    own = [name for name in OWN_MODEL_SETTINGS if name in settings]
+    arguments = settings.get("set", {})
+    assert isinstance(arguments, Mapping)
+    if own and (len(own) > 1 or shaped):
+        other = (own[1:] or shaped)[0]
+        raise SpecError(
+            f"`{flag_of(own[0])}` and `{flag_of(other)}` together",
+            detail="a shape belongs to the built-in model; your own takes arguments by --set",
+            hint=f"{flag_of(own[0])} {settings[own[0]]} --set name=value",
+        )
+    if not own:
+        if arguments:
+            raise SpecError(
+                "`--set` without a model of your own",
+                detail="it gives arguments to a factory or overrides to a transformers config",
+                hint="--model my_model:build --set depth=4",
+            )
+        return _build_shape({name: settings[name] for name in shaped})
+    pairs = tuple(sorted(arguments.items()))
+    if own == ["model"]:
+        return _convert({"type": "factory", "target": settings["model"], "arguments": pairs}, Factory)
+    return _convert({"type": "hf", "config": settings["hf"], "arguments": pairs}, HuggingFace)
+
+
+def _build_shape(settings: Settings) -> ModelShape:
+    fields = msgspec.structs.asdict(SIZES[parse_size(str(settings.get("size", "nano")))])
+    fields |= {name: value for name, value in settings.items() if name != "size"}
+    if "num_heads" in settings and "num_kv_heads" not in settings:
+        fields["num_kv_heads"] = fields["num_heads"]
+    return _convert(fields | {"type": "builtin"}, ModelShape)
+
+
+def _convert(fields: Mapping[str, object], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, SpecError):
+            raise error.__cause__ from None
+        raise SpecError(f"a setting of the wrong kind: {error}") from None
+
+
+def check_names(settings: Iterable[str]) -> None:
+    known = (*SETTINGS, "set")
+    for name in settings:
+        if name not in known:
+            close = nearest(name, known)
+            raise SpecError(
+                f"unknown setting: `{name}`",
+                detail=f"did you mean `{close}`?" if close else f"known: {', '.join(known)}",
+                hint="stepscope bench --help",
+            )
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +132,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 def grid_from_flags(flags: Mapping[str, str], arguments: Sequence[str] = ()) -> Grid:
     """A grid from flags' texts (`{"size": "small,medium"}`) and `--set` pairs (`["depth=2,4"]`)."""
     check_names(flags)
-    axes = tuple((name, tuple(_parse_flag(name, part) for part in _split(name, text))) for name, text in flags.items())
+    axes = tuple(
+        (name, tuple(parse_flag(SETTINGS[name], part) for part in split_values(name, text)))
+        for name, text in flags.items()
+    )
     pairs = [_parse_argument(pair) for pair in arguments]
     for name, _ in pairs:
         if [other for other, _ in pairs].count(name) > 1:
@@ -75,7 +166,9 @@ def _toml_values(name: str, value: object) -> tuple[Scalar | None, ...]:
     line."""
     values: list[Scalar | None] = []
     for item in _as_scalars(name, value):
-        values += [_parse_flag(name, part) for part in _split(name, item)] if isinstance(item, str) else [item]
+        values += (
+            [parse_flag(SETTINGS[name], part) for part in split_values(name, item)] if isinstance(item, str) else [item]
+        )
     return tuple(values)
 
 
@@ -89,25 +182,27 @@ def _as_scalars(name: str, value: object) -> tuple[Scalar, ...]:
     return tuple(items)
 
 
-def _split(name: str, text: str) -> list[str]:
+def split_values(name: str, text: str) -> list[str]:
+    """The values of a flag, which commas separate."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise SpecError(f"an empty value in `{flag_of(name)} {text}`", detail="expected values separated by commas")
     return parts
 
 
-def _parse_flag(name: str, text: str) -> Scalar | None:
+def parse_flag(setting: Setting, text: str) -> Scalar | None:
+    """One value of a flag. What cannot be read is refused with the flag's name."""
     try:
-        return SETTINGS[name].parse(text)
+        return setting.parse(text)
     except SpecError as error:
-        raise SpecError(f"`{flag_of(name)}`: {error.message}", detail=error.detail, hint=error.hint) from None
+        raise SpecError(f"`{flag_of(setting.name)}`: {error.message}", detail=error.detail, hint=error.hint) from None
 
 
 def _parse_argument(pair: str) -> tuple[str, tuple[Scalar, ...]]:
     name, equals, text = pair.partition("=")
     if not equals or not name.isidentifier():
         raise SpecError(f"not an argument: `--set {pair}`", detail="expected name=value", hint="--set depth=4")
-    return name, tuple(_parse_scalar(part) for part in _split("set", text))
+    return name, tuple(_parse_scalar(part) for part in split_values("set", text))
 
 
 def _parse_scalar(text: str) -> Scalar:

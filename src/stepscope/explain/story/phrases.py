@@ -2,7 +2,7 @@
 
 import msgspec
 
-from stepscope.explain.experiments.cases import say_sizes
+from stepscope.explain.experiments.cases import say_extras, say_sizes
 from stepscope.findings import Table
 from stepscope.recording.store import Manifest
 from stepscope.spec import Case, Workload
@@ -60,13 +60,6 @@ def name_model(case: Case) -> str:
     workload = case.workload
     settings = [*say_sizes(workload), workload.precision, *say_extras(workload)]
     return f"{workload.model.name} ({', '.join(settings)})"
-
-
-def say_extras(workload: Workload) -> list[str]:
-    """Settings that make another program of a model, as far as they are not the plain ones."""
-    words = [f"{workload.attention} attention"] if workload.attention not in (None, "naive") else []
-    words += ["compiled"] if workload.compile else []
-    return words + ([f"checkpoint {workload.checkpoint}"] if workload.checkpoint != "none" else [])
 
 
 def say_started(started: str) -> str:
