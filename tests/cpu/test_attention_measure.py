@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from stepscope.cost.attention import need_of_attention
-from stepscope.kernels.attention import choice, hopper_backward, hopper_forward, triton_backward, triton_forward
-from stepscope.kernels.attention.problem import RefusedError
-from stepscope.measure import attention as measure
-from stepscope.measure.attention import measure_cases
-from stepscope.measure.attention_check import check, say_wrong
-from stepscope.measure.attention_memory import weigh
-from stepscope.measure.attention_problem import AttentionProblem, make_problem
-from stepscope.measure.attention_timing import time_attention
+from stepscope.kernels.attention import backends, hopper_launch, triton_launch
+from stepscope.kernels.attention.problem import UnsupportedError
+from stepscope.measure.attention import cases as measure
+from stepscope.measure.attention.cases import measure_cases
+from stepscope.measure.attention.memory import weigh
+from stepscope.measure.attention.problem import RandomAttention, check, make_problem, say_wrong
+from stepscope.measure.attention.timing import time_attention
 from stepscope.nn import functional
 from stepscope.recording.rows.attention import AttentionCase, Implementation
 from stepscope.spec import Precision
@@ -32,9 +31,9 @@ def make_case(
     return AttentionCase(implementation=implementation, precision=precision, length=length, device="cpu", **settings)
 
 
-def problem_of(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *, causal: bool = True) -> AttentionProblem:
+def problem_of(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *, causal: bool = True) -> RandomAttention:
     plain = make_problem(make_case(causal=causal, heads=2), CPU)
-    return AttentionProblem(q=plain.q, k=plain.k, v=plain.v, upstream=plain.upstream, causal=causal, attend=attend)
+    return RandomAttention(q=plain.q, k=plain.k, v=plain.v, upstream=plain.upstream, causal=causal, attend=attend)
 
 
 @pytest.mark.parametrize("implementation", ["naive", "tiled", "sdpa"])
@@ -120,9 +119,9 @@ def test_backward_is_timed_without_its_forward() -> None:
 def outcomes(monkeypatch: pytest.MonkeyPatch, attend: Callable[..., Tensor], *lengths: int) -> list[tuple[str, str]]:
     """What becomes of cases when attention is computed by `attend`, which is given the length too."""
 
-    def make(case: AttentionCase, device: torch.device) -> AttentionProblem:
+    def make(case: AttentionCase, device: torch.device) -> RandomAttention:
         plain = make_problem(case, device)
-        return AttentionProblem(
+        return RandomAttention(
             q=plain.q,
             k=plain.k,
             v=plain.v,
@@ -154,7 +153,7 @@ def test_running_out_of_memory_costs_its_own_case(monkeypatch: pytest.MonkeyPatc
 def test_what_an_implementation_cannot_do_is_said_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if length == 32:
-            raise RefusedError("`backend` `hopper` cannot run this: D 80")
+            raise UnsupportedError("`backend` `hopper` cannot run this: D 80")
         return reference(q, k, v)
 
     assert outcomes(monkeypatch, attend, 16, 32)[1] == ("unsupported", "`backend` `hopper` cannot run this: D 80")
@@ -206,11 +205,12 @@ def test_launchers_take_the_memory_of_the_closed_form(
     implementation: Implementation, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a kernel works in is its launcher's, so without a GPU the launchers can be weighed without their kernels."""
-    for module in (hopper_forward, hopper_backward, triton_forward, triton_backward):
+    for module in (hopper_launch, triton_launch):
         for name in [name for name in vars(module) if name.startswith("attention_")]:
             monkeypatch.setattr(module, name, Launched())
-    monkeypatch.setattr(hopper_forward, "count_multiprocessors", lambda _: 132)
-    monkeypatch.setitem(choice._REFUSALS, implementation, lambda _: None)
+    monkeypatch.setattr(hopper_launch, "_count_multiprocessors", lambda _: 132)
+    functions = backends.FUNCTIONS[implementation]._replace(refuse=lambda _: None)
+    monkeypatch.setitem(backends.FUNCTIONS, implementation, functions)
     case = make_case(implementation=implementation, length=length, head_dim=64, precision="bf16")
     memory, need = weigh(make_problem(case, CPU)), need_of_attention(case)
     assert (need.before_backward_bound, need.peak_bound) == ("exact", "exact")

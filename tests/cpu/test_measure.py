@@ -147,7 +147,7 @@ def test_peak_counts_what_was_freed_again_and_not_what_was_there() -> None:
     out = in_a_process(
         "import torch\n"
         "before = torch.ones(50_000_000)\n"
-        "from stepscope.measure.memory import HostMemory\n"
+        "from stepscope.measure.memory.limits import HostMemory\n"
         "host = HostMemory()\n"
         "for _ in range(3):\n"
         "    tensor = torch.ones(25_000_000); del tensor\n"
@@ -161,7 +161,7 @@ def test_code_that_a_forked_process_maps_is_not_the_models() -> None:
     """A fork starts without the libraries' pages and faults them in as it runs: tens of megabytes for a tiny model."""
     out = in_a_process(
         "import os, torch\n"
-        "from stepscope.measure.memory import HostMemory\n"
+        "from stepscope.measure.memory.limits import HostMemory\n"
         "if os.fork() == 0:\n"
         "    host = HostMemory()\n"
         "    layer = torch.nn.Linear(64, 64); layer(torch.randn(8, 64)).sum().backward()\n"
@@ -176,7 +176,7 @@ def test_a_limit_lets_through_what_fits_and_stops_what_does_not() -> None:
     out = in_a_process(
         "import torch\n"
         "from stepscope.measure.failures import is_out_of_memory\n"
-        "from stepscope.measure.memory import limit_memory\n"
+        "from stepscope.measure.memory.limits import limit_memory\n"
         "limit_memory(torch.device('cpu'), 200_000_000)\n"
         "small = torch.ones(25_000_000); del small\n"
         "try:\n"

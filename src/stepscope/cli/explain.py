@@ -79,7 +79,7 @@ def explain(
     needed."""
     from stepscope.jobs import explain as job
     from stepscope.report.figures import check_figure
-    from stepscope.report.page import render_page
+    from stepscope.report.terminal import render_page
 
     width = terminal_width()
     check_view(questions=questions, part=table, step=step, detail=detail)
@@ -130,10 +130,11 @@ def _explain_bounded(
     files: list[Path], table: Part | None, top: int, format_: Format, *, detail: bool, refused: list[str]
 ) -> None:
     from stepscope.explain.trace import bounded
+    from stepscope.explain.trace.summary import summarise
     from stepscope.jobs.explain import encode
     from stepscope.recording.readers.formats import require_trace
-    from stepscope.report.page import render_page
     from stepscope.report.tables import render
+    from stepscope.report.terminal import render_page
 
     if refused:
         raise StepscopeError(f"`{refused[0]}` needs all of the recording in memory", hint="leave out --bounded")
@@ -145,6 +146,6 @@ def _explain_bounded(
     if table is not None:
         show(render(bounded.make_part(profile, table.value, top=top), format_, detail=detail, width=width))
     elif format_ is Format.JSON:
-        show(encode(bounded.summarise_profile(profile)))
+        show(encode(summarise(profile, ())))
     else:
         show(render_page(bounded.make_page(profile), width=width))

@@ -1,12 +1,12 @@
 """`stepscope memory`: where does the memory of a step go, and when is it most?"""
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from stepscope.cli.experiment import ForceFlag, FromFlag, TimeoutFlag, read_results, typed_command, watch_sweep
 from stepscope.cli.memory_output import MemoryPart, Stacked, check_view, draw, print_profile
 from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show_tables
@@ -22,9 +22,7 @@ def memory(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.jsonl and recordings are kept.")] = Path(
         "runs/memory"
     ),
-    from_: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="Show a results file and run nothing.")
-    ] = None,
+    from_: FromFlag = None,
     table: Annotated[MemoryPart | None, typer.Option("--table", help="One part alone, of one case.")] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a table that can be long.")] = 20,
     questions: Annotated[bool, typer.Option("--questions", help="The questions people ask about memory.")] = False,
@@ -49,14 +47,10 @@ def memory(
     snapshots: Annotated[
         bool, typer.Option("--snapshots", help="Of several cases keep the snapshots too; of one it is kept anyway.")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a file at --plot that stepscope did not draw.")
-    ] = False,
+    force: ForceFlag = False,
     retry: RetryFlag = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Record everything again.")] = False,
-    timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="End a case that takes longer.")
-    ] = None,
+    timeout: TimeoutFlag = None,
 ) -> None:
     """Where does the memory go, and when is it most: parameters, gradients, optimizer state, activations, temporaries?
 
@@ -77,26 +71,18 @@ def memory(
     if from_ is not None:
         refuse_settings(grid, "--from shows a file as it is")
         from stepscope.recording.rows.memory import MemoryRow
-        from stepscope.recording.rows.results_file import read_rows_of
 
         out = from_.parent
-        rows, left_out = read_rows_of(from_, MemoryRow)
-        for remark in left_out:
-            say(remark)
+        rows = read_results(from_, MemoryRow)
     else:
-        from stepscope.cli.progress import choose_listener
-        from stepscope.jobs.experiments.memory_sweep import MemorySweep
+        from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, choose_grid
+        from stepscope.jobs.experiments.sweep import Sweep
 
-        command = shlex.join(["stepscope", *sys.argv[1:]])
-        sweep = MemorySweep(
-            folder=out, command=command, snapshots=snapshots, retry=retry, fresh=fresh, timeout_s=timeout
+        experiment = MemoryExperiment(grid=choose_grid(grid, study=checkpoint_study), snapshots=snapshots)
+        sweep = Sweep(
+            experiment=experiment, folder=out, command=typed_command(), retry=retry, fresh=fresh, timeout_s=timeout
         )
-        try:
-            with choose_listener(outcome_of) as listener:
-                rows = sweep.run(grid, listener, study=checkpoint_study)
-        except KeyboardInterrupt:
-            say("interrupted: what is done is kept, and the same command goes on")
-            raise
+        rows = watch_sweep(sweep.run, outcome_of)
     if len(rows) == 1 and rows[0].status == "ok" and not checkpoint_study:
         profile = memory_view.load_profile(out, rows[0])
         print_profile(profile, format_, part=table, top=top, questions=questions, detail=detail)

@@ -91,8 +91,8 @@ def profile(
         )
         return
     from stepscope.jobs.explain import document_fresh, explain_fresh
-    from stepscope.jobs.recorders.profile import NsysProfile, Profile
-    from stepscope.report.page import render_page
+    from stepscope.jobs.recorders.profile import NsysJob, ProfileJob
+    from stepscope.report.terminal import render_page
 
     if format_ not in (Format.TEXT, Format.JSON):
         raise StepscopeError(f"the page is text or json, not `{format_.value}`", hint="--format json")
@@ -101,7 +101,7 @@ def profile(
     try:
         with showing_stages() as on_stage:
             if nsys:
-                under_nsys = NsysProfile(
+                under_nsys = NsysJob(
                     folder=folder,
                     command=command,
                     force=force,
@@ -114,7 +114,7 @@ def profile(
                 say(f"nsys was run as: {run.typed}")
                 say(f"its report: {run.report}")
             else:
-                job = Profile(
+                job = ProfileJob(
                     folder=folder, command=command, force=force, steps=steps, functions=functions, stacks=stacks
                 )
                 recording = job.run(grid, on_stage)

@@ -1,7 +1,7 @@
 """What autograd keeps for backward in the built-in model, tensor by tensor, and the peak of a step that recomputes it.
 
 The unit of account is memory: distinct storages that a node of the graph holds, without parameters, buffers and inputs.
-`measure.saved_tensors` reads the same off a real graph, and tests hold the two together to the byte.
+`measure.memory.saved_tensors` reads the same off a real graph, and tests hold the two together to the byte.
 
 A formula is its own text. `B·L·d·4` is multiplied out from the symbols of a shape, so what a table shows and what is
 computed cannot differ.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.rules.kept import find_once
+from stepscope.explain.rules import find_once
 from stepscope.explain.trace import breakdown
 from stepscope.explain.trace.overhead import overhead_table
 from stepscope.explain.trace.profile import Profile, make_profile
@@ -137,16 +137,8 @@ def _part(profile: Profile, name: str, top: int) -> Table:
             return roofline_table(profile, top=top)
         case "counters":
             return _require_counters(profile, top)
-        case "kernels":
-            return breakdown.kernels_table(profile, top=top)
-        case "modules":
-            return breakdown.modules_table(profile, top=top)
-        case "layers":
-            return breakdown.layers_table(profile, top=top)
-        case "ops":
-            return breakdown.ops_table(profile, top=top)
         case _ if name in breakdown.PARTS:
-            return breakdown.PARTS[name](profile)
+            return breakdown.make_part(profile, name, top=top)
         case _:
             raise StepscopeError(
                 f"`--table {name}` is of memory, and this is a recording of time", hint="stepscope memory"

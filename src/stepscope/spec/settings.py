@@ -17,12 +17,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from stepscope.errors import StepscopeError, nearest
+from stepscope.spec.backends import Attention as Attention
 from stepscope.units import GIB, KIB, MIB
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Mode = Literal["inference", "forward", "forward-backward", "train"]
-# `flash` is ours in whichever form is fastest on the device; the last three are those forms, by name.
-Attention = Literal["naive", "sdpa", "flash", "tiled", "triton", "hopper"]
 Optimizer = Literal["adamw", "adamw-torch", "adamw-fused", "sgd"]
 # `single` is one process and no collective. The next four are ways of data parallelism; `fsdp` shards the weights.
 Strategy = Literal["single", "naive", "flat", "overlap", "bucketed", "fsdp"]

@@ -35,7 +35,7 @@ def headline(profile: Profile) -> str:
     if len(profile.devices) > 1:
         lines.append(f"{len(profile.devices)} devices; times below are their sum")
     by_launch = {row["launched"]: row["share"] for row in profile.time_by("launched").iter_rows(named=True)}
-    if by_launch.get("before") and manifest.source != "nsight compute":
+    if by_launch.get("before") and not profile.is_serialized:
         lines.append(f"launched before the recording began: {by_launch['before']:.1%} of the time, known by name only")
     if by_launch.get("graph"):
         lines.append(f"launched by graph replay: {by_launch['graph']:.1%} of the time")
@@ -46,7 +46,7 @@ def headline(profile: Profile) -> str:
 
 def _clock(profile: Profile) -> str:
     overhead = profile.recording.manifest.overhead
-    if profile.step_ns == profile.recorded_step_ns:
+    if profile.clock.is_recorded:
         return f" while recorded ({overhead.plain_ns / _MS:,.2f} ms without the recorder)" if overhead else ""
     return f" by the clock ({profile.recorded_step_ns / _MS:,.2f} ms while recorded)"
 
@@ -311,14 +311,17 @@ def left_out(shown: Sequence[KernelTime], kernels: Sequence[KernelTime]) -> tupl
     return (f"{len(rest)} more kernels, {share:.1%} of the time: --table kernels --top {len(kernels)}",) if rest else ()
 
 
-# The parts that can be asked for alone.
-PARTS: dict[str, Callable[[Profile], Table]] = {
+# The parts that can be asked for alone: those as long as the recording makes them, and those of which `top` rows are.
+_WHOLE: dict[str, Callable[[Profile], Table]] = {
     "classes": classes_table,
     "phases": phases_table,
-    "kernels": kernels_table,
-    "modules": modules_table,
-    "layers": layers_table,
-    "ops": ops_table,
     "steps": steps_table,
     "streams": streams_table,
 }
+_RANKED = {"kernels": kernels_table, "modules": modules_table, "layers": layers_table, "ops": ops_table}
+PARTS = (*_WHOLE, *_RANKED)
+
+
+def make_part(profile: Profile, name: str, *, top: int | None = None) -> Table:
+    """One of `PARTS`."""
+    return _RANKED[name](profile, top=top) if name in _RANKED else _WHOLE[name](profile)

@@ -70,6 +70,7 @@ class Comparison:
     parts: tuple[Row, ...]
     gate: Row
     remarks: tuple[str, ...]
+    shorts: dict[str, str]  # of kernels by their names, where it is by kernel
 
 
 def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] = ("A", "B")) -> Comparison:
@@ -78,7 +79,7 @@ def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] 
     wall = _row("step", WALL, walls[0], walls[1])
     parts = _parts(pieces[0], pieces[1], wall, by)
     totals = [wall]
-    alone = [list_plain_steps(profile) for profile in (a, b)]
+    alone = [profile.plain_steps for profile in (a, b)]
     if all(alone):
         totals.append(_row("step", ALONE, alone[0], alone[1]))
     totals.append(_row("step", GPU_TIME, *(_gpu_times(profile) for profile in (a, b))))
@@ -94,7 +95,12 @@ def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] 
         parts=tuple(parts),
         gate=gate,
         remarks=compare_circumstances(a, b),
+        shorts=_find_shorts(a) | _find_shorts(b) if by == "kernel" else {},
     )
+
+
+def _find_shorts(profile: Profile) -> dict[str, str]:
+    return dict(profile.kernels.select("name", "short").unique("name").iter_rows())
 
 
 # --- Taking a step apart --------------------------------------------------------------------------------------------
@@ -106,25 +112,7 @@ def _take_apart(profile: Profile, by: By) -> list[dict[str, Fraction]]:
     keyed = profile.kernels.select("process", "device", "start_ns", "end_ns", _key(profile, by)).sort("start_ns")
     parted = keyed.partition_by("process", "device", maintain_order=True, include_key=False)
     devices = [_Device.of(kernels) for kernels in parted]
-    return [_step_parts(devices, window) for window in step_windows(profile)]
-
-
-def step_windows(profile: Profile) -> list[tuple[int, int]]:
-    """Where each step begins and ends. Where the host waits for the device between steps, from a step's beginning to
-    the next one's. Where it runs ahead, its clock says nothing about the device, and a step is from its first kernel to
-    the first of the next. Without marked steps everything is one."""
-    steps = profile.steps.unique("step", keep="first", maintain_order=True).sort("start_ns")
-    if not steps.height:
-        return [profile.window]
-    ran = profile.kernels.group_by("step").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
-    known = steps.join(ran, on="step", how="left", maintain_order="left")
-    starts, last = known["start_ns"].to_list(), known["last_ns"].fill_null(known["end_ns"])
-    end = max(int(known["end_ns"][-1]), int(last[-1]))
-    firsts = known["first_ns"].to_list()
-    runs_ahead = bool((last.head(-1) > known["start_ns"].tail(-1)).any())
-    if runs_ahead and known["first_ns"].null_count() == 0 and firsts == sorted(set(firsts)):
-        starts, end = firsts, int(last[-1])
-    return list(zip(starts, [*starts[1:], end], strict=True))
+    return [_step_parts(devices, window) for window in profile.step_windows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,12 +174,6 @@ def _gpu_times(profile: Profile) -> list[Fraction]:
     steps = profile.steps["step"].unique(maintain_order=True).to_list()
     values = [known.get(step, 0) for step in steps] if steps else [profile.gpu_time_ns]
     return [Fraction(value, len(profile.devices)) for value in values]
-
-
-def list_plain_steps(profile: Profile) -> list[Fraction]:
-    """The steps timed without the recorder, none where the recording has none."""
-    steps = profile.recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
-    return [Fraction(ns) for ns in steps["ns"]]
 
 
 # --- Rows that add up -----------------------------------------------------------------------------------------------
@@ -329,15 +311,8 @@ def _cells(row: Row, total: int | None, comparison: Comparison) -> tuple[Cell, .
     verdict: str = row.verdict
     if not row.a_ns or not row.b_ns:
         verdict += f", only in {'B' if row.b_ns else 'A'}"
-    name = _display(row) if comparison.by == "kernel" else row.name
+    name = comparison.shorts.get(row.name, row.name)
     return (row.group, name, *times, row.ratio, share, verdict, row.a_ns, row.b_ns, row.name)
-
-
-def _display(row: Row) -> str:
-    from stepscope.explain.kernel_names import decode
-
-    plain = row.group != "kernel" or row.name in (IDLE, OVERLAP, REST) or row.name.startswith("aten::")
-    return row.name if plain else decode(row.name).short
 
 
 def _title(comparison: Comparison) -> str:

@@ -5,6 +5,7 @@ import hashlib
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from stepscope import hardware
 from stepscope.errors import StepscopeError
 from stepscope.explain.trace.accounting import DeviceAccount, account_devices
 from stepscope.explain.trace.attribution import attribute_kernels, attribute_ops
+from stepscope.explain.trace.clock import Clock, find_step_windows
 from stepscope.explain.trace.phases import step_ranges
 from stepscope.files import replacing
 from stepscope.hardware import Hardware
@@ -26,7 +28,8 @@ _WORTH_KEEPING = 20_000  # kernels; fewer are attributed faster than a file is r
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One recording. `kernels` carry the columns of `attribution.attribute_kernels` and a `time_ns`."""
+    """One recording. `kernels` carry the columns of `attribution.attribute_kernels`. A row stands for `count` kernels
+    that took `time_ns` together, each between `min_ns` and `max_ns`: for a single one, unless memory is bounded."""
 
     recording: Recording
     kernels: pl.DataFrame
@@ -47,64 +50,90 @@ class Profile:
         return total
 
     @cached_property
-    def window(self) -> tuple[int, int]:
-        """From the first thing to the last, of the recorded steps and of all that ran on a device."""
-        steps = step_ranges(self.recording)
-        times = pl.concat([self.kernels.select("start_ns", "end_ns"), steps.select("start_ns", "end_ns")])
-        start, end = times["start_ns"].min(), times["end_ns"].max()
-        assert isinstance(start, int)
-        assert isinstance(end, int)
-        return start, end
-
-    @property
-    def wall_ns(self) -> int:
-        return self.window[1] - self.window[0]
-
-    @cached_property
-    def devices(self) -> tuple[DeviceAccount, ...]:
-        return account_devices(self.kernels, self.window)
+    def clock(self) -> Clock:
+        overhead = self.recording.manifest.overhead
+        before = int(self.kernels.filter(pl.col("launched") == "before")["time_ns"].sum())
+        return Clock(
+            steps=self.steps,
+            window=self.window,
+            find_busy_ns=lambda: sum(device.whole.busy_ns for device in self.devices) / len(self.devices),
+            launched_before=before / max(1, int(self.kernels["time_ns"].sum())),
+            plain_ns=overhead.plain_ns if overhead else None,
+        )
 
     @cached_property
     def steps(self) -> pl.DataFrame:
         """One row a recorded step: step, start_ns, end_ns."""
         return step_ranges(self.recording).select("step", "start_ns", "end_ns")
 
+    @cached_property
+    def window(self) -> tuple[int, int]:
+        """From the first thing to the last, of the recorded steps and of all that ran on a device."""
+        times = pl.concat([self.kernels.select("start_ns", "end_ns"), self.steps.select("start_ns", "end_ns")])
+        start, end = times["start_ns"].min(), times["end_ns"].max()
+        assert isinstance(start, int)
+        assert isinstance(end, int)
+        return start, end
+
+    @cached_property
+    def devices(self) -> tuple[DeviceAccount, ...]:
+        return account_devices(self.kernels, self.window)
+
+    @cached_property
+    def step_windows(self) -> tuple[tuple[int, int], ...]:
+        """Where each step begins and ends on the device."""
+        return find_step_windows(self.steps, self.kernels, self.window)
+
+    @cached_property
+    def plain_steps(self) -> tuple[Fraction, ...]:
+        """The steps timed without the recorder, in nanoseconds; none where the recording has none."""
+        steps = self.recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
+        return tuple(map(Fraction, steps["ns"]))
+
+    @property
+    def is_serialized(self) -> bool:
+        """Whether kernels ran one at a time, as Nsight Compute makes them: no gaps, and no order of a step."""
+        return self.recording.manifest.source == "nsight compute"
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step's time means anything."""
+        return bool(self.steps.height) and not self.is_serialized
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether time between kernels means anything: not where operators of a CPU stand for kernels."""
+        return not self.on_cpu and not self.is_serialized
+
+    # --- What is asked of the clock most
+
+    @property
+    def wall_ns(self) -> int:
+        return self.clock.wall_ns
+
     @property
     def num_steps(self) -> int:
-        """At least one: a recording without marked steps is taken as one."""
-        return max(1, self.steps["step"].n_unique())
+        return self.clock.num_steps
+
+    @property
+    def steps_in_window(self) -> float:
+        return self.clock.steps_in_window
 
     @property
     def recorded_step_ns(self) -> float:
-        """Wall time a step while it was recorded; over the whole window where steps are not marked."""
-        return self.wall_ns / self.steps_in_window
-
-    @cached_property
-    def steps_in_window(self) -> float:
-        """How many steps' work the window holds: more than are marked where work was launched before it began."""
-        before = {row["launched"]: row["share"] for row in self.time_by("launched").iter_rows(named=True)}.get(
-            "before", 0.0
-        )
-        return self.num_steps / (1 - before) if self.steps.height and before < 1 else float(self.num_steps)
+        return self.clock.recorded_step_ns
 
     @property
     def busy_step_ns(self) -> float:
-        """Time a step in which any kernel ran, side by side counted once; mean over devices."""
-        return sum(device.whole.busy_ns for device in self.devices) / len(self.devices) / self.steps_in_window
+        return self.clock.busy_step_ns
 
     @property
     def step_ns(self) -> float:
-        """Wall time a step, by the clock without the recorder where that is known. A recorder lengthens what the host
-        does, up to twofold, and leaves kernels as they are: idle time is what it invents."""
-        overhead = self.recording.manifest.overhead
-        if overhead is None or overhead.plain_ns < self.busy_step_ns:
-            return self.recorded_step_ns
-        return overhead.plain_ns
+        return self.clock.step_ns
 
     @property
     def idle_share(self) -> float:
-        """Of a step's wall time, as `step_ns` has it."""
-        return 1 - self.busy_step_ns / max(1.0, self.step_ns)
+        return self.clock.idle_share
 
     @cached_property
     def hardware(self) -> Hardware | None:
@@ -120,9 +149,7 @@ class Profile:
         """Per value of `columns`: time_ns, share (of all GPU time) and count, the largest first. Null is `unknown`."""
         source = self.kernels if kernels is None else kernels
         named = [pl.col(c).fill_null(UNKNOWN) if source.schema[c] == pl.String else pl.col(c) for c in columns]
-        grouped = source.group_by(*named, maintain_order=True).agg(
-            time_ns=pl.col("time_ns").sum(), count=pl.len().cast(pl.Int64)
-        )
+        grouped = source.group_by(*named, maintain_order=True).agg(pl.col("time_ns", "count").sum())
         share = pl.col("time_ns") / max(1, self.gpu_time_ns)
         return grouped.with_columns(share=share).sort("time_ns", *columns, descending=[True, *([False] * len(columns))])
 
@@ -140,24 +167,25 @@ class Profile:
 def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
     """`kept_in` is the folder the recording lies in, where a large one's attribution is kept for the next look."""
     if not recording.kernels.height:
-        raise StepscopeError(
-            "the recording holds no kernel timeline",
-            detail="; ".join(
-                (
-                    f"{_name_file(recording)} has {recording.ops.height} operators and no kernels",
-                    *recording.manifest.notes,
-                )
-            ),
-            hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
-        )
+        raise no_kernels(recording, recording.ops.height)
     if kept_in is None or recording.kernels.height < _WORTH_KEEPING:
         kept_in, kernels = None, attribute_kernels(recording)
     else:
         kernels = _attribute_once(recording, kept_in / f"attributed-{code_digest()}.parquet")
-    kernels = kernels.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns"))
+    lasted = pl.col("end_ns") - pl.col("start_ns")
+    kernels = kernels.with_columns(time_ns=lasted, count=pl.lit(1, pl.Int64), min_ns=lasted, max_ns=lasted)
     if not (recording.counters.height or kernels["time_ns"].sum()):
         raise no_time(recording)
     return Profile(recording=recording, kernels=kernels, kept_in=kept_in)
+
+
+def no_kernels(recording: Recording, num_ops: int) -> StepscopeError:
+    has = f"{_name_file(recording)} has {num_ops} operators and no kernels"
+    return StepscopeError(
+        "the recording holds no kernel timeline",
+        detail="; ".join((has, *recording.manifest.notes)),
+        hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
+    )
 
 
 def no_time(recording: Recording) -> StepscopeError:

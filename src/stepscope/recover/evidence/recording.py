@@ -1,0 +1,194 @@
+"""Evidence: what a recording shows of a run that is otherwise a black box.
+
+Only what the device itself shows is taken: names of kernels, grids, blocks, durations and counters, in the order in
+which they ran. Shapes, modules and stacks, which a friendly recorder wrote beside them, stay where they are.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import polars as pl
+
+from stepscope.cost import product_dims
+from stepscope.explain.kernel_names import decode
+from stepscope.explain.trace.attribution import attribute_kernels
+from stepscope.recording.readers.counter_metrics import CounterKey, canonical_counters
+from stepscope.recording.store import Recording
+from stepscope.recover.facts import Sighting, Triple
+
+Sizes = tuple[int, int, int, int]
+_MOST_KERNELS = 200_000
+_MOST = 2.0**100  # beyond any count; an overflow in the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelEvidence:
+    """The kernels of one file. `allocations` are sizes in bytes, as they were asked for."""
+
+    source: str
+    file: str
+    sightings: tuple[Sighting, ...] = ()
+    allocations: tuple[int, ...] = ()
+    exchanges: tuple[int, ...] = ()  # indices of the kernels before which collectives ran, on whichever stream
+    device: str = ""  # as its driver calls it
+    device_sms: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_counters(self) -> bool:
+        return any(sighting.counters for sighting in self.sightings)
+
+    def exchanges_within(self, passes: Iterable[Sequence[int]]) -> bool:
+        """Whether collectives ran between the attentions of a pass, which stand at these indices: there models exchange
+        that are split over GPUs. Gradients are exchanged later."""
+        spans = [(min(indices), max(indices)) for indices in passes]
+        return any(first < index <= last for index in self.exchanges for first, last in spans)
+
+
+def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) -> KernelEvidence:
+    """The kernels of the stream that holds most of them, in the order in which they began. `use_shapes` believes what a
+    profiler wrote down of products."""
+    manifest = recording.manifest
+    notes = list(manifest.notes)
+    kernels = everything = recording.kernels.with_row_index("row").filter(pl.col("kind") == "kernel")
+    streams = Counter(zip(kernels["process"], kernels["device"], kernels["stream"], strict=True))
+    if len(streams) > 1:
+        kernels = _main_stream(kernels, streams)
+        notes.append(
+            f"{len(streams)} streams: kernels of the busiest were taken, {kernels.height:,} of {streams.total():,}"
+        )
+    if kernels.height > _MOST_KERNELS:
+        notes.append(f"the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were looked at")
+    kernels = kernels.sort("start_ns", "row", maintain_order=True).head(_MOST_KERNELS)
+    return KernelEvidence(
+        source=manifest.source,
+        file=file or manifest.file,
+        sightings=tuple(_sightings(kernels, _counters(recording.counters), _told(recording) if use_shapes else {})),
+        exchanges=_find_exchanges(everything, kernels),
+        allocations=tuple(recording.allocations["requested_bytes"].drop_nulls().to_list()),
+        device=manifest.device,
+        device_sms=manifest.device_sms,
+        notes=tuple(notes),
+    )
+
+
+def _main_stream(kernels: pl.DataFrame, streams: Counter[tuple[int, int, int]]) -> pl.DataFrame:
+    process, device, stream = streams.most_common(1)[0][0]
+    return kernels.filter(
+        pl.col("process").eq_missing(process), pl.col("device").eq_missing(device), pl.col("stream").eq_missing(stream)
+    )
+
+
+def _find_exchanges(everything: pl.DataFrame, kernels: pl.DataFrame) -> tuple[int, ...]:
+    names = everything.get_column("name").fill_null("")
+    collective = {name for name in names.unique() if decode(name).kernel_class == "communication"}
+    if not collective:
+        return ()
+    starts = everything.filter(names.is_in(list(collective))).get_column("start_ns")
+    return tuple(kernels.get_column("start_ns").search_sorted(starts.sort()).to_list())
+
+
+def _counters(table: pl.DataFrame) -> dict[int, dict[CounterKey, int]]:
+    """By row of the kernel; what no counter of a kernel can reach was not counted."""
+    counters: dict[int, dict[CounterKey, int]] = {}
+    sane = pl.col("value").is_finite() & pl.col("value").is_between(0, _MOST)
+    for kernel, key, value in canonical_counters(table).filter(sane).select("kernel", "key", "value").iter_rows():
+        counters.setdefault(kernel, {})[key] = round(value)
+    return counters
+
+
+def _told(recording: Recording) -> dict[int, Sizes]:
+    """Sizes of products by row of the kernel, from the operator that launched it."""
+    launched_by = attribute_kernels(recording)["op_row"] if recording.ops.height else ()
+    described = recording.ops.select("name", "shapes").rows()
+    told = {}
+    for kernel, op_row in enumerate(launched_by):
+        sizes = product_dims(*described[op_row]) if op_row is not None else None
+        if sizes is not None:
+            batch, rows, columns, inner = sizes
+            told[kernel] = (rows, columns, inner, batch)
+    return told
+
+
+def _sightings(
+    kernels: pl.DataFrame, counters: dict[int, dict[CounterKey, int]], told: dict[int, Sizes]
+) -> Iterable[Sighting]:
+    for index, row in enumerate(kernels.iter_rows(named=True)):
+        sighting = Sighting(
+            index=index,
+            name=decode(row["name"] or ""),
+            grid=_triple(row, "grid"),
+            block=_triple(row, "block"),
+            duration_ns=row["end_ns"] - row["start_ns"],
+            registers=row["registers"],
+            shared_bytes=row["shared_bytes"],
+            counters=counters.get(row["row"], {}),
+            told=told.get(row["row"]),
+        )
+        operations = count_operations(sighting)
+        if operations is not None:
+            sighting = msgspec.structs.replace(sighting, counters={**sighting.counters, "tensor_ops": operations})
+        yield sighting
+
+
+def _triple(row: dict[str, int | None], what: str) -> Triple:
+    x, y, z = (row[f"{what}_{axis}"] or 0 for axis in "xyz")
+    return x, y, z
+
+
+# --- Operations on tensor cores
+#
+# Operations on tensor cores from instructions, where a file counts only those.
+#
+# An instruction multiplies a tile whose size the kernel's name tells. Ampere's `mma` does 16×8×8 or 16×8×16; Hopper's
+# `wgmma` 64×N×16 (×8 in tf32), and counts once for each of the four warps that issue it together. N is the side of the
+# tile that the layout leaves for it, halved where two groups of warps share it, or where it would be more than an
+# instruction takes.
+
+
+_WARPS = 4
+_LONGEST = 256
+_NVJET = re.compile(r"nvjet_sm90_\w+_[NT]{2}(?P<layout>[NT])$")
+_HOPPER_XMMA = re.compile(r"sm90_xmma_gemm_\w*tf32")
+_MMA = re.compile(r"_(?:s|h|bf16_s|f16_s)?(?P<shape>1688|16816)gemm")
+_CUDNN = re.compile(r"_flash_fprop_wgmma_\w+?_(?P<rows>\d+)x(?P<keys>\d+)x(?P<width>\d+)_")
+_FLASH = "flash_fwd_kernel"
+_MMA_OPS = {"1688": 2 * 16 * 8 * 8, "16816": 2 * 16 * 8 * 16}
+
+
+def operations_each(sighting: Sighting) -> float | None:
+    """How many operations an instruction of a warp does there, on average; None where the name does not tell."""
+    text, tile = sighting.name.name.partition("(")[0], sighting.name.tile
+    if (found := _NVJET.match(text)) and tile:
+        side = tile[0] if found["layout"] == "N" else tile[1]
+        is_shared = "_coopB_" in text or side > _LONGEST
+        return _wgmma(side // 2 if is_shared else side, 16)
+    if _HOPPER_XMMA.match(text) and tile:
+        return _wgmma(tile[1], 8)
+    if found := _CUDNN.search(text):
+        return _attention(int(found["keys"]), int(found["width"]))
+    if found := _MMA.search(text):
+        return _MMA_OPS[found["shape"]]
+    return _MMA_OPS["16816"] if _FLASH in text else None
+
+
+def _wgmma(side: int, depth: int) -> float:
+    return 2 * 64 * side * depth / _WARPS
+
+
+def _attention(keys: int, width: int) -> float:
+    """Scores take width / 16 instructions of that many keys, values keys / 16 of that width."""
+    instructions = width // 16 + keys // 16
+    return (width // 16 * _wgmma(keys, 16) + keys // 16 * _wgmma(width, 16)) / instructions
+
+
+def count_operations(sighting: Sighting) -> int | None:
+    """None where they were counted anyway, or cannot be told."""
+    instructions = sighting.counters.get("tensor_instructions")
+    if instructions is None or "tensor_ops" in sighting.counters:
+        return None
+    each = operations_each(sighting) if instructions else 0.0
+    return None if each is None else round(instructions * each)

@@ -1,0 +1,182 @@
+"""Fused attention: what names, grids and counters say of batch, heads, lengths and head size.
+
+Where a grid has a place for each, batch and heads are exact and the length is known to a tile. Persistent kernels
+(cuDNN's, our own for Hopper) launch one number: the tiles of all heads together, or as many blocks as the GPU has SMs.
+
+A model with a causal mask may run a kernel that skips what the mask hides, or one that is handed the mask as a tensor
+and computes everything. So work fits a causal model if either fits; without a mask nothing is skipped.
+
+Grids of our own kernels follow their launchers; cuDNN's and the memory-efficient ones were found on problems of known
+sizes. FlashAttention is in `flash_attention`.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from stepscope.recover.facts import (
+    Attention,
+    AttentionSizes,
+    Rule,
+    Sighting,
+    Window,
+    ceil_div,
+    count_tile_pairs,
+    exactly,
+)
+from stepscope.recover.families.efficient_attention import read_efficient
+from stepscope.recover.families.flash_attention import read_flash
+
+_CUDNN = re.compile(r"_flash_(fprop|bprop)_wgmma_\w+?_(\d+)x(\d+)x(\d+)_\d+x\d+x1_cga1x1x1")
+# Of queries or keys, of the other and of the head: those whose blocks are understood.
+_CUDNN_SEEN = {"fprop": ((64, 128, 64), (64, 128, 128)), "bprop": ((64, 64, 64),)}
+# With rows of a block in the grid's first place, for heads of 64; for others the rows are not known.
+_CUDNN_AROUND = re.compile(r"cudnn::fusion::(compute_dot_do_o|convert_dq|fmha_reduce_head)")
+_CUDNN_AROUND_ROWS = {"compute_dot_do_o": 16, "convert_dq": 32, "fmha_reduce_head": 16}
+_CUDNN_AROUND_HEAD = 64
+_WARPGROUP_THREADS = 128
+_TRITON_TILES = (16, 32, 64, 128)
+_HOPPER_ROWS = 64  # of a warpgroup
+_HOPPER_KEYS = 128
+# Of kernels whose grid is tiles alone: the tiles that they may have, and whether those are of keys.
+_OWN_GRIDS: dict[str, tuple[Literal["forward", "backward"], tuple[int, ...], bool]] = {
+    "attention_hopper_prepare": ("backward", (128,), False),
+    "attention_hopper_finish": ("backward", (64,), False),
+    "attention_hopper_backward": ("backward", (_HOPPER_KEYS,), True),
+    "attention_forward": ("forward", _TRITON_TILES, False),
+    "attention_backward_queries": ("backward", _TRITON_TILES, False),
+    "attention_backward_keys": ("backward", _TRITON_TILES, True),
+}
+_LSE_BYTES = 4
+
+
+def read_attention(sighting: Sighting, processors: int) -> Attention | None:
+    """`processors`: how many SMs the GPU has."""
+    name = sighting.name.name
+    if found := _CUDNN_AROUND.search(name):
+        return _read_around_cudnn(sighting, found[1])
+    if sighting.name.kernel_class != "attention":
+        return None
+    if "fmha_cutlass" in name:
+        return read_efficient(sighting)
+    if found := _CUDNN.search(name):
+        tile = (int(found[2]), int(found[3]), int(found[4]))
+        return _read_cudnn(sighting, found[1], tile, processors)
+    if sighting.name.library == "stepscope":
+        return _read_own(sighting, processors)
+    if sighting.name.library == "FlashAttention":
+        return read_flash(sighting, processors)
+    return None
+
+
+def _read_cudnn(sighting: Sighting, way: str, tile: tuple[int, int, int], processors: int) -> Attention:
+    """Of a block's warpgroups one copies; each of the others takes a tile's rows, of queries forward, keys backward."""
+    direction: Literal["forward", "backward"] = "forward" if way == "fprop" else "backward"
+    head_dim = Window(1, tile[2])
+    rows = tile[0] * (sighting.block[0] // _WARPGROUP_THREADS - 1)
+    if tile not in _CUDNN_SEEN[way] or rows <= 0:
+        return Attention(direction, (_evenly(sighting, processors),), head_dim=head_dim)
+
+    def launched(problem: AttentionSizes) -> int:
+        return problem.sequences * ceil_div(problem.queries if way == "fprop" else problem.keys, rows)
+
+    rules: list[Rule] = [_persistent(sighting, launched, processors)]
+    if way == "fprop" and (operations := sighting.counters.get("tensor_ops")):
+        rules.append(lambda problem: _fits_cudnn_work(operations, rows, tile, problem))
+    return Attention(direction, tuple(rules), head_dim=head_dim)
+
+
+def _evenly(sighting: Sighting, processors: int) -> Rule:
+    """Every head has as many blocks as the others, unless the GPU is full."""
+    blocks = sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
+    return lambda problem: blocks >= processors or blocks % problem.sequences == 0
+
+
+def _fits_cudnn_work(operations: int, rows: int, tile: tuple[int, int, int], problem: AttentionSizes) -> bool:
+    """Both products take whole tiles of queries and keys. How narrow heads are padded within a tile was not seen."""
+    _, keys, widest = tile
+    masks = (False, True) if problem.causal else (False,)
+    for skips in masks:
+        scores = count_tile_pairs(problem, rows, keys, skips=skips) * rows * keys * problem.sequences
+        if 4 * scores * problem.head_dim <= operations <= 4 * scores * widest:
+            return True
+    # Where queries and keys differ in number, it was not seen at which end the mask is aligned.
+    return problem.causal and problem.queries != problem.keys and operations <= 4 * scores * widest
+
+
+def _read_around_cudnn(sighting: Sighting, which: str) -> Attention:
+    """What cuDNN's backward does before and after its main kernel, on a grid of (tiles of rows, batch, heads)."""
+    tiles, batch, heads = sighting.grid
+    rows = _CUDNN_AROUND_ROWS[which]
+    grouped = which == "fmha_reduce_head"
+
+    def rule(problem: AttentionSizes) -> bool:
+        if grouped and heads != problem.kv_heads:
+            return False
+        length = problem.keys if grouped else problem.queries
+        return problem.head_dim != _CUDNN_AROUND_HEAD or tiles == ceil_div(length, rows)
+
+    return Attention("backward", (rule,), batch=exactly(batch), heads=None if grouped else exactly(heads))
+
+
+def _read_own(sighting: Sighting, processors: int) -> Attention | None:
+    name = sighting.name.name.partition("(")[0]
+    if name == "attention_hopper_forward":
+        return _read_hopper_forward(sighting, processors)
+    if name not in _OWN_GRIDS:
+        return None
+    direction, tiles, of_keys = _OWN_GRIDS[name]
+    return Attention(direction, (_on_grid(sighting, tiles, of_keys=of_keys),))
+
+
+def _on_grid(sighting: Sighting, tiles: tuple[int, ...], *, of_keys: bool = False) -> Rule:
+    """One of these tiles gives the grid: of queries for every head, or of keys for every key-value head."""
+
+    def rule(problem: AttentionSizes) -> bool:
+        sequences = problem.batch * (problem.kv_heads if of_keys else problem.heads)
+        length = problem.keys if of_keys else problem.queries
+        return any(sighting.grid[0] == sequences * ceil_div(length, tile) for tile in tiles)
+
+    return rule
+
+
+def _read_hopper_forward(sighting: Sighting, processors: int) -> Attention:
+    def launched(problem: AttentionSizes) -> int:
+        tiles = ceil_div(problem.queries, _hopper_rows(problem))
+        # Under a causal mask a long tile and a short one make an item.
+        return problem.sequences * (ceil_div(tiles, 2) if problem.causal else tiles)
+
+    rules: list[Rule] = [_persistent(sighting, launched, processors)]
+    # The result goes out through the copy engine, which does not count; a sum of exponentials a row does.
+    if stored := sighting.counters.get("store_bytes"):
+        rules.append(lambda problem: stored == _LSE_BYTES * problem.sequences * problem.queries)
+    if operations := sighting.counters.get("tensor_ops"):
+        rules.append(lambda problem: _fits_hopper_work(operations, problem))
+    return Attention("forward", tuple(rules), head_dim=Window(1, 128))
+
+
+def _hopper_width(problem: AttentionSizes) -> int:
+    return 64 if problem.head_dim <= 64 else 128
+
+
+def _hopper_rows(problem: AttentionSizes) -> int:
+    return _HOPPER_ROWS * (3 if _hopper_width(problem) == 64 and not problem.causal else 2)
+
+
+def _fits_hopper_work(operations: int, problem: AttentionSizes) -> bool:
+    rows = _hopper_rows(problem)
+    pairs, rest = divmod(operations, 4 * rows * _HOPPER_KEYS * _hopper_width(problem) * problem.sequences)
+    if problem.queries % rows or problem.keys % _HOPPER_KEYS:
+        # A warpgroup may have had nothing to do in the last tile.
+        return pairs <= count_tile_pairs(problem, rows, _HOPPER_KEYS, skips=False)
+    return not rest and pairs == count_tile_pairs(problem, rows, _HOPPER_KEYS, skips=problem.causal)
+
+
+def _persistent(sighting: Sighting, launched: Callable[[AttentionSizes], int], processors: int) -> Rule:
+    blocks = sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
+
+    def rule(problem: AttentionSizes) -> bool:
+        wanted = launched(problem)
+        return wanted == blocks or (blocks >= processors and wanted > blocks)
+
+    return rule

@@ -1,0 +1,133 @@
+"""Optimizers over lists of tensors: chunks of 65536 elements, a block each.
+
+A launch holds so many chunks and so many tensors; a longer list takes several launches. So the launches of one call say
+how many chunks its tensors make.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from stepscope.recover.evidence.order import is_product
+from stepscope.recover.facts import Sighting, Update, Window
+from stepscope.recover.families.grids import is_flat, take_apart
+
+CHUNK_ELEMENTS = 65536
+_THREADS = 512
+_METADATA = re.compile(
+    r"(?P<fused>FusedOptimizer)?TensorList(?P<scalars>ScalarList)?Metadata<(?:[\w:]+, )?(?P<depth>\d)>"
+)
+
+
+class LaunchLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much one launch holds. Kernels built for CUDA 13 may take more arguments than those before."""
+
+    blocks: int
+    tensors: tuple[int, ...]  # for one list of tensors, two, and so on up to five
+    tensors_with_scalars: tuple[int, ...]
+
+
+SMALL = LaunchLimits(blocks=320, tensors=(110, 64, 48, 36, 30), tensors_with_scalars=(96, 64, 48, 36, 30))
+LARGE = LaunchLimits(blocks=2240, tensors=(770, 448, 336, 252, 210), tensors_with_scalars=(672, 448, 336, 252, 210))
+
+
+def read_update(sighting: Sighting) -> Update | None:
+    """Of one launch."""
+    return join_launches((sighting,))
+
+
+def join_launches(launches: Sequence[Sighting]) -> Update | None:
+    """Of a call that took these launches, one behind the other."""
+    if not launches or not all(map(_is_understood, launches)):
+        return None
+    limits = find_limits(launches)
+    blocks = sum(launch.grid[0] for launch in launches)
+    tensors = min(blocks, sum(room_for_tensors(launch, limits) or 0 for launch in launches))
+    # Each tensor ends in a chunk that may hold a single element.
+    fewest = (blocks - tensors) * CHUNK_ELEMENTS + tensors
+    return Update(elements=Window(fewest, blocks * CHUNK_ELEMENTS), tensors=Window(1, tensors))
+
+
+def find_limits(launches: Sequence[Sighting]) -> LaunchLimits:
+    """Those that the launches of one call show, and the looser ones where they do not: a launch that others follow was
+    full, and full of tensors it has a block for each."""
+    followed = launches[:-1]
+    if any(launch.grid[0] < (room_for_tensors(launch, LARGE) or 0) for launch in followed):
+        return SMALL
+    return LARGE
+
+
+def split_calls(launches: Iterable[Sighting]) -> list[tuple[Sighting, ...]]:
+    """Launches in their order, put together to calls: a call goes on with the same kernel as long as a launch was full.
+
+    Whether it was is certain for the blocks alone. A launch that held as many tensors as it can looks like a last one,
+    so a call of many small tensors comes in several parts."""
+    calls: list[tuple[Sighting, ...]] = []
+    for launch in launches:
+        previous = calls[-1][-1] if calls else None
+        if previous and previous.name.name == launch.name.name and previous.grid[0] in (SMALL.blocks, LARGE.blocks):
+            calls[-1] = (*calls[-1], launch)
+        else:
+            calls.append((launch,))
+    return calls
+
+
+def room_for_tensors(sighting: Sighting, limits: LaunchLimits) -> int | None:
+    """How many tensors a launch of this kernel holds at most."""
+    anatomy, _ = take_apart(sighting.name.name)
+    match = _METADATA.search(anatomy.template)
+    if anatomy.base != "multi_tensor_apply_kernel" or not match or not 1 <= int(match["depth"]) <= len(limits.tensors):
+        return None
+    table = limits.tensors_with_scalars if match["scalars"] else limits.tensors
+    return table[int(match["depth"]) - 1]
+
+
+def _is_understood(sighting: Sighting) -> bool:
+    if not is_flat(sighting) or sighting.block[0] != _THREADS or sighting.grid[0] > LARGE.blocks:
+        return False
+    return room_for_tensors(sighting, LARGE) is not None
+
+
+# --- Steps of a run
+#
+# How many parameters an optimizer went over, from its launches.
+
+
+# A fused step, and the running mean of gradients in a step of many kernels.
+_ONCE = re.compile(r"Fused\w*(?:Adam|Sgd|Adagrad)\w*Functor|LerpFunctor")
+
+
+def find_updated(sightings: Sequence[Sighting]) -> tuple[Sighting, int, int] | None:
+    """The first launch of an optimizer, and how many elements it went over in a step: at least, at most.
+
+    A kernel may be called for several lists of tensors, or several times for the same one. So a single call is the
+    least, and all calls of a kernel in a step are the most; where one is there that goes over each parameter once, its
+    calls are."""
+    launches = [one for one in sightings if one.name.kernel_class == "optimizer"]
+    known = [one for one in launches if read_update(one) is not None]
+    if not known or len(known) < len(launches):
+        return None
+    low, high = 0, 0
+    for step in _split_steps(sightings):
+        calls = [(call[0].name.name, found) for call in split_calls(step) if (found := join_launches(call))]
+        low = max([low, *(found.elements.low for _, found in calls)])
+        totals: dict[str, int] = {}
+        for name, found in calls:
+            totals[name] = totals.get(name, 0) + found.elements.high
+        once = [total for name, total in totals.items() if _ONCE.search(name)]
+        high = max([high, *(once or totals.values())])
+    return known[0], low, high
+
+
+def _split_steps(sightings: Sequence[Sighting]) -> Iterator[list[Sighting]]:
+    """The optimizer's launches between one forward pass and the next."""
+    step: list[Sighting] = []
+    for one in sightings:
+        if one.name.kernel_class == "optimizer":
+            step.append(one)
+        elif is_product(one) and step:
+            yield step
+            step = []
+    if step:
+        yield step
