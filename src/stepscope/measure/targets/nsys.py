@@ -67,10 +67,12 @@ def record(request: NsysRequest) -> NsysRecorded:
     step = prepare(case, device, lambda _: None)
     plain, doubts = time_plainly(step, case)
 
-        def record_steps(count: int) -> tuple[list[int], set[str]]: Shapes, and for every backward operator the number
-        of the node that it evaluates. operators = emit_nvtx(record_shapes=True) if request.emit_operators else
-        nullcontext()  # type: ignore[no-untyped-call] with operators, annotated(step, functions=request.functions,
-        backend="nvtx") as annotation: samples = time_steps(step, count) return samples.step_ns, annotation.uncalled
+    def record_steps(count: int) -> tuple[list[int], set[str]]:
+        # Shapes, and for every backward operator the number of the node that it evaluates.
+        operators = emit_nvtx(record_shapes=True) if request.emit_operators else nullcontext()  # type: ignore[no-untyped-call]
+        with operators, annotated(step, functions=request.functions, backend="nvtx") as annotation:
+            samples = time_steps(step, count)
+        return samples.step_ns, annotation.uncalled
 
     record_steps(1)  # the first step with ranges loads what makes them
     with profiled_range(device):
