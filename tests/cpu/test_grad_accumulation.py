@@ -15,7 +15,7 @@ from stepscope.explain.questions.forward import forward_time
 from stepscope.explain.questions.products import products_by_role
 from stepscope.explain.trace.profile import make_profile
 from stepscope.measure.flops import count_forward_flops
-from stepscope.measure.memory_recorder import record_memory
+from stepscope.measure.memory.recorder import record_memory
 from stepscope.measure.profiler import record
 from stepscope.recording.memory import reader
 from stepscope.recording.memory.labels import SNAPSHOT_NAME
