@@ -14,7 +14,7 @@ from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.recording import gather
 from stepscope.recover.facts import Attention, Rule, Sighting, exactly
 from stepscope.recover.shape import ClaimedShape
-from tests.unit.recover.claims import find, spoil, true_claim, verified
+from tests.unit.recover.claimed_runs import find, spoil, true_claim, verified
 from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, truth_of, with_kernels
 
 GPT2 = "gpt2_bf16_odd.csv.gz"
