@@ -8,8 +8,7 @@ import pytest
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.claims.claim import make_claim
 from stepscope.recover.claims.prediction import admits_attention
-from stepscope.recover.claims.sensitivity import is_narrowed, is_tested
-from stepscope.recover.claims.verdict import ClaimVerdict, describe_interval, undecided
+from stepscope.recover.claims.verdict import ClaimVerdict, describe_interval, is_narrowed, is_tested, undecided
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.recording import gather
 from stepscope.recover.facts import Attention, Rule, Sighting, exactly
