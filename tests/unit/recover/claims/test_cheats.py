@@ -10,7 +10,7 @@ from stepscope.recover.claims.verdict import ClaimVerdict, Verification
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.order import NoTransformerError, is_product
 from stepscope.recover.facts import Sighting
-from tests.unit.recover.claims import edit, find, rename, spoil, time, true_claim, verified
+from tests.unit.recover.claimed_runs import edit, find, rename, spoil, time, true_claim, verified
 from tests.unit.recover.evidence_runs import read_evidence
 
 GPT2 = "gpt2_bf16_odd.csv.gz"  # two layers: projection, attention, output, up, down; attention is #15 and #32
@@ -18,7 +18,7 @@ TRACE = "gpt2_fp32_efficient.forward.json.gz"  # three layers
 TRAIN = "gpt2_fp32_efficient.train.json.gz"
 LAYER = slice(15, 32)  # of GPT2, from one attention to the next
 UP = 36  # in the second layer
-PAGE = Path(__file__).parents[3] / "docs" / "verify.md"
+PAGE = Path(__file__).parents[4] / "docs" / "verify.md"
 
 
 def first(answer: Verification) -> tuple[ClaimVerdict, int, str]:

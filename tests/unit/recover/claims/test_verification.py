@@ -8,13 +8,12 @@ import pytest
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.claims.claim import make_claim
 from stepscope.recover.claims.prediction import admits_attention
-from stepscope.recover.claims.sensitivity import is_narrowed, is_tested
-from stepscope.recover.claims.verdict import ClaimVerdict, describe_interval, undecided
+from stepscope.recover.claims.verdict import ClaimVerdict, describe_interval, is_narrowed, is_tested, undecided
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.recording import gather
 from stepscope.recover.facts import Attention, Rule, Sighting, exactly
 from stepscope.recover.shape import ClaimedShape
-from tests.unit.recover.claims import find, spoil, true_claim, verified
+from tests.unit.recover.claimed_runs import find, spoil, true_claim, verified
 from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, truth_of, with_kernels
 
 GPT2 = "gpt2_bf16_odd.csv.gz"

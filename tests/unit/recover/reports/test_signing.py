@@ -23,7 +23,7 @@ from stepscope.recover.reports.signing import (
     sign_report,
     write_signed,
 )
-from tests.unit.recover.signed_reports import STATEMENT, make_key, make_report, make_signed
+from tests.unit.recover.reports.signed_reports import STATEMENT, make_key, make_report, make_signed
 
 GROUP_ORDER = 2**252 + 27742317777372353535851937790883648493
 LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text() | st.floats(allow_nan=False)

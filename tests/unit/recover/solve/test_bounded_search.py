@@ -20,7 +20,7 @@ from stepscope.recover.solve import search as reaching
 from stepscope.recover.solve.candidates import find_tokens, solve
 from stepscope.recover.solve.priors import Effort
 from stepscope.recover.solve.recovery import recover
-from tests.unit.recover.claims import true_claim
+from tests.unit.recover.claimed_runs import true_claim
 from tests.unit.recover.evidence_runs import COUNTERS, TRACES, read_evidence, recovered, with_kernels
 from tests.unit.recover.synthetic_runs import launch, model_of
 
