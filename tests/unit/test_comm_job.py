@@ -9,11 +9,11 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.jobs.experiments import comm_sweep as job
 from stepscope.jobs.experiments.comm_sweep import CommExperiment, run_comm
-from stepscope.jobs.experiments.grids import CommGrid, RankHost, grid_from_texts
+from stepscope.jobs.experiments.flag_grids import CommGrid, RankHost, grid_from_texts
 from stepscope.jobs.experiments.sweep import Sweep
 from stepscope.jobs.workers.messages import CommMeasured, MeasureComm, StageReached
 from stepscope.recording.rows.bench import Retry
-from stepscope.recording.rows.comm import CommCase, CommMeasurement, CommOutcome, CommRow
+from stepscope.recording.rows.collective_case import CommCase, CommMeasurement, CommOutcome, CommRow
 from stepscope.recording.rows.links import LinkPlace, find_links, read_links
 from tests.unit.rows import ENVIRONMENT
 from tests.unit.test_attention_job import Silent

@@ -11,14 +11,14 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.files import decode, open_plain, read_plain
 from stepscope.jobs.report.data import STATE_NAME, read_state
-from stepscope.jobs.slurm.rows import read_own
+from stepscope.jobs.slurm.row_ledger import read_own
 from stepscope.jobs.slurm.submissions import Job
 from stepscope.recording.rows import checkpoints
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.links import read_links
-from stepscope.recording.rows.precision import read_report
+from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import ResultsFile, read_rows
-from stepscope.recording.rows.train import read_log, read_memory, read_run
+from stepscope.recording.rows.training_log import read_log, read_memory, read_run
 from stepscope.recover.study.runs import read_truths
 from stepscope.spec import grid_from_toml
 

@@ -9,11 +9,11 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import claim, is_of_kind, locked, writing
-from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.cpu_limits import limit_instructions
 from stepscope.jobs.workers.messages import RankMessage, Setup, Train
-from stepscope.jobs.workers.ranks import JOURNAL_NAME, run_ranks
+from stepscope.jobs.workers.rank_processes import JOURNAL_NAME, run_ranks
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, forget_all, newest
-from stepscope.recording.rows.train import (
+from stepscope.recording.rows.training_log import (
     LOG_NAME,
     MEMORY_NAME,
     RUN_NAME,
