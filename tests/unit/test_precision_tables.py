@@ -20,7 +20,7 @@ from stepscope.explain.precision.tables import (
     make_table,
 )
 from stepscope.findings import Cell, Table
-from stepscope.recording.rows.precision import (
+from stepscope.recording.rows.precision_report import (
     GradientError,
     LowDtype,
     NormPart,

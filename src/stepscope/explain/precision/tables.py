@@ -20,7 +20,7 @@ from stepscope.explain.precision.autocast import explain_dtype
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.rows.bench import BenchRow
-from stepscope.recording.rows.precision import (
+from stepscope.recording.rows.precision_report import (
     LowDtype,
     NormPart,
     Output,

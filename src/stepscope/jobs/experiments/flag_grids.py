@@ -12,8 +12,8 @@ from typing import Annotated, Protocol, TypeVar, cast
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.rows.attention import IMPLEMENTATIONS, AttentionCase
-from stepscope.recording.rows.comm import CommCase
+from stepscope.recording.rows.attention_case import IMPLEMENTATIONS, AttentionCase
+from stepscope.recording.rows.collective_case import CommCase
 from stepscope.recording.rows.links import COLLECTIVES, Backend, Collective, Dtype, named_interface
 from stepscope.spec import Precision, SpecError, parse_bytes
 from stepscope.spec.backends import BACKENDS, Implementation, compared_on

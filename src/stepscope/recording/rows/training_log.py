@@ -14,7 +14,7 @@ from typing import IO, Literal, Self
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain, writing
+from stepscope.files import decode, read_document, read_plain, writing
 from stepscope.recording.rows.bench import Environment
 from stepscope.spec import Training
 
@@ -179,13 +179,10 @@ def data_digest(path: Path) -> str:
 def read_run(folder: Path) -> TrainRun | None:
     """None where no run has begun."""
     path = folder / RUN_NAME
-    try:
-        run = decode(read_plain(path), TrainRun)
-    except FileNotFoundError:
+    hint = f"rm {path}  # the command that trains writes it anew"
+    run = read_document(path, TrainRun, refusal="cannot read the run:", hint=hint)
+    if run is None:
         return None
-    except (OSError, msgspec.DecodeError) as error:
-        hint = f"rm {path}  # the command that trains writes it anew"
-        raise StepscopeError(f"cannot read the run: `{path}`", detail=str(error), hint=hint) from None
     if run.schema != SCHEMA:
         raise StepscopeError(
             f"not a run of this version: `{path}`",
@@ -197,9 +194,4 @@ def read_run(folder: Path) -> TrainRun | None:
 
 def read_memory(folder: Path) -> tuple[TrainMemory, ...]:
     path = folder / MEMORY_NAME
-    try:
-        return decode(read_plain(path), tuple[TrainMemory, ...])
-    except FileNotFoundError:
-        return ()
-    except (OSError, msgspec.DecodeError) as error:
-        raise StepscopeError(f"cannot read `{path}`", detail=str(error), hint=f"rm {path}") from None
+    return read_document(path, tuple[TrainMemory, ...], refusal="cannot read", hint=f"rm {path}") or ()

@@ -5,20 +5,18 @@ about when they fail. A job that is queued again calls the same function with th
 checkpoint.
 """
 
-import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
-from stepscope.files import writing
+from stepscope.files import locked
 from stepscope.jobs.slurm.executor import holding_signals, make_executor, require_slurm, script, submit
 from stepscope.jobs.slurm.resources import Resources
 from stepscope.jobs.slurm.submissions import FOLDER_NAME, Kept, RankWork, keep, next_folder, read_submissions
 from stepscope.jobs.slurm.watch import JobListener, JobWatch, raise_failures
-from stepscope.jobs.train import lock_or_raise
 from stepscope.jobs.workers.process import require_torch
 
 
@@ -96,20 +94,10 @@ class SlurmRanks:
         return keep(folder, submit(executor, [task]), self.resources, self._work(), self.command)
 
 
-@contextmanager
-def _alone(run_folder: Path) -> Iterator[None]:
+def _alone(run_folder: Path) -> AbstractContextManager[None]:
     """One command waits for a folder's jobs at a time: two could both find none, and submit. The lock is on the folder
     itself, so that no file stays behind."""
-    folder = run_folder / FOLDER_NAME
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
     refusal = StepscopeError(
         f"another command waits for the jobs of `{run_folder}`", hint="end that one, or --out FOLDER"
     )
-    try:
-        with writing(folder):
-            lock_or_raise(descriptor, refusal)
-        yield
-    finally:
-        os.close(descriptor)
+    return locked(run_folder / FOLDER_NAME, refusal)

@@ -27,7 +27,7 @@ from stepscope.spec import Case, Grid, grid_from_flags
 if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
     import polars as pl
 
-    from stepscope.jobs.recorders.nsys import NsysRun
+    from stepscope.jobs.recorders.nsight_systems import NsysRun
     from stepscope.recording.store import Recording
 
 OnStage = Callable[[str], None]
@@ -98,7 +98,7 @@ class NsysJob(_RecordingJob, frozen=True, kw_only=True):
         return self.folder.with_name(self.folder.name + "-nsys")
 
     def run(self, grid: Grid, on_stage: OnStage) -> tuple["Recording", "NsysRun"]:
-        from stepscope.jobs.recorders.nsys import record_with_nsys, require_nsys
+        from stepscope.jobs.recorders.nsight_systems import record_with_nsys, require_nsys
 
         require_nsys()
         require_torch()
