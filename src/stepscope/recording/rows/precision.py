@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain, write_atomically, writing
+from stepscope.files import Versioned, decode, read_plain, write_atomically, writing
 from stepscope.recording.rows.bench import Environment
 from stepscope.spec import Case, Precision, Workload
 
@@ -177,10 +177,6 @@ class PrecisionReport(msgspec.Struct, frozen=True, kw_only=True):
     speeds: tuple[Speed, ...] = ()
 
 
-class _Versioned(msgspec.Struct):
-    schema: str
-
-
 def encode_report(report: PrecisionReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
 
@@ -193,7 +189,7 @@ def read_report(path: Path) -> PrecisionReport:
             f"cannot read `{path}`", detail=error.strerror or "", hint=f"stepscope precision --out {path.name}"
         ) from None
     try:
-        if decode(content, _Versioned).schema != SCHEMA:
+        if decode(content, Versioned).schema != SCHEMA:
             raise _not_ours(path, f"its schema is not `{SCHEMA}`")
         return decode(content, PrecisionReport)
     except msgspec.DecodeError as error:
