@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.precision.tables import find_speeds
+from stepscope.explain.precision.precision_tables import find_speeds
 from stepscope.files import check_target
 from stepscope.jobs.experiments.sweep import Planned, look_at
 from stepscope.jobs.recorders.recording_job import explain_failure, plan_case

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from stepscope.explain.precision.tables import answer, make_table, pair_speeds
+from stepscope.explain.precision.precision_tables import answer, make_table, pair_speeds
 from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.missing import command_for, explain_absence
 from stepscope.explain.story.phrases import shorten

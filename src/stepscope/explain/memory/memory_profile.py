@@ -13,11 +13,22 @@ import polars as pl
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory.categories import CATEGORIES, guess_categories
+from stepscope.explain.memory.saved import held_storages
 from stepscope.explain.trace.modules import number_layers
+from stepscope.recording.rows.memory_summary import (
+    Allocation,
+    CategoryBytes,
+    MemorySummary,
+    ModuleBytes,
+    PhaseBytes,
+    StepBytes,
+)
 from stepscope.recording.store import Recording
 
 Bytes = np.ndarray[Any, np.dtype[np.int64]]
 UNKNOWN = "unknown"
+_LARGEST = 20
+_MODULES = 50
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,15 @@ class MemoryProfile:
         event = start + int(self.totals[start:end].argmax())
         before = self.allocated_at(start - 1)
         return (start - 1, before) if before >= self.totals[event] else (event, int(self.totals[event]))
+
+    def largest_at(self, event: int, count: int) -> tuple[Allocation, ...]:
+        """The largest pieces of memory that are there after an event."""
+        return tuple(describe(self, row) for row in self.alive_at(event).head(count).iter_rows(named=True))
+
+    @cached_property
+    def summary(self) -> MemorySummary:
+        """What `--format json` prints and what tables are made from."""
+        return _summarise(self)
 
     def stack_text(self, stack: int | None) -> str:
         return self._stacks.get(stack, "") if stack is not None else ""
@@ -205,3 +225,106 @@ def _count_events(*tables: pl.DataFrame) -> int:
     """One more than the last event that any row tells of."""
     lasts = [table[name].max() for table in tables for name in ("start_event", "end_event")]
     return max((last + 1 for last in lasts if isinstance(last, int)), default=0)
+
+
+# --- Summed up --------------------------------------------------------------------------------------------------------
+
+
+def _summarise(profile: MemoryProfile) -> MemorySummary:
+    manifest, event = profile.recording.manifest, profile.peak_event
+    facts = manifest.memory
+    assert facts is not None, "a profile is made of a recording of memory"
+    step, phase = profile.place_of(event)
+    taken = profile.allocations.filter(pl.col("start_event") == event)["module"].drop_nulls()
+    reserved = profile.reserved
+    return MemorySummary(
+        file=manifest.file,
+        source=manifest.source,
+        device=manifest.device or facts.device,
+        peak_bytes=profile.peak_bytes,
+        peak_step=step,
+        peak_phase=phase,
+        peak_module=str(taken[0]) if taken.len() else None,
+        before_bytes=profile.before_bytes,
+        categories=tuple(CategoryBytes(category=name, bytes=size) for name, size in profile.categories_at(event)),
+        modules=tuple(
+            ModuleBytes(module=name, bytes=size) for name, size in profile.share_at(event, "module")[:_MODULES]
+        ),
+        largest=profile.largest_at(event, _LARGEST),
+        phases=_phases(profile),
+        steps=_steps(profile),
+        reserved_bytes=_at(reserved, event),
+        peak_reserved_bytes=None if reserved is None or not reserved.size else int(reserved.max()),
+        saved_bytes=_saved_bytes(profile.recording.saved),
+        allocator_peak_bytes=facts.allocator_peak_bytes,
+        estimated_bytes=facts.estimated_bytes,
+        num_allocations=profile.allocations.height,
+        notes=manifest.notes,
+    )
+
+
+def _at(values: Bytes | None, event: int) -> int | None:
+    return None if values is None or event < 0 else int(values[event])
+
+
+def describe(profile: MemoryProfile, row: dict[str, object]) -> Allocation:
+    stack = row["stack"]
+    fields = {name: row[name] for name in Allocation.__struct_fields__ if name != "stack"}
+    return Allocation(**fields, stack=profile.stack_text(stack if isinstance(stack, int) else None))  # type: ignore[arg-type]
+
+
+def _saved_bytes(saved: pl.DataFrame) -> int | None:
+    """What autograd keeps, each storage once, without what is there anyway."""
+    if not saved.height:
+        return None
+    return int(held_storages(saved)["storage_bytes"].sum())
+
+
+def _phases(profile: MemoryProfile) -> tuple[PhaseBytes, ...]:
+    """Of the first and the last step; where no steps are marked, of the stages that stacks tell. A phase that a step
+    runs several times begins and ends as its last run does, and peaks where any of them does."""
+    if not profile.steps:
+        return _stages(profile)
+    rows = []
+    for step in dict.fromkeys((profile.steps[0], profile.steps[-1])):
+        for phase in profile.phases:
+            spans = profile.phase_spans(step, phase)
+            if spans:
+                start, end = spans[-1]
+                rows.append(
+                    PhaseBytes(
+                        step=step,
+                        phase=phase,
+                        start_bytes=profile.allocated_at(start - 1),
+                        peak_bytes=max(profile.peak_between(*span)[1] for span in spans),
+                        end_bytes=profile.allocated_at(end - 1),
+                    )
+                )
+    return tuple(rows)
+
+
+def _stages(profile: MemoryProfile) -> tuple[PhaseBytes, ...]:
+    rows = []
+    known = profile.allocations.filter(pl.col("phase").is_not_null() & pl.col("start_event").is_not_null())
+    for phase in ("forward", "backward", "optimizer"):
+        events = known.filter(pl.col("phase") == phase)["start_event"].to_numpy()
+        if events.size:
+            peak = int(profile.totals[events].max())
+            rows.append(PhaseBytes(step=None, phase=phase, start_bytes=None, peak_bytes=peak, end_bytes=None))
+    return tuple(rows)
+
+
+def _steps(profile: MemoryProfile) -> tuple[StepBytes, ...]:
+    rows = []
+    for step in profile.steps:
+        span = profile.span(step)
+        assert span is not None, "a step that is listed has a span"
+        rows.append(
+            StepBytes(
+                step=step,
+                peak_bytes=profile.peak_between(*span)[1],
+                end_bytes=profile.allocated_at(span[1] - 1),
+                end_reserved_bytes=_at(profile.reserved, span[1] - 1),
+            )
+        )
+    return tuple(rows)

@@ -1,21 +1,25 @@
 """A profile of memory as tables: the page on the terminal, and each of its parts alone."""
 
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
 import polars as pl
 
 from stepscope.cost.activations import activations_of
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
-from stepscope.explain.memory.leaks import leaks_table
-from stepscope.explain.memory.profile import UNKNOWN, MemoryProfile
+from stepscope.explain.memory.memory_profile import UNKNOWN, MemoryProfile
 from stepscope.explain.memory.saved import saved_beside_closed_form, saved_by_module
-from stepscope.explain.memory.summary import largest_at, summarise_memory
-from stepscope.explain.memory.timeline import label_of
+from stepscope.explain.memory.timeline import label_of, say_shape, say_when
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.rows.memory_summary import Allocation, MemorySummary
 from stepscope.spec import ModelShape
 from stepscope.units import say_bytes
 
 _ON_A_PAGE = 8
+_SETTLED = 2  # steps until everything that is made once is made
+_FEWEST = 3
 _SIZE = Column(key="bytes", label="size", kind="bytes")
 _SHARE = Column(key="share", label="share", kind="share")
 
@@ -30,7 +34,7 @@ def memory_page(profile: MemoryProfile) -> Page:
 
 def headline(profile: MemoryProfile) -> str:
     """What was recorded, when most was allocated and by whom, and what stays."""
-    summary, manifest = summarise_memory(profile), profile.recording.manifest
+    summary, manifest = profile.summary, profile.recording.manifest
     case = manifest.case
     what = describe_case(case) if case else manifest.file or "recording"
     where = f" on {manifest.device}" if manifest.device else ""
@@ -112,7 +116,7 @@ def _by(profile: MemoryProfile, column: str, title: str, top: int) -> Table:
 
 
 def phases_table(profile: MemoryProfile) -> Table:
-    summary = summarise_memory(profile)
+    summary = profile.summary
     marked = bool(summary.steps)
     columns = [Column(key="step", label="step", kind="count")] if marked else []
     columns += [
@@ -130,9 +134,7 @@ def phases_table(profile: MemoryProfile) -> Table:
 
 
 def steps_table(profile: MemoryProfile) -> Table:
-    rows = tuple(
-        (one.step + 1, one.peak_bytes, one.end_bytes, one.end_reserved_bytes) for one in summarise_memory(profile).steps
-    )
+    rows = tuple((one.step + 1, one.peak_bytes, one.end_bytes, one.end_reserved_bytes) for one in profile.summary.steps)
     return Table(
         title="By step, from the first after the model was built",
         columns=(
@@ -147,7 +149,7 @@ def steps_table(profile: MemoryProfile) -> Table:
 
 def largest_table(profile: MemoryProfile, *, top: int) -> Table:
     """The largest pieces of memory at the peak."""
-    rows = tuple(_describe(one) for one in largest_at(profile, profile.peak_event, top))
+    rows = tuple(_describe(one) for one in profile.largest_at(profile.peak_event, top))
     return Table(
         title="At the peak, the largest allocations",
         columns=(
@@ -166,16 +168,14 @@ def largest_table(profile: MemoryProfile, *, top: int) -> Table:
 
 
 def _describe(one: Allocation) -> tuple[Cell, ...]:
-    shape = f"{one.dtype} {one.shape}" if one.shape else None
-    taken = ", ".join(part for part in (f"step {one.step + 1}" if one.step is not None else "", one.phase) if part)
-    what = label_of({"category": one.category, "name": one.name, "module": one.module, "phase": None, "op": one.op})
+    what = label_of(one, one.module)
     where = one.stack.partition("\n")[0] if not one.module and one.stack else ""
     return (
         one.bytes,
         one.category,
         f"{what} at {where}" if where else what,
-        shape,
-        taken or "before",
+        say_shape(one) or None,
+        say_when(one) or "before",
         one.module,
         one.op,
         one.name,
@@ -213,32 +213,70 @@ def freed_table(profile: MemoryProfile, *, top: int) -> Table:
     return Table(title="What backward gives back, in its order", columns=columns, rows=rows)
 
 
-def make_part(profile: MemoryProfile, name: str, *, top: int) -> Table:
-    """One part of the page, or one that is too long for it. `top` is how many rows of those that can be many."""
-    match name:
-        case "categories":
-            return categories_table(profile)
-        case "phases":
-            return phases_table(profile)
-        case "steps":
-            return steps_table(profile)
-        case "modules":
-            return modules_table(profile, top=top)
-        case "layers":
-            return layers_table(profile, top=top)
-        case "largest":
-            return largest_table(profile, top=top)
-        case "freed":
-            return freed_table(profile, top=top)
-        case "leaks":
-            return leaks_table(profile)
-        case "saved":
-            return saved_table(profile)
-        case _:
-            raise StepscopeError(f"a recording of memory has no `{name}`", detail=f"it has {', '.join(PARTS)}")
+_LEAKS = (
+    Column(key="bytes_a_step", label="a step", kind="bytes"),
+    Column(key="bytes", label="in all", kind="bytes"),
+    Column(key="steps", label="steps", kind="count"),
+    Column(key="where", label="where"),
+    Column(key="stack", label="stack", detail=True),
+)
 
 
-PARTS = ("categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved")
+def leaks_table(profile: MemoryProfile) -> Table:
+    """Memory that one step takes and neither it nor a later one gives back. A step may keep something once, as an
+    optimizer does in the first. It is a leak when step after step does, so the first steps do not count, and a stack is
+    named only if at least half of the others left something behind there. No rows where nothing leaks, or where there
+    are too few steps to tell."""
+    title = "Left behind by every step"
+    kept = _left_behind(profile)
+    if kept is None:
+        fewest = _SETTLED + _FEWEST + 1
+        return Table(title=title, columns=_LEAKS, rows=(), notes=(f"fewer than {fewest} steps tell nothing",))
+    if not kept.height:
+        return Table(title=title, columns=_LEAKS, rows=())
+    steps = int(kept["num_steps"][0])
+    by_stack = (
+        kept.group_by("stack", "module", "op")
+        .agg(pl.col("bytes").sum(), hit=pl.col("leak_step").n_unique())
+        .filter(pl.col("hit") * 2 >= steps)
+        .sort("bytes", descending=True)
+    )
+    rows = []
+    for row in by_stack.iter_rows(named=True):
+        stack = profile.stack_text(row["stack"])
+        where = row["module"] or row["op"] or stack.partition("\n")[0] or "unknown"
+        rows.append((row["bytes"] // row["hit"], row["bytes"], row["hit"], where, stack.replace("\n", " < ") or None))
+    note = f"of {steps} steps, the first {_SETTLED} and the last left out"
+    return Table(title=title, columns=_LEAKS, rows=tuple(rows), notes=(note,))
+
+
+def _left_behind(profile: MemoryProfile) -> pl.DataFrame | None:
+    """What is still there at the end and was taken after the first steps and before the last, with its step."""
+    bounds = _step_bounds(profile)
+    first, last = _SETTLED, len(bounds) - 1
+    if last - first < _FEWEST:
+        return None
+    starts = np.array([start for start, _ in bounds], dtype=np.int64)
+    staying = profile.allocations.filter(pl.col("end_event").is_null() & pl.col("start_event").is_not_null())
+    step = np.searchsorted(starts, staying["start_event"].to_numpy(), side="right") - 1
+    staying = staying.with_columns(leak_step=pl.Series(step, dtype=pl.Int64), num_steps=pl.lit(last - first))
+    return staying.filter(pl.col("leak_step").is_between(first, last - 1))
+
+
+def _step_bounds(profile: MemoryProfile) -> list[tuple[int, int]]:
+    """Marked steps, or, by the stacks of a foreign snapshot, from one beginning of a forward pass to the next."""
+    if profile.steps:
+        return [span for step in profile.steps if (span := profile.span(step)) is not None]
+    staged = profile.allocations.filter(pl.col("phase").is_not_null() & pl.col("start_event").is_not_null())
+    staged = staged.sort("start_event").select("start_event", "phase")
+    begins = staged.filter((pl.col("phase") == "forward") & (pl.col("phase").shift(1).fill_null("") != "forward"))
+    # A forward pass inside of backward, as checkpointing has it, begins no step: a step ends with an optimizer if the
+    # file has any.
+    if (staged["phase"] == "optimizer").any():
+        begins = staged.filter(
+            (pl.col("phase") == "forward") & (pl.col("phase").shift(1).fill_null("optimizer") == "optimizer")
+        )
+    return list(pairwise([*begins["start_event"].to_list(), profile.num_events]))
 
 
 def saved_table(profile: MemoryProfile) -> Table:
@@ -254,3 +292,23 @@ def saved_table(profile: MemoryProfile) -> Table:
     if case is None or not eager or case.workload.checkpoint != "none":
         return saved_by_module(saved)
     return saved_beside_closed_form(saved, activations_of(case.workload))
+
+
+PARTS = ("categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved")
+_WHOLE: dict[str, Callable[[MemoryProfile], Table]] = {
+    "categories": categories_table,
+    "phases": phases_table,
+    "steps": steps_table,
+    "leaks": leaks_table,
+    "saved": saved_table,
+}
+_RANKED = {"modules": modules_table, "layers": layers_table, "largest": largest_table, "freed": freed_table}
+
+
+def make_part(profile: MemoryProfile, name: str, *, top: int) -> Table:
+    """One part of the page, or one that is too long for it. `top` is how many rows of those that can be many."""
+    if name in _WHOLE:
+        return _WHOLE[name](profile)
+    if name not in _RANKED:
+        raise StepscopeError(f"a recording of memory has no `{name}`", detail=f"it has {', '.join(PARTS)}")
+    return _RANKED[name](profile, top=top)
