@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stepscope.explain.story.dimensions import ORDERED, Totals, add_up
+from stepscope.explain.story.sections.breakdown import ORDERED, Totals, add_up
 from stepscope.findings import Bars, Breakdown
 from stepscope.report.bars_chart import format_length
 from stepscope.report.numbers import MISSING

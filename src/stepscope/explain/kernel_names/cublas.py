@@ -7,9 +7,11 @@ known; where a code has no known meaning, the part says so.
 import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.gemm_words import Reading, read, split_along_k
-from stepscope.explain.kernel_names.types import KernelClass, KernelName, NamePart
+from stepscope.explain.kernel_names.gemm_words import GemmReading, read, split_along_k
 from stepscope.explain.kernel_names.vocabulary import (
+    KernelClass,
+    KernelName,
+    NamePart,
     build,
     explain_architecture,
     explain_layout,
@@ -87,7 +89,7 @@ def _decode_tuned(anatomy: Anatomy) -> KernelName:
     )
 
 
-def _product_word(reading: Reading) -> str:
+def _product_word(reading: GemmReading) -> str:
     if reading.letter and not reading.tensor_cores:
         return f"{reading.letter}gemm"
     return join(reading.dtype, "gemm")

@@ -4,8 +4,16 @@ import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
 from stepscope.explain.kernel_names.gemm_words import read, split_along_k
-from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
-from stepscope.explain.kernel_names.vocabulary import build, find_dtype, join, part, spell_tile
+from stepscope.explain.kernel_names.vocabulary import (
+    Direction,
+    KernelClass,
+    KernelName,
+    build,
+    find_dtype,
+    join,
+    part,
+    spell_tile,
+)
 
 _TUNED = re.compile(r"(?:cudnn_(?:infer|train)_)?(?:maxwell|pascal|volta|turing|ampere|hopper)_\w*?(?:s|h|i)?\d*cudnn_")
 _XMMA = re.compile(r"sm\d+_xmma_(?:fprop|dgrad|wgrad|deconv)_|sm\d+_\w*?(?:fprop|dgrad|wgrad)_implicit_gemm")

@@ -7,8 +7,16 @@ import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
 from stepscope.explain.kernel_names.gemm_words import read, split_along_k
-from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
-from stepscope.explain.kernel_names.vocabulary import build, find_dtype, join, part, spell_tile
+from stepscope.explain.kernel_names.vocabulary import (
+    Direction,
+    KernelClass,
+    KernelName,
+    build,
+    find_dtype,
+    join,
+    part,
+    spell_tile,
+)
 
 _GENERATED = re.compile(r"(cutlass(?:3x)?_\w+)")
 _WRAPPER = re.compile(r"(?:Kernel2?|device_kernel|GemmKernel)$")

@@ -50,7 +50,7 @@ class Gain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class StepEvidence:
     profile: Profile
 
     @property

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from stepscope.cost import ADAM_BYTES, SGD_BYTES
-from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, Evidence, ms
+from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, StepEvidence, ms
 from stepscope.explain.rules.replay import Bools
 from stepscope.explain.rules.rule import Hit, Rule, compile_model, settle, workload_of
 from stepscope.recording.store import Manifest
@@ -31,7 +31,7 @@ _MANY_TENSORS = r"(?i)foreach|multi_tensor"
 _FUSED = r"(?i)fused_?adam|FusedAdam|fused_?sgd|FusedSgd|fused_adagrad"
 
 
-def find_chains(evidence: Evidence) -> Hit | None:
+def find_chains(evidence: StepEvidence) -> Hit | None:
     compiled = evidence.profile.recording.manifest.compiled or bool(evidence.kernels["is_fused"].any())
     chains = _chains(evidence.kernels)
     if compiled or not chains.height:
@@ -90,7 +90,7 @@ def _is_cast() -> pl.Expr:
     return pl.when(known).then(target != source).otherwise(pl.col("is_cast"))
 
 
-def _copies(evidence: Evidence) -> pl.DataFrame:
+def _copies(evidence: StepEvidence) -> pl.DataFrame:
     """Copies that a program asked for; where no operator is known, PyTorch's own kernels."""
     asked = pl.when(pl.col("op").is_null()).then(pl.col("library") == "ATen").otherwise(pl.col("op").is_in(_COPIES))
     outside = pl.col("phase").fill_null("") != "optimizer"
@@ -98,13 +98,13 @@ def _copies(evidence: Evidence) -> pl.DataFrame:
     return evidence.kernels.filter(copies).with_columns(cast=_is_cast())
 
 
-def _remove(evidence: Evidence, kernels: pl.DataFrame) -> tuple[Bools, float]:
+def _remove(evidence: StepEvidence, kernels: pl.DataFrame) -> tuple[Bools, float]:
     removed = np.zeros(evidence.kernels.height, dtype=np.bool_)
     removed[kernels["row"].to_numpy()] = True
     return removed, evidence.per_step(kernels)
 
 
-def find_layout_copies(evidence: Evidence) -> Hit | None:
+def find_layout_copies(evidence: StepEvidence) -> Hit | None:
     copies = _copies(evidence).filter(~pl.col("cast"))
     removed, time = _remove(evidence, copies)
     if time < LEAST_LAYOUT_SHARE * evidence.step_ns:
@@ -117,7 +117,7 @@ def find_layout_copies(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def find_casts(evidence: Evidence) -> Hit | None:
+def find_casts(evidence: StepEvidence) -> Hit | None:
     casts = _copies(evidence).filter("cast")
     if not casts.height:
         return None
@@ -132,7 +132,7 @@ def find_casts(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def find_unfused_optimizer(evidence: Evidence) -> Hit | None:
+def find_unfused_optimizer(evidence: StepEvidence) -> Hit | None:
     update = evidence.kernels.filter(
         (pl.col("phase") == "optimizer")
         & pl.col("class").is_in(["optimizer", *POINTWISE])
@@ -158,7 +158,7 @@ def find_unfused_optimizer(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def _fused_update_ns(evidence: Evidence, update: pl.DataFrame) -> float | None:
+def _fused_update_ns(evidence: StepEvidence, update: pl.DataFrame) -> float | None:
     """How long a fused update takes; None where nothing says what is updated."""
     is_adam = bool(
         update["op"].str.contains(_ADAM).any()

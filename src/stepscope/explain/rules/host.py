@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from stepscope.explain.rules.evidence import WORTH_SAYING, Evidence, Gain, ms, often
+from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms, often
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Ints
 from stepscope.explain.rules.rule import Hit, Rule, compile_model, grow_batch, settle, workload_of
 from stepscope.recording.store import Manifest
@@ -13,7 +13,7 @@ _INPUT = r"(?i)enumerate\(DataLoader\)|\bdata ?load(?:er|ing)?\b|\bnext_batch\b|
 _PAGEABLE = r"(?i)HtoD.*Pageable|Pageable.*(?:-> ?Device|to device)"
 
 
-def _gaps(evidence: Evidence) -> Ints:
+def _gaps(evidence: StepEvidence) -> Ints:
     """Before each kernel, how long the device was idle; at the start of a step, since then."""
     replay = evidence.replay
     since = replay.ready
@@ -24,17 +24,17 @@ def _gaps(evidence: Evidence) -> Ints:
     return replay.start - since
 
 
-def _is_long(evidence: Evidence) -> Bools:
+def _is_long(evidence: StepEvidence) -> Bools:
     result: Bools = evidence.replay.starved & (_gaps(evidence) > LONG_GAP_NS)
     return result
 
 
-def _opens_step(evidence: Evidence) -> Bools:
+def _opens_step(evidence: StepEvidence) -> Bools:
     step = evidence.kernels["step"].to_numpy()
     return np.concatenate(([True], step[1:] != step[:-1]))
 
 
-def find_launch_bound(evidence: Evidence) -> Hit | None:
+def find_launch_bound(evidence: StepEvidence) -> Hit | None:
     updates = (evidence.kernels["phase"].fill_null("") == "optimizer").to_numpy()
     short = evidence.replay.is_launching & ~_is_long(evidence) & ~_opens_step(evidence) & ~updates
     change = evidence.replay.unchanged()
@@ -54,7 +54,7 @@ def find_launch_bound(evidence: Evidence) -> Hit | None:
     return Hit(evidence=text, saving_ns=saving)
 
 
-def find_synchronisation(evidence: Evidence) -> Hit | None:
+def find_synchronisation(evidence: StepEvidence) -> Hit | None:
     waits = evidence.waits.with_row_index("wait").filter(
         (pl.col("kind") == "call") & ~pl.col("last") & pl.col("step").is_not_null()
     )
@@ -78,13 +78,13 @@ def find_synchronisation(evidence: Evidence) -> Hit | None:
     return Hit(evidence=text, saving_ns=gain.step_ns)
 
 
-def _is_input_copy(evidence: Evidence, waits: pl.DataFrame) -> pl.Series:
+def _is_input_copy(evidence: StepEvidence, waits: pl.DataFrame) -> pl.Series:
     """The waits that are calls of copies from pageable memory to the device."""
     copies = evidence.kernels.filter(pl.col("name").str.contains(_PAGEABLE))
     return waits["start_ns"].is_in(copies["launch_ns"].drop_nulls().to_list())
 
 
-def find_input_stalls(evidence: Evidence) -> Hit | None:
+def find_input_stalls(evidence: StepEvidence) -> Hit | None:
     recording = evidence.profile.recording
     begin, stop = evidence.clock.window
     inside = (pl.col("end_ns") > begin) & (pl.col("start_ns") < stop)
@@ -121,7 +121,7 @@ def _overlap(idle: list[tuple[int, int]], loading: list[tuple[int, int]]) -> flo
     return float(total)
 
 
-def find_pageable_copies(evidence: Evidence) -> Hit | None:
+def find_pageable_copies(evidence: StepEvidence) -> Hit | None:
     copies = evidence.kernels.filter(pl.col("name").str.contains(_PAGEABLE))
     if not copies.height:
         return None
@@ -139,7 +139,7 @@ def find_pageable_copies(evidence: Evidence) -> Hit | None:
     return Hit(evidence=text, saving_ns=gain.step_ns)
 
 
-def find_step_end_wait(evidence: Evidence) -> Hit | None:
+def find_step_end_wait(evidence: StepEvidence) -> Hit | None:
     waits = evidence.waits.with_row_index("wait").filter(
         (pl.col("kind") == "call") & pl.col("last") & pl.col("step").is_not_null()
     )
@@ -159,7 +159,7 @@ def find_step_end_wait(evidence: Evidence) -> Hit | None:
     return Hit(evidence=text, saving_ns=gain.step_ns)
 
 
-def find_host_absence(evidence: Evidence) -> Hit | None:
+def find_host_absence(evidence: StepEvidence) -> Hit | None:
     away = _is_long(evidence)
     if not away.any():
         return None

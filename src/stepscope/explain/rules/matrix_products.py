@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 
 from stepscope import cost
-from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, PRODUCT_SHARE, Evidence, ms
+from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, PRODUCT_SHARE, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule, grow_batch, settle, workload_of
 from stepscope.explain.trace.roofline import least_ns
 from stepscope.recording.store import Manifest
@@ -25,7 +25,7 @@ _REGISTERS, _THREADS, _SHARED_BYTES = 65_536, 2_048, 228 * 1024
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp8": 1}
 
 
-def _products(evidence: Evidence) -> pl.DataFrame:
+def _products(evidence: StepEvidence) -> pl.DataFrame:
     """The kernels of products with, where known, batch, m, n and k."""
     products = evidence.kernels.filter((pl.col("class") == "gemm") & (pl.col("kind") == "kernel"))
     distinct = products.select("op", "shapes").unique()
@@ -35,7 +35,7 @@ def _products(evidence: Evidence) -> pl.DataFrame:
     return products.join(sizes, on=["op", "shapes"], how="left", nulls_equal=True, maintain_order="left")
 
 
-def find_single_precision(evidence: Evidence) -> Hit | None:
+def find_single_precision(evidence: StepEvidence) -> Hit | None:
     hardware = evidence.hardware
     if hardware is None or not {"fp32", "tf32"} <= set(hardware.peak_flops):
         return None
@@ -63,7 +63,7 @@ def find_single_precision(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def find_odd_sizes(evidence: Evidence) -> Hit | None:
+def find_odd_sizes(evidence: StepEvidence) -> Hit | None:
     products = _products(evidence).filter(pl.col("m").is_not_null() & pl.col("flops").is_not_null())
     products = products.filter(
         pl.col("dtype").is_in(list(_ELEMENT_BYTES)) & pl.col("tensor_cores").fill_null(value=True)
@@ -96,7 +96,7 @@ def find_odd_sizes(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def _aligned_speed(evidence: Evidence, products: pl.DataFrame, dtype: str, flops: float) -> float | None:
+def _aligned_speed(evidence: StepEvidence, products: pl.DataFrame, dtype: str, flops: float) -> float | None:
     """FLOP/ns of the best aligned product that does at least half as much."""
     like = products.filter(
         ~pl.col("odd") & (pl.col("dtype") == dtype) & (pl.col("flops") >= flops / 2) & (pl.col("time_ns") > 0)
@@ -108,7 +108,7 @@ def _aligned_speed(evidence: Evidence, products: pl.DataFrame, dtype: str, flops
     return peak * USUAL_ALIGNED_SHARE * 1e-9 if peak else None
 
 
-def _aligned_ns(evidence: Evidence, row: dict[str, float], speed: float | None) -> float | None:
+def _aligned_ns(evidence: StepEvidence, row: dict[str, float], speed: float | None) -> float | None:
     """The product, padded, at `speed`, and no faster than its bytes."""
     if speed is None:
         return None
@@ -131,7 +131,7 @@ def _filled(first: float, second: float, row: dict[str, float]) -> float:
     return first * second / (tiles * row["tile_m"] * row["tile_n"])
 
 
-def find_empty_waves(evidence: Evidence) -> Hit | None:
+def find_empty_waves(evidence: StepEvidence) -> Hit | None:
     multiprocessors = evidence.profile.recording.manifest.device_sms
     if not multiprocessors:
         return None
@@ -178,7 +178,7 @@ def _waves(row: dict[str, int | None], multiprocessors: int) -> float | None:
     return grid / (multiprocessors * max(1, min(limits)))
 
 
-def find_memory_bound(evidence: Evidence) -> Hit | None:
+def find_memory_bound(evidence: StepEvidence) -> Hit | None:
     hardware = evidence.hardware
     if hardware is None or not hardware.bandwidth:
         return None

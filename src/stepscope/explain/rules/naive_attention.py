@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from stepscope import cost
-from stepscope.explain.rules.evidence import POINTWISE, Evidence, ms
+from stepscope.explain.rules.evidence import POINTWISE, StepEvidence, ms
 from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.rule import Hit, Rule, settle, workload_of
 from stepscope.explain.trace.phases import number_passes
@@ -31,7 +31,7 @@ _DIAGONAL = 128  # tiles on the diagonal of a causal mask are computed as a whol
 _MOST_BETWEEN = 16  # kernels from a product to the softmax
 
 
-def find_naive_attention(evidence: Evidence) -> Hit | None:
+def find_naive_attention(evidence: StepEvidence) -> Hit | None:
     pieces = _by_parts(evidence)
     if not pieces.height:
         pieces = _by_pattern(evidence.kernels)
@@ -49,7 +49,7 @@ def find_naive_attention(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def _host_share(evidence: Evidence, pieces: pl.DataFrame) -> Floats:
+def _host_share(evidence: StepEvidence, pieces: pl.DataFrame) -> Floats:
     """The host's time for the first few launches of each attention stays, as that of the fused call."""
     share = np.ones(evidence.kernels.height)
     launch = pl.int_range(pl.len()).over("group")
@@ -58,7 +58,7 @@ def _host_share(evidence: Evidence, pieces: pl.DataFrame) -> Floats:
     return share
 
 
-def _by_parts(evidence: Evidence) -> pl.DataFrame:
+def _by_parts(evidence: StepEvidence) -> pl.DataFrame:
     """The kernels of our own attention by its annotation, with `group` (one pass of one module) and `forward`."""
     forward = (pl.col("phase") != "backward") | pl.col("recomputed")
     pieces = evidence.kernels.filter(pl.col("part").is_in(_PARTS)).with_columns(forward=forward.fill_null(value=True))
@@ -102,7 +102,7 @@ def _reach(row: int, step: int, batched: list[bool], small: list[bool], products
     return [] if missing else rows
 
 
-def _fused_times(evidence: Evidence, pieces: pl.DataFrame) -> pl.DataFrame:
+def _fused_times(evidence: StepEvidence, pieces: pl.DataFrame) -> pl.DataFrame:
     """group and fused_ns: from the products' FLOPs at a fused kernel's speed. Where they are not known, the products'
     own time: a fused kernel does the same products, and the rest of its work beside them."""
     pieces = _pad(pieces)
@@ -148,7 +148,7 @@ def _padding(dims: tuple[int, int, int, int] | None) -> float:
     return math.prod(_TILE * math.ceil(size / _TILE) / size for size in dims[1:] if size) if dims else 1.0
 
 
-def _fused_speeds(evidence: Evidence, pieces: pl.DataFrame) -> tuple[float, float] | None:
+def _fused_speeds(evidence: StepEvidence, pieces: pl.DataFrame) -> tuple[float, float] | None:
     """FLOP/s of a fused forward and backward for these shapes."""
     products = pieces.filter((pl.col("class") == "gemm") & pl.col("forward"))
     dtypes = products["op_dtype"].drop_nulls().to_list()

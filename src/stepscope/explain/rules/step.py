@@ -5,7 +5,7 @@ import shlex
 import numpy as np
 import polars as pl
 
-from stepscope.explain.rules.evidence import Evidence, ms
+from stepscope.explain.rules.evidence import StepEvidence, ms
 from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.rule import Hit, Rule, settle, workload_of
 from stepscope.explain.trace.accounting import account
@@ -23,11 +23,11 @@ FEW_KERNELS, MOST_OF_TIME = 3, 0.6
 _LONGEST_NAME = 1000  # a longer one is no name to type
 
 
-def find_exposed_communication(evidence: Evidence) -> Hit | None:
+def find_exposed_communication(evidence: StepEvidence) -> Hit | None:
     return _find_exposed(evidence, evidence.kernels, "communication runs", "backward")
 
 
-def find_exposed_copies(evidence: Evidence) -> Hit | None:
+def find_exposed_copies(evidence: StepEvidence) -> Hit | None:
     crossing = pl.col("name").str.contains(r"(?i)HtoD|DtoH|host to device|device to host").fill_null(value=False)
     marked = evidence.kernels.with_columns(
         pl.when(crossing).then(pl.lit("communication")).otherwise(pl.lit("other")).alias("class")
@@ -35,7 +35,7 @@ def find_exposed_copies(evidence: Evidence) -> Hit | None:
     return _find_exposed(evidence, marked, "copies between host and GPU run", None)
 
 
-def _find_exposed(evidence: Evidence, kernels: pl.DataFrame, what: str, phase: str | None) -> Hit | None:
+def _find_exposed(evidence: StepEvidence, kernels: pl.DataFrame, what: str, phase: str | None) -> Hit | None:
     """What is of the class `communication` and runs alone on the device."""
     whole = account(kernels, evidence.clock.window)
     exposed, hidden = (
@@ -54,7 +54,7 @@ def _find_exposed(evidence: Evidence, kernels: pl.DataFrame, what: str, phase: s
     return Hit(evidence=text, saving_ns=min(exposed, room))
 
 
-def find_recomputation(evidence: Evidence) -> Hit | None:
+def find_recomputation(evidence: StepEvidence) -> Hit | None:
     again = evidence.kernels.filter("recomputed")
     if not again.height:
         return None
@@ -68,7 +68,7 @@ def find_recomputation(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def _unhooked(evidence: Evidence, again: pl.DataFrame) -> Floats:
+def _unhooked(evidence: StepEvidence, again: pl.DataFrame) -> Floats:
     """The share of the host's time that stays in the modules which are called a second time."""
     if evidence.profile.ops["name"].str.contains(_WITHOUT_HOOKS).any():
         return np.ones(evidence.kernels.height)
@@ -77,7 +77,7 @@ def _unhooked(evidence: Evidence, again: pl.DataFrame) -> Floats:
     return np.where(hooked, UNHOOKED_HOST_SHARE, 1.0)
 
 
-def find_dominant_kernels(evidence: Evidence) -> Hit | None:
+def find_dominant_kernels(evidence: StepEvidence) -> Hit | None:
     total = float(evidence.kernels["time_ns"].sum())
     by_name = evidence.kernels.group_by("short").agg(pl.col("time_ns").sum()).sort("time_ns", "short", descending=True)
     top = by_name.head(FEW_KERNELS)
@@ -87,7 +87,7 @@ def find_dominant_kernels(evidence: Evidence) -> Hit | None:
     return Hit(evidence=f"{named}: together {float(top['time_ns'].sum()) / total:.0%} of the GPU time")
 
 
-def report_doubts(evidence: Evidence) -> Hit | None:
+def report_doubts(evidence: StepEvidence) -> Hit | None:
     doubts = evidence.profile.recording.manifest.doubts
     return Hit(evidence="; ".join(doubt.text for doubt in doubts)) if doubts else None
 

@@ -1,12 +1,14 @@
-"""A profile as tables: the page on the terminal, and each of its parts alone."""
+"""A profile as tables: the page on the terminal, each of its parts alone, and what recording it cost."""
 
 from collections.abc import Callable, Sequence
 
 import polars as pl
 
+from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.summary import KernelTime, kernel_times
 from stepscope.findings import Cell, Column, Finding, Table
+from stepscope.recording.store import Manifest
 
 _MS = 1e6
 _US = 1e3
@@ -325,3 +327,32 @@ PARTS = (*_WHOLE, *_RANKED)
 def make_part(profile: Profile, name: str, *, top: int | None = None) -> Table:
     """One of `PARTS`."""
     return _RANKED[name](profile, top=top) if name in _RANKED else _WHOLE[name](profile)
+
+
+_COLUMNS = (
+    Column(key="with", label="with"),
+    Column(key="step_ms", label="step", kind="ms"),
+    Column(key="vs_plain", label="vs nothing", kind="ratio"),
+    Column(key="vs_previous", label="vs the line above", kind="ratio"),
+)
+
+
+def overhead_table(manifest: Manifest) -> Table:
+    """One line a stage of recording; a stage that was not timed has none."""
+    assert manifest.case is not None, "only recordings of our own know their case"
+    assert manifest.overhead is not None, "a recording of our own knows its cost"
+    cost = manifest.overhead
+    timed = [("nothing", cost.plain_ns), ("the recorder", cost.recorded_ns), ("annotation too", cost.annotated_ns)]
+    known = [(name, value) for name, value in timed if value is not None]
+    previous = [None, *(value for _, value in known)]
+    rows = tuple(
+        (name, value / 1e6, value / cost.plain_ns, value / before if before else None)
+        for (name, value), before in zip(known, previous, strict=False)
+    )
+    doubts = tuple(f"{doubt.code}: {doubt.text}" for doubt in manifest.doubts)
+    return Table(
+        title=f"{describe_case(manifest.case)}, {manifest.device}: medians in ms, recorder and annotation included",
+        columns=_COLUMNS,
+        rows=rows,
+        notes=(*manifest.notes, *doubts),
+    )
