@@ -1,5 +1,5 @@
-"""What was measured apart from a step: attention alone, however it is computed, as time and memory over lengths; and what
-low precision does to the numbers, and what speed it buys."""
+"""What was measured apart from a step: attention alone, as time and memory over lengths, however it is computed; and
+what low precision does to the numbers, and what speed it buys."""
 
 from collections.abc import Sequence
 
