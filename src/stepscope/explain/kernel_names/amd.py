@@ -20,6 +20,7 @@ from stepscope.explain.kernel_names.vocabulary import (
     find_dtype,
     join,
     part,
+    spell_direction,
     spell_tile,
 )
 
@@ -137,7 +138,7 @@ def _decode_miopen(anatomy: Anatomy) -> KernelName | None:
                 "MIOpen",
                 kernel_class,
                 operation,
-                join(operation, {"forward": "fwd", "backward": "bwd"}.get(direction or ""), "(MIOpen)"),
+                join(operation, spell_direction(direction), "(MIOpen)"),
                 direction=direction,
                 dtype=dtype,
                 is_cast=is_cast,
@@ -165,12 +166,7 @@ def _decode_ck(anatomy: Anatomy) -> KernelName:
                 "CK",
                 kernel_class,
                 operation,
-                join(
-                    dtype,
-                    _SHORTER.get(operation, operation),
-                    {"forward": "fwd", "backward": "bwd"}.get(direction or ""),
-                    "(CK)",
-                ),
+                join(dtype, _SHORTER.get(operation, operation), spell_direction(direction), "(CK)"),
                 direction=direction,
                 dtype=dtype,
                 tensor_cores=tensor_cores,

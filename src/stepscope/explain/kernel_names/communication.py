@@ -142,6 +142,12 @@ _WAYS = {
     "PtoP": "between devices",
     "HtoH": "within the host",
 }
+_NSIGHT_WAYS = {
+    **dict.fromkeys(("host-to-device", "htod"), "host to device"),
+    **dict.fromkeys(("device-to-host", "dtoh"), "device to host"),
+    **dict.fromkeys(("device-to-device", "dtod"), "within the device"),
+    **dict.fromkeys(("peer-to-peer", "ptop"), "between devices"),
+}
 _MEMORIES = {
     "Pageable": "ordinary host memory: the driver copies through a pinned buffer, and the host waits for it",
     "Pinned": "pinned host memory: the copy can overlap with kernels",
@@ -154,7 +160,7 @@ def recognise_transfer(anatomy: Anatomy) -> KernelName | None:
         way = _WAYS.get(match["way"], match["way"])
         return _copy(anatomy, way, [part(match["way"], way), *_explain_memories(match["memories"] or "")])
     if match := _NSIGHT.match(text):
-        way = _spell_way(match["way"])
+        way = _NSIGHT_WAYS.get(match["way"].lower(), match["way"].lower())
         return _copy(anatomy, way, [part(match["way"], way)])
     if match := _ROCM.match(text):
         way = f"{match[1]} to {match[2]}".lower() if match[1] else "direction not named"
@@ -174,16 +180,3 @@ def _copy(anatomy: Anatomy, way: str, parts: list[NamePart], library: str = "CUD
 
 def _explain_memories(memories: str) -> list[NamePart]:
     return [part(word, meaning) for word, meaning in _MEMORIES.items() if word in memories]
-
-
-def _spell_way(way: str) -> str:
-    lower = way.lower()
-    if lower in ("host-to-device", "htod"):
-        return "host to device"
-    if lower in ("device-to-host", "dtoh"):
-        return "device to host"
-    if lower in ("device-to-device", "dtod"):
-        return "within the device"
-    if lower in ("peer-to-peer", "ptop"):
-        return "between devices"
-    return lower

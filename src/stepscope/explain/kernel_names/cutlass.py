@@ -56,7 +56,6 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
 
 def _decode_generated(anatomy: Anatomy, name: str) -> KernelName:
     reading = read(name)
-    split = reading.split_k or split_along_k(name)
     convolution = _CONVOLUTIONS.get(reading.operation)
     library = "cuDNN" if "cudnn" in anatomy.scope else "CUTLASS"
     operation, direction = convolution or ("matrix product", None)
@@ -70,16 +69,9 @@ def _decode_generated(anatomy: Anatomy, name: str) -> KernelName:
         library,
         "convolution" if convolution else "gemm",
         operation,
-        join(word, spell_tile(reading.tile), reading.layout, "split-K" if split else None, f"({library})"),
+        join(word, spell_tile(reading.tile), reading.layout, "split-K" if reading.split_k else None, f"({library})"),
         direction=direction,
-        architecture=reading.architecture,
-        dtype=reading.dtype,
-        tile=reading.tile,
-        stages=reading.stages,
-        layout=reading.layout,
-        tensor_cores=reading.tensor_cores,
-        split_k=split,
-        parts=tuple(reading.parts),
+        **reading.fields(),
     )
 
 
@@ -135,12 +127,5 @@ def _classify(text: str) -> tuple[KernelClass, str, Direction | None]:
 def _uses_tensor_cores(text: str) -> bool | None:
     if "OpClassSimt" in text:
         return False
-    if (
-        "OpClassTensorOp" in text
-        or "OpClassWmma" in text
-        or "GMMA" in text
-        or "Gmma" in text
-        or "WarpSpecialized" in text
-    ):
-        return True
-    return None
+    on_tensor_cores = ("OpClassTensorOp", "OpClassWmma", "GMMA", "Gmma", "WarpSpecialized")
+    return True if any(word in text for word in on_tensor_cores) else None

@@ -1,11 +1,12 @@
 """The dialect of hand-tuned matrix products: `ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn`.
 
 cuBLAS, CUTLASS and cuDNN name kernels by the same words joined with underscores, in differing order. So the words are
-read one by one, whatever their order, into one `Reading`; what the families add is who the kernel belongs to.
+read one by one, whatever their order, into one `GemmReading`; what the families add is who the kernel belongs to.
 """
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from stepscope.explain.kernel_names.vocabulary import (
     ARCHITECTURES,
@@ -81,6 +82,11 @@ class GemmReading:
     factors: bool = False  # whether the type of the factors was named
     unknown: list[str] = field(default_factory=list)
 
+    def fields(self) -> dict[str, Any]:
+        """What a `KernelName` takes over."""
+        names = ("architecture", "dtype", "tile", "stages", "layout", "tensor_cores", "split_k")
+        return {name: getattr(self, name) for name in names} | {"parts": tuple(self.parts)}
+
     def note(self, text: str, meaning: str) -> None:
         self.parts.append(part(text, meaning))
 
@@ -91,6 +97,7 @@ def read(name: str) -> GemmReading:
     words = name.split("_")[:48]
     for index, word in enumerate(words):
         _read_word(reading, word, words, index)
+    reading.split_k = reading.split_k or split_along_k(name)
     if reading.unknown:
         reading.note(", ".join(dict.fromkeys(reading.unknown)), "no published meaning")
     return reading

@@ -18,6 +18,7 @@ from stepscope.explain.kernel_names.vocabulary import (
     find_dtype,
     join,
     part,
+    spell_direction,
     spell_tile,
 )
 
@@ -191,16 +192,13 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
             return _decode_matmul_ogs(anatomy)
         library = _find_owner(text, anatomy)
         direction = find_direction(anatomy.base)
+        owner = f"({library})" if library != "unknown" else None
         return build(
             anatomy,
             library,
             kernel_class,
             operation,
-            join(
-                operation,
-                {"forward": "fwd", "backward": "bwd"}.get(direction or ""),
-                f"({library})" if library != "unknown" else None,
-            ),
+            join(operation, spell_direction(direction), owner),
             direction=direction,
             dtype=find_dtype(anatomy.template),
             is_cast=is_cast,
@@ -213,7 +211,11 @@ def _find_owner(text: str, anatomy: Anatomy) -> str:
     for pattern, owner in _OWNERS:
         if pattern.search(text):
             return owner
-    # Triton's kernels are plain identifiers; C++ brings namespaces, template arguments or a mangled name.
+    return _find_language(anatomy)
+
+
+def _find_language(anatomy: Anatomy) -> str:
+    """Triton's kernels are plain identifiers; C++ brings namespaces, template arguments or a mangled name."""
     plain = not (anatomy.mangled or anatomy.scope or anatomy.template or anatomy.arguments)
     return "Triton" if plain and anatomy.base.startswith("_") else "unknown"
 
@@ -311,16 +313,13 @@ def recognise_words(anatomy: Anatomy) -> KernelName | None:
         told = next((want for want in wanted if all(word in held for word in want.split("+"))), None)
         if told is None:
             continue
-        plain = not (anatomy.mangled or anatomy.scope or anatomy.template or anatomy.arguments)
-        library = "Triton" if plain and anatomy.base.startswith("_") else "unknown"
-        direction = find_direction(anatomy.base)
         return build(
             anatomy,
-            library,
+            _find_language(anatomy),
             kernel_class,
             operation,
             anatomy.base.strip("_") or operation,
-            direction=direction,
+            direction=find_direction(anatomy.base),
             dtype=find_dtype(anatomy.template),
             parts=(part(told.replace("+", " … "), join("taken for its meaning from the name alone:", operation)),),
         )

@@ -254,6 +254,10 @@ def spell_tile(tile: tuple[int, ...] | None) -> str:
     return "×".join(map(str, tile[:2])) if tile else ""
 
 
+def spell_direction(direction: Direction | None) -> str | None:
+    return {"forward": "fwd", "backward": "bwd"}.get(direction or "")
+
+
 def join(*pieces: str | None) -> str:
     return " ".join(piece for piece in pieces if piece)
 

@@ -11,15 +11,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from stepscope.explain.questions.answers import Answer, device_word, missing, share_by
-from stepscope.explain.trace.nesting import innermost
+from stepscope.explain.trace.nesting import around
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import say_share, say_time
-
-Ints = NDArray[np.int64]
 
 BEFORE, AFTER, BETWEEN_STEPS = "before the first kernel", "after the last kernel", "between steps"
 SYNCHRONISING, HOST_LATE, RECORDER = "host synchronising", "host late", "the recorder's own work"
@@ -51,9 +48,8 @@ def find_gaps(profile: Profile) -> pl.DataFrame:
     kernels = profile.kernels.with_row_index("row")
     frames = [_gaps_of(group, profile.window) for group in _devices(kernels)]
     gaps = pl.concat(frames)
-    around = kernels.select(
+    columns = [
         "row",
-        "name",
         "short",
         "class",
         "stream",
@@ -63,17 +59,14 @@ def find_gaps(profile: Profile) -> pl.DataFrame:
         "launch_end_ns",
         "thread",
         "step",
-        "op",
-    )
-    gaps = gaps.join(around.rename(lambda name: f"before_{name}"), on="before_row", how="left", maintain_order="left")
-    gaps = gaps.join(around.rename(lambda name: f"after_{name}"), on="after_row", how="left", maintain_order="left")
+    ]
+    for side in ("before", "after"):
+        ran = kernels.select(pl.col(columns).name.prefix(f"{side}_"))
+        gaps = gaps.join(ran, on=f"{side}_row", how="left", maintain_order="left")
     at = gaps.select("process", thread="after_thread", ns="start_ns")
-    ops = profile.recording.ops
-    host_op = ops["name"].gather(innermost(ops, at)) if ops.height else pl.Series([None] * gaps.height, dtype=pl.String)
-    cause = _causes(profile, gaps)
     return gaps.with_columns(
-        cause=cause,
-        host_op=host_op,
+        cause=_causes(profile, gaps),
+        host_op=around(profile.recording.ops, "name", at),
         time_ns=pl.col("end_ns") - pl.col("start_ns"),
         before="before_short",
         after="after_short",

@@ -15,7 +15,7 @@ import polars as pl
 from stepscope.explain.rules.replay import Bools, Change, Floats, Replay
 from stepscope.explain.trace.accounting import account
 from stepscope.explain.trace.clock import Clock
-from stepscope.explain.trace.nesting import innermost
+from stepscope.explain.trace.nesting import innermost, look_up
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import operator_calls
 from stepscope.hardware import Hardware
@@ -143,9 +143,7 @@ class StepEvidence:
         calls = self._waiting_calls()
         op_row = innermost(ops, calls.select("process", "thread", ns="start_ns"))
         calls = calls.select("start_ns", "end_ns").with_columns(
-            op=ops["name"].gather(op_row) if ops.height else pl.lit(None, pl.String),
-            phase=ops["phase"].gather(op_row) if ops.height else pl.lit(None, pl.String),
-            kind=pl.lit("call"),
+            op=look_up(ops, "name", op_row), phase=look_up(ops, "phase", op_row), kind=pl.lit("call")
         )
         queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
         waits = pl.concat([calls, queued], how="diagonal").sort("end_ns")

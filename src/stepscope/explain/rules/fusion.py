@@ -189,20 +189,14 @@ RULES = (
         code="SS003",
         title="chains of small operations that could be one kernel",
         check=find_chains,
-        meaning=(
-            "Each elementwise operation, copy and sum is a kernel of its own that reads its input from memory and "
-            "writes its result back. Fused, the intermediate results never leave the chip."
-        ),
-        seen=(
-            "Two or more such kernels in a row on one stream, of one module and phase, outside of the optimizer, not "
-            "from a compiler."
-        ),
-        saving=(
-            "A chain is taken to cost what its longest kernel does, and at least a fifth of itself (a third where "
-            "modules are not known): a fused kernel still reads its inputs and writes its result. These shares are "
-            "assumed. Replayed with the host's time that SS001 has, to the same estimates and errors where the host "
-            "is the limit. Where the GPU is, it was not measured. Overlaps with SS001, SS004, SS006 and SS008."
-        ),
+        meaning="""Each elementwise operation, copy and sum is a kernel of its own that reads its input from memory and
+            writes its result back. Fused, the intermediate results never leave the chip.""",
+        seen="""Two or more such kernels in a row on one stream, of one module and phase, outside of the optimizer, not
+            from a compiler.""",
+        saving="""A chain is taken to cost what its longest kernel does, and at least a fifth of itself (a third where
+            modules are not known): a fused kernel still reads its inputs and writes its result. These shares are
+            assumed. Replayed with the host's time that SS001 has, to the same estimates and errors where the host is
+            the limit. Where the GPU is, it was not measured. Overlaps with SS001, SS004, SS006 and SS008.""",
         builtin="--compile",
         own=(
             "model = torch.compile(model)",
@@ -215,14 +209,11 @@ RULES = (
         code="SS006",
         title="copies between layouts",
         check=find_layout_copies,
-        meaning=(
-            "A tensor that is transposed, permuted or expanded is copied to be contiguous, often because of a "
-            "view(), reshape() or contiguous(), or because a gradient arrives in the other layout."
-        ),
+        meaning="""A tensor that is transposed, permuted or expanded is copied to be contiguous, often because of a
+            view(), reshape() or contiguous(), or because a gradient arrives in the other layout.""",
         seen="Copies on the device that do not change the data type, at least 2 % of the step.",
-        saving=(
-            "All of their time, which is the most that can be had: what reads the tensor next then reads it strided."
-        ),
+        saving="""All of their time, which is the most that can be had: what reads the tensor next then reads it
+            strided.""",
         builtin="--compile, which fuses them into their neighbours",
         own=(
             "q, k, v = qkv.unbind(2)  # choose the layout in which the next operation reads, once",
@@ -235,18 +226,14 @@ RULES = (
         code="SS007",
         title="an optimizer of many kernels",
         check=find_unfused_optimizer,
-        meaning=(
-            "AdamW needs 28 bytes a parameter: read weight, gradient and two averages, write all but the gradient. "
-            "Operation by operation it moves about 80, in thousands of launches."
-        ),
+        meaning="""AdamW needs 28 bytes a parameter: read weight, gradient and two averages, write all but the gradient.
+            Operation by operation it moves about 80, in thousands of launches.""",
         seen="Elementwise or foreach kernels in the optimizer's phase, none of them fused.",
-        saving=(
-            "The optimizer's time less 28 bytes a parameter (12 for SGD) at 89 % of the bandwidth; where the number "
-            "of parameters is not known and the operations are Adam's, 65 % of it. Replayed: kernels one by one cost "
-            "the host eight times what the fused one does, and kernels for many tensors the same. 9.0 ms were "
-            "estimated where the optimizer's phase went from 19.0 to 4.6 ms, in the fastest steps from 13.9 to 4.4; "
-            "the steps' own times varied by more."
-        ),
+        saving="""The optimizer's time less 28 bytes a parameter (12 for SGD) at 89 % of the bandwidth; where the number
+            of parameters is not known and the operations are Adam's, 65 % of it. Replayed: kernels one by one cost the
+            host eight times what the fused one does, and kernels for many tensors the same. 9.0 ms were estimated where
+            the optimizer's phase went from 19.0 to 4.6 ms, in the fastest steps from 13.9 to 4.4; the steps' own times
+            varied by more.""",
         builtin="--optimizer adamw-fused",
         own=(
             "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
@@ -259,15 +246,11 @@ RULES = (
         code="SS008",
         title="casts between data types",
         check=find_casts,
-        meaning=(
-            "Under autocast, weights are cast to 16 bits anew in each step and activations wherever a 32-bit "
-            "operation meets a 16-bit one."
-        ),
+        meaning="""Under autocast, weights are cast to 16 bits anew in each step and activations wherever a 32-bit
+            operation meets a 16-bit one.""",
         seen="Copies on the device whose source and target differ in data type.",
-        saving=(
-            "All of their time. Compiling fuses the casts of activations; those of weights go only if the weights "
-            "are kept in 16 bits, with a 32-bit copy in the optimizer."
-        ),
+        saving="""All of their time. Compiling fuses the casts of activations; those of weights go only if the weights
+            are kept in 16 bits, with a 32-bit copy in the optimizer.""",
         builtin="--compile",
         own=(
             "model = torch.compile(model)  # casts become part of their neighbours",

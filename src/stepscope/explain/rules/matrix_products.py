@@ -219,17 +219,13 @@ RULES = (
         code="SS005",
         title="products in fp32 without tensor cores",
         check=find_single_precision,
-        meaning=(
-            "The matrix units are idle. TF32 keeps fp32's range, rounds the inputs of products to 10 bits and is "
-            "about seven times as fast at its peak; bf16 is twice as fast again and halves the memory traffic."
-        ),
+        meaning="""The matrix units are idle. TF32 keeps fp32's range, rounds the inputs of products to 10 bits and is
+            about seven times as fast at its peak; bf16 is twice as fast again and halves the memory traffic.""",
         seen="Kernels of matrix products whose name says fp32 on the CUDA cores, on a device with TF32.",
-        saving=(
-            "Each product at TF32's peak, with the share of the peak that it has in fp32 now (75 % at most), or at "
-            "89 % of the bandwidth, whichever is slower. Replayed. 52 ms were estimated where 57 of 167 came (71 by "
-            "the fastest steps): afterwards the host was the limit, and its pace is taken to be the slowest that "
-            "fits the recording."
-        ),
+        saving="""Each product at TF32's peak, with the share of the peak that it has in fp32 now (75 % at most), or at
+            89 % of the bandwidth, whichever is slower. Replayed. 52 ms were estimated where 57 of 167 came (71 by the
+            fastest steps): afterwards the host was the limit, and its pace is taken to be the slowest that fits the
+            recording.""",
         builtin="--precision tf32, or bf16",
         own=(
             'torch.set_float32_matmul_precision("high")',
@@ -246,22 +242,16 @@ RULES = (
         code="SS009",
         title="sizes that fit no tile",
         check=find_odd_sizes,
-        meaning=(
-            "Products are computed in tiles and loaded 16 bytes at a time. A size that is no multiple of 8 (in 16 "
-            "bits; 4 in TF32) forces slower loads and kernels, and one just above a multiple of the tile computes "
-            "mostly padding."
-        ),
-        seen=(
-            "Products with tensor cores one of whose sizes is not such a multiple; or whose tiles, by the kernel's "
-            "name, compute at least 15 % more than asked for."
-        ),
-        saving=(
-            "For the first, the product at the speed of the best aligned product of its kind in the recording (65 % "
-            "of the peak where there is none), padded to a multiple of 64. For the second, the share of the padding. "
-            "Replayed; none was estimated for a step that the host limits, and its fastest steps took the same (51.6 "
-            "ms). The GPU time of the first is not measured: which kernels cuBLAS has for odd sizes changes with its "
-            "version."
-        ),
+        meaning="""Products are computed in tiles and loaded 16 bytes at a time. A size that is no multiple of 8 (in 16
+            bits; 4 in TF32) forces slower loads and kernels, and one just above a multiple of the tile computes mostly
+            padding.""",
+        seen="""Products with tensor cores one of whose sizes is not such a multiple; or whose tiles, by the kernel's
+            name, compute at least 15 % more than asked for.""",
+        saving="""For the first, the product at the speed of the best aligned product of its kind in the recording (65 %
+            of the peak where there is none), padded to a multiple of 64. For the second, the share of the padding.
+            Replayed; none was estimated for a step that the host limits, and its fastest steps took the same (51.6 ms).
+            The GPU time of the first is not measured: which kernels cuBLAS has for odd sizes changes with its
+            version.""",
         builtin="--vocab 10048 in place of 10007: the next multiple of 64",
         own=(
             "# pad sizes to multiples of 64: tokens, widths, heads",
@@ -274,15 +264,11 @@ RULES = (
         code="SS010",
         title="a last wave that is mostly empty",
         check=find_empty_waves,
-        meaning=(
-            "Thread blocks run in waves of as many as the GPU holds at once. 133 tiles on 132 multiprocessors take "
-            "as long as 264."
-        ),
-        seen=("Products whose tiles make one to six waves, the last of which leaves at least 10 % of all slots empty."),
-        saving=(
-            "The empty share of their time, which is the most that can be had; libraries split work over K to mend "
-            "it, and an interplay of sizes decides. Take it as a reason to try, not as a promise."
-        ),
+        meaning="""Thread blocks run in waves of as many as the GPU holds at once. 133 tiles on 132 multiprocessors take
+            as long as 264.""",
+        seen="Products whose tiles make one to six waves, the last of which leaves at least 10 % of all slots empty.",
+        saving="""The empty share of their time, which is the most that can be had; libraries split work over K to mend
+            it, and an interplay of sizes decides. Take it as a reason to try, not as a promise.""",
         builtin="another --batch: batch × context decides the number of tiles",
         own=(
             (
@@ -298,14 +284,10 @@ RULES = (
         code="SS015",
         title="products bound by memory",
         check=find_memory_bound,
-        meaning=(
-            "A product does few operations a byte when one of its sizes is small. Then the bandwidth is its limit, "
-            "and tensor cores or a lower precision of the arithmetic do not help; more rows do, at no cost in time."
-        ),
-        seen=(
-            "Matrix products whose bytes at full bandwidth take longer than their FLOPs at the peak, at least 5 % of "
-            "the step."
-        ),
+        meaning="""A product does few operations a byte when one of its sizes is small. Then the bandwidth is its limit,
+            and tensor cores or a lower precision of the arithmetic do not help; more rows do, at no cost in time.""",
+        seen="""Matrix products whose bytes at full bandwidth take longer than their FLOPs at the peak, at least 5 % of
+            the step.""",
         saving="None is estimated: the step gets no shorter, but does more.",
         builtin="a larger --batch or --context",
         own=(

@@ -177,20 +177,15 @@ RULES = (
         code="SS004",
         title="attention that writes its scores to memory",
         check=find_naive_attention,
-        meaning=(
-            "Scores, softmax and values as separate operations move a matrix of queries by keys through memory many "
-            "times. A fused kernel keeps it on the chip, skips the masked half, and its memory grows with the "
-            "length, not its square."
-        ),
+        meaning="""Scores, softmax and values as separate operations move a matrix of queries by keys through memory
+            many times. A fused kernel keeps it on the chip, skips the masked half, and its memory grows with the
+            length, not its square.""",
         seen="The parts of the built-in attention, or two batched products with a softmax between them.",
-        saving=(
-            "The time of these kernels less that of a fused one, from its FLOPs at the speed that PyTorch's own "
-            "kernels have on an H200 (a share of the peak that grows with the number of queries; fp32 has slower "
-            "kernels than bf16); right to a tenth for cuDNN's at lengths of 512 and 1024. Replayed; the host needs "
-            "four launches a call. 48 ms were estimated where 39 of 146 came (53 by the fastest): afterwards the "
-            "host was the limit, whose pace a step that the GPU limits does not show. Expect a quarter either way "
-            "then."
-        ),
+        saving="""The time of these kernels less that of a fused one, from its FLOPs at the speed that PyTorch's own
+            kernels have on an H200 (a share of the peak that grows with the number of queries; fp32 has slower kernels
+            than bf16); right to a tenth for cuDNN's at lengths of 512 and 1024. Replayed; the host needs four launches
+            a call. 48 ms were estimated where 39 of 146 came (53 by the fastest): afterwards the host was the limit,
+            whose pace a step that the GPU limits does not show. Expect a quarter either way then.""",
         builtin="--attention flash",
         own=(
             "out = stepscope.kernels.flash_attention(q, k, v, causal=True)  # docs/kernels.md",

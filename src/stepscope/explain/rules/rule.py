@@ -42,6 +42,11 @@ class Rule:
     look_up: Callable[[Profile], Copyable] | None = None  # for what is not a fault: the command that tells more
     on_cpu: bool = False  # whether it says anything about a recording of a CPU
 
+    def __post_init__(self) -> None:
+        """Paragraphs are written over several lines, as the code has room for them, and are one line each."""
+        for name in ("meaning", "seen", "saving", "builtin"):
+            object.__setattr__(self, name, " ".join(getattr(self, name).split()))
+
 
 IDLE_ENOUGH = 0.1  # of a step, to blame the host
 

@@ -112,15 +112,11 @@ RULES = (
         code="SS011",
         title="communication that nothing hides",
         check=find_exposed_communication,
-        meaning=(
-            "Collectives run while the device has nothing else to do. A rank that waits for a slower one is seen as "
-            "communication as well."
-        ),
+        meaning="""Collectives run while the device has nothing else to do. A rank that waits for a slower one is seen
+            as communication as well.""",
         seen="Time in which communication runs alone on the device, at least 2 % of the step.",
-        saving=(
-            "As much of it as there is computing in the backward pass that does not hide communication yet. How much "
-            "of that can be had depends on the order of the gradients."
-        ),
+        saving="""As much of it as there is computing in the backward pass that does not hide communication yet. How
+            much of that can be had depends on the order of the gradients.""",
         builtin="one process; nothing to hide",
         own=(
             "model = DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)",
@@ -137,17 +133,13 @@ RULES = (
         code="SS013",
         title="activations computed a second time",
         check=find_recomputation,
-        meaning=(
-            "Activation checkpointing throws activations away and computes them again in the backward pass: about a "
-            "third more work, for memory."
-        ),
+        meaning="""Activation checkpointing throws activations away and computes them again in the backward pass: about
+            a third more work, for memory.""",
         seen="Modules that are called inside of the backward pass.",
-        saving=(
-            "The time of these kernels, replayed, and a fifth of the host's time for the other launches of their "
-            "modules: PyTorch passes each saved tensor through Python (not with use_reentrant=True). 76 ms were "
-            "estimated where 88 of 192 came, 71 by the fastest steps; the host was the limit. Whether the memory "
-            "suffices the recording does not know."
-        ),
+        saving="""The time of these kernels, replayed, and a fifth of the host's time for the other launches of their
+            modules: PyTorch passes each saved tensor through Python (not with use_reentrant=True). 76 ms were estimated
+            where 88 of 192 came, 71 by the fastest steps; the host was the limit. Whether the memory suffices the
+            recording does not know.""",
         builtin="--checkpoint none",
         own=(
             "# checkpoint fewer blocks: every second one, or only those with the largest activations",
@@ -179,7 +171,7 @@ RULES = (
         code="SS016",
         title="a measurement to doubt",
         check=report_doubts,
-        meaning=("The machine was not in a state to measure in: throttled, shared, cold, or with a wide spread."),
+        meaning="The machine was not in a state to measure in: throttled, shared, cold, or with a wide spread.",
         seen="The doubts that stepscope noted while it recorded.",
         saving="None: the figures may be off by as much as the doubt says.",
         builtin="stepscope doctor, then record again",
@@ -191,12 +183,10 @@ RULES = (
         code="SS020",
         title="copies between host and GPU that nothing hides",
         check=find_exposed_copies,
-        meaning=("Weights, activations or optimizer state cross the bus while the GPU has nothing else to do."),
-        seen=("Time in which copies to or from the host run alone on the device, at least 2 % of the step."),
-        saving=(
-            "As much of it as there is other work on the GPU that hides no copies yet; on a stream of their own they "
-            "can run beside it. What is more than that, only fewer bytes can save."
-        ),
+        meaning="Weights, activations or optimizer state cross the bus while the GPU has nothing else to do.",
+        seen="Time in which copies to or from the host run alone on the device, at least 2 % of the step.",
+        saving="""As much of it as there is other work on the GPU that hides no copies yet; on a stream of their own
+            they can run beside it. What is more than that, only fewer bytes can save.""",
         builtin="its weights and batch stay on the device",
         own=(
             "with torch.cuda.stream(copies): layer.weight.copy_(pinned, non_blocking=True)  # one layer ahead",
