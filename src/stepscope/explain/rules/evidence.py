@@ -135,9 +135,9 @@ class StepEvidence:
 
     @cached_property
     def waits(self) -> pl.DataFrame:
-        """The host's waits for the device, in the order of their end: start_ns, end_ns, op, phase, step, `kind`, and
-        `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue` for
-        a launch that had to wait for a place in the queue. Short calls waited for nothing."""
+        """The host's waits for the device, in the order of their end: `wait` (their row), start_ns, end_ns, op, phase,
+        step, `kind`, and `last`: whether nothing more was launched in its step. The kind is `call` for a call that
+        waits, and `queue` for a launch that had to wait for a place in the queue. Short calls waited for nothing."""
         start, end = self.clock.window
         ops = self.profile.ops.filter((pl.col("end_ns") > start) & (pl.col("start_ns") < end))
         calls = self._waiting_calls()
@@ -147,7 +147,7 @@ class StepEvidence:
         )
         queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
         waits = pl.concat([calls, queued], how="diagonal").sort("end_ns")
-        return _with_steps(waits, self._steps, self.kernels)
+        return _with_steps(waits, self._steps, self.kernels).with_row_index("wait")
 
     def _waiting_calls(self) -> pl.DataFrame:
         process = self.kernels["process"].drop_nulls().unique().to_list()
@@ -194,6 +194,21 @@ class StepEvidence:
         after = self.replay.run(change, host_scale=self.host_scale)
         step = max(0.0, (self.replayed_ns - after) / self.num_steps)
         return Gain(gpu_ns=gpu, step_ns=min(step, self.step_ns))
+
+    def gain_without(self, waits: pl.DataFrame, removed: pl.DataFrame | None = None) -> Gain | None:
+        """The host does not wait there, and the kernels `removed` take no time; None where that is not worth saying."""
+        change = self.replay.unchanged()
+        change.skipped_waits = set(waits["wait"].to_list())
+        if removed is not None:
+            change.duration_ns[removed["row"].to_numpy()] = 0.0
+        gain = self.gain(change)
+        return gain if gain.step_ns >= WORTH_SAYING * self.step_ns else None
+
+    def mark(self, kernels: pl.DataFrame) -> Bools:
+        """Which of all kernels these are."""
+        marked = np.zeros(self.kernels.height, dtype=np.bool_)
+        marked[kernels["row"].to_numpy()] = True
+        return marked
 
     def gain_of(self, new_ns: Floats, removed: Bools | None = None, *, host_share: Floats | None = None) -> Gain:
         """Kernels take `new_ns` (by row); those `removed` are gone, and the host's time for them. Of the host's time

@@ -7,7 +7,6 @@ import polars as pl
 
 from stepscope.cost import ADAM_BYTES, SGD_BYTES
 from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, StepEvidence, ms
-from stepscope.explain.rules.replay import Bools
 from stepscope.explain.rules.rule import Hit, Rule, compile_model, settle, workload_of
 from stepscope.recording.store import Manifest
 from stepscope.spec import Optimizer
@@ -98,18 +97,12 @@ def _copies(evidence: StepEvidence) -> pl.DataFrame:
     return evidence.kernels.filter(copies).with_columns(cast=_is_cast())
 
 
-def _remove(evidence: StepEvidence, kernels: pl.DataFrame) -> tuple[Bools, float]:
-    removed = np.zeros(evidence.kernels.height, dtype=np.bool_)
-    removed[kernels["row"].to_numpy()] = True
-    return removed, evidence.per_step(kernels)
-
-
 def find_layout_copies(evidence: StepEvidence) -> Hit | None:
     copies = _copies(evidence).filter(~pl.col("cast"))
-    removed, time = _remove(evidence, copies)
+    time = evidence.per_step(copies)
     if time < LEAST_LAYOUT_SHARE * evidence.step_ns:
         return None
-    gain = evidence.gain_of(evidence.durations, removed)
+    gain = evidence.gain_of(evidence.durations, evidence.mark(copies))
     backward = evidence.per_step(copies.filter(pl.col("phase") == "backward")) / time
     text = f"{copies.height / evidence.num_steps:,.0f} copies a step that change only the layout, {ms(time)}"
     if copies["phase"].is_not_null().all():
@@ -121,8 +114,8 @@ def find_casts(evidence: StepEvidence) -> Hit | None:
     casts = _copies(evidence).filter("cast")
     if not casts.height:
         return None
-    removed, time = _remove(evidence, casts)
-    gain = evidence.gain_of(evidence.durations, removed)
+    time = evidence.per_step(casts)
+    gain = evidence.gain_of(evidence.durations, evidence.mark(casts))
     two_sizes = pl.col("shapes").str.replace_all(" ", "").str.contains(r"^\[\[\d+,\d+\],")
     to_half = pl.col("dtypes").str.contains(r'^\[\s*"c10::(?:BFloat16|Half)",\s*"float"')
     weights = casts.filter((pl.col("phase") == "forward") & two_sizes & to_half)
@@ -202,7 +195,6 @@ RULES = (
             "model = torch.compile(model)",
             "# or a fused layer: torch.nn.RMSNorm, F.scaled_dot_product_attention, a kernel of Liger's",
         ),
-        paste="model = torch.compile(model)",
         change=compile_model,
     ),
     Rule(
@@ -256,7 +248,6 @@ RULES = (
             "model = torch.compile(model)  # casts become part of their neighbours",
             "model = model.to(torch.bfloat16)  # with an optimizer that keeps fp32 weights of its own",
         ),
-        paste="model = torch.compile(model)  # casts become part of their neighbours",
         change=compile_model,
     ),
 )

@@ -55,16 +55,10 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
 
 
 def find_synchronisation(evidence: StepEvidence) -> Hit | None:
-    waits = evidence.waits.with_row_index("wait").filter(
-        (pl.col("kind") == "call") & ~pl.col("last") & pl.col("step").is_not_null()
-    )
+    waits = evidence.waits.filter((pl.col("kind") == "call") & ~pl.col("last") & pl.col("step").is_not_null())
     waits = waits.filter(~_is_input_copy(evidence, waits))
-    if not waits.height:
-        return None
-    change = evidence.replay.unchanged()
-    change.skipped_waits = set(waits["wait"].to_list())
-    gain = evidence.gain(change)
-    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
+    gain = evidence.gain_without(waits) if waits.height else None
+    if gain is None:
         return None
     waited = float((waits["end_ns"] - waits["start_ns"]).sum()) / evidence.num_steps
     by_op = waits.filter(pl.col("op").is_not_null())["op"].unique().sort().to_list()
@@ -123,14 +117,9 @@ def _overlap(idle: list[tuple[int, int]], loading: list[tuple[int, int]]) -> flo
 
 def find_pageable_copies(evidence: StepEvidence) -> Hit | None:
     copies = evidence.kernels.filter(pl.col("name").str.contains(_PAGEABLE))
-    if not copies.height:
-        return None
-    waits = evidence.waits.with_row_index("wait")
-    change = evidence.replay.unchanged()
-    change.skipped_waits = set(waits.filter(_is_input_copy(evidence, waits))["wait"].to_list())
-    change.duration_ns[copies["row"].to_numpy()] = 0.0
-    gain = evidence.gain(change)
-    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
+    waits = evidence.waits.filter(_is_input_copy(evidence, evidence.waits))
+    gain = evidence.gain_without(waits, removed=copies) if copies.height else None
+    if gain is None:
         return None
     text = (
         f"{copies.height / evidence.num_steps:.3g} copies a step from pageable memory, {ms(evidence.per_step(copies))} "
@@ -140,18 +129,12 @@ def find_pageable_copies(evidence: StepEvidence) -> Hit | None:
 
 
 def find_step_end_wait(evidence: StepEvidence) -> Hit | None:
-    waits = evidence.waits.with_row_index("wait").filter(
-        (pl.col("kind") == "call") & pl.col("last") & pl.col("step").is_not_null()
-    )
+    waits = evidence.waits.filter((pl.col("kind") == "call") & pl.col("last") & pl.col("step").is_not_null())
     # The last step of all has no next one to hold up.
     steps = evidence.clock.steps["step"]
     waits = waits.filter(pl.col("step") < steps.max()) if steps.len() else waits.head(0)
-    if not waits.height:
-        return None
-    change = evidence.replay.unchanged()
-    change.skipped_waits = set(waits["wait"].to_list())
-    gain = evidence.gain(change)
-    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
+    gain = evidence.gain_without(waits) if waits.height else None
+    if gain is None:
         return None
     by_op = waits["op"].drop_nulls().unique().sort().to_list()
     inside = f" in {by_op[0]}" if by_op else ""
@@ -208,7 +191,6 @@ RULES = (
             'model = torch.compile(model, mode="reduce-overhead")  # CUDA graphs; shapes must not change',
             "loader = DataLoader(data, batch_size=2 * batch)  # more work a launch",
         ),
-        paste='model = torch.compile(model, mode="reduce-overhead")  # CUDA graphs; shapes must not change',
         change=_compile_or_grow,
     ),
     Rule(

@@ -37,7 +37,7 @@ class Rule:
     saving: str  # how it is estimated, and how far off that may be
     builtin: str  # the flag of the built-in model that fixes it
     own: tuple[str, ...]  # lines for one's own code
-    paste: str = ""  # valid Python for a report's page to offer for one's own code
+    paste: str = ""  # valid Python for a report's page to offer; the first line of `own` unless it is a remark
     change: SettingsChange | None = None
     look_up: Callable[[Profile], Copyable] | None = None  # for what is not a fault: the command that tells more
     on_cpu: bool = False  # whether it says anything about a recording of a CPU
@@ -46,6 +46,8 @@ class Rule:
         """Paragraphs are written over several lines, as the code has room for them, and are one line each."""
         for name in ("meaning", "seen", "saving", "builtin"):
             object.__setattr__(self, name, " ".join(getattr(self, name).split()))
+        if not self.paste and not self.own[0].startswith("#"):
+            object.__setattr__(self, "paste", self.own[0])
 
 
 IDLE_ENOUGH = 0.1  # of a step, to blame the host

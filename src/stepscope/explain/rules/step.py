@@ -58,9 +58,7 @@ def find_recomputation(evidence: StepEvidence) -> Hit | None:
     again = evidence.kernels.filter("recomputed")
     if not again.height:
         return None
-    removed = np.zeros(evidence.kernels.height, dtype=np.bool_)
-    removed[again["row"].to_numpy()] = True
-    gain = evidence.gain_of(evidence.durations, removed, host_share=_unhooked(evidence, again))
+    gain = evidence.gain_of(evidence.durations, evidence.mark(again), host_share=_unhooked(evidence, again))
     text = (
         f"{again.height / evidence.num_steps:,.0f} kernels a step compute activations a second time, "
         f"{ms(evidence.per_step(again))}"
