@@ -6,9 +6,11 @@
 import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.types import Direction, KernelName, NamePart
 from stepscope.explain.kernel_names.vocabulary import (
     CODES,
+    Direction,
+    KernelName,
+    NamePart,
     build,
     find_dtype,
     join,

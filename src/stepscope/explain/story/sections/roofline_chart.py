@@ -1,6 +1,6 @@
 """Operators under the limits of their device: how many operations a second against operations a byte.
 
-A point is all calls of one operator with one shape (`explain.roofline`). Operators that only move memory have no
+A point is all calls of one operator with one shape (`trace.roofline`). Operators that only move memory have no
 operations to count and therefore no place in the picture; how much of the time they take is said below it.
 """
 

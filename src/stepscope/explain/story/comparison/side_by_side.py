@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stepscope.explain.story.breakdown import break_down
-from stepscope.explain.story.roofline_points import draw_roofline
 from stepscope.explain.story.run import SECTIONS
+from stepscope.explain.story.sections.breakdown import break_down
+from stepscope.explain.story.sections.roofline_chart import draw_roofline
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Beside, Cell, Column, Exhibit, Missing, Part, Section, Table
 

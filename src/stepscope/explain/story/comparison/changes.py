@@ -7,11 +7,11 @@ import msgspec
 
 from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.commands import find_case
-from stepscope.explain.story.comparison_sections import join_missing
-from stepscope.explain.story.environment_section import find_environment
+from stepscope.explain.story.comparison.side_by_side import join_missing
 from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.phrases import name_class
+from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import NOISE, Materials
 from stepscope.explain.trace.comparability import describe_software, list_settings, list_versions
 from stepscope.explain.trace.compare import (
@@ -19,8 +19,8 @@ from stepscope.explain.trace.compare import (
     OVERLAP,
     REST,
     By,
-    Comparison,
-    Row,
+    ComparisonRow,
+    ProfileComparison,
     compare,
     comparison_table,
     judge,
@@ -110,12 +110,12 @@ def _settings_table(settings: list[Setting]) -> Table:
 class _Taken:
     """Steps taken apart, the largest change first: as recorded, or with idle time by the clock of the page."""
 
-    parts: tuple[Row, ...]
+    parts: tuple[ComparisonRow, ...]
     steps_ns: tuple[float, float]
     is_recorded: bool
 
 
-def _take_apart(comparison: Comparison, a: Opening, b: Opening) -> _Taken:
+def _take_apart(comparison: ProfileComparison, a: Opening, b: Opening) -> _Taken:
     """A recorder lengthens idle time and leaves kernels as they are. So idle is what the kernels leave of the step at
     the top of the page, where both runs have one without the recorder and their kernels fit into it."""
     wall = comparison.wall
@@ -129,7 +129,7 @@ def _take_apart(comparison: Comparison, a: Opening, b: Opening) -> _Taken:
         return recorded
     # How long kernels take hardly varies, so that idle time varies as the steps do.
     samples = [[step - one for step in run.materials.step_samples] for one, run in zip(busy, (a, b), strict=True)]
-    idle = Row(
+    idle = ComparisonRow(
         group=comparison.by,
         name=IDLE,
         a_ns=max(0, round(steps[0]) - busy[0]),
@@ -162,7 +162,7 @@ def _draw_time(taken: _Taken) -> Bars:
     )
 
 
-def _show_tables(comparisons: dict[By, Comparison]) -> list[Exhibit]:
+def _show_tables(comparisons: dict[By, ProfileComparison]) -> list[Exhibit]:
     """The totals, and each note, stand once."""
     first = comparison_table(comparisons["class"])
     sums = "in each of these tables the parts add up to `wall`: what ran alone, several at once, and idle"
@@ -178,7 +178,7 @@ def _show_tables(comparisons: dict[By, Comparison]) -> list[Exhibit]:
     return exhibits
 
 
-def _parts_alone(comparison: Comparison, said: set[str]) -> Table:
+def _parts_alone(comparison: ProfileComparison, said: set[str]) -> Table:
     table = comparison_table(comparison)
     rows = tuple(row[1:] for row in table.rows if row[0] == comparison.by)
     notes = tuple(note for note in table.notes if note not in said)
@@ -201,7 +201,7 @@ def _say_time_changes(taken: _Taken) -> str:
     return f"{whose} takes {b} where A's takes {a}: {named}."
 
 
-def _name(row: Row) -> str:
+def _name(row: ComparisonRow) -> str:
     return row.name.strip("()") if row.name in (IDLE, OVERLAP, REST) else name_class(row.name)
 
 

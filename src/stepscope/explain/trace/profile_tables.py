@@ -1,15 +1,24 @@
-"""A profile as tables: the page on the terminal, and each of its parts alone."""
+"""A profile as tables: the page on the terminal, each of its parts alone, and what recording it cost."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import polars as pl
 
+from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.summary import KernelTime, kernel_times
 from stepscope.findings import Cell, Column, Finding, Table
+from stepscope.recording.store import Manifest
 
 _MS = 1e6
 _US = 1e3
+# The columns that every account of kernels' time has.
+_TIMES = (
+    Column(key="kernel_ms", label="kernels ms", kind="ms"),
+    Column(key="share", label="share", kind="share"),
+    Column(key="count", label="count", kind="number"),
+)
 
 
 def headline(profile: Profile) -> str:
@@ -63,9 +72,7 @@ def classes_table(profile: Profile) -> Table:
     rows: list[tuple[Cell, ...]] = [
         (
             row["class"],
-            _per_step(profile, row["time_ns"]),
-            row["share"],
-            row["count"] / profile.steps_in_window,
+            *_times(profile, row),
             _per_step(profile, swept.get(row["class"], 0)),
             swept.get(row["class"], 0) / wall,
         )
@@ -79,9 +86,7 @@ def classes_table(profile: Profile) -> Table:
         title="Time by class",
         columns=(
             Column(key="class", label="class"),
-            Column(key="kernel_ms", label="kernels ms", kind="ms"),
-            Column(key="share", label="share", kind="share"),
-            Column(key="count", label="count", kind="number"),
+            *_TIMES,
             Column(key="alone_ms", label="alone ms", kind="ms"),
             Column(key="wall_share", label="of wall", kind="share"),
         ),
@@ -100,15 +105,12 @@ def phases_table(profile: Profile) -> Table:
             f"{name} {time / max(1, row['time_ns']):.0%}"
             for name, time in inside.select("class", "time_ns").iter_rows()
         )
-        count = row["count"] / profile.steps_in_window
-        rows.append((row["phase"], _per_step(profile, row["time_ns"]), row["share"], count, mostly))
+        rows.append((row["phase"], *_times(profile, row), mostly))
     return Table(
         title="Time by phase",
         columns=(
             Column(key="phase", label="phase"),
-            Column(key="kernel_ms", label="kernels ms", kind="ms"),
-            Column(key="share", label="share", kind="share"),
-            Column(key="count", label="count", kind="number"),
+            *_TIMES,
             Column(key="mostly", label="mostly"),
         ),
         rows=tuple(rows),
@@ -271,13 +273,7 @@ def _doubt(profiles: Sequence[Profile]) -> tuple[str, ...]:
 def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | None) -> Table:
     grouped = profile.time_by(*columns)
     rows = tuple(
-        (
-            row[columns[0]],
-            row[columns[1]],
-            _per_step(profile, row["time_ns"]),
-            row["share"],
-            row["count"] / profile.steps_in_window,
-        )
+        (row[columns[0]], row[columns[1]], *_times(profile, row))
         for row in grouped.head(top or grouped.height).iter_rows(named=True)
     )
     rest = grouped.height - len(rows)
@@ -286,13 +282,15 @@ def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | 
         columns=(
             Column(key=columns[0], label=label, kind="count" if columns[0] == "layer" else "text"),
             Column(key=columns[1], label=columns[1], kind="count" if columns[1] == "layer" else "text"),
-            Column(key="kernel_ms", label="kernels ms", kind="ms"),
-            Column(key="share", label="share", kind="share"),
-            Column(key="count", label="count", kind="number"),
+            *_TIMES,
         ),
         rows=rows,
         notes=(scope(profile), *((f"{rest} more rows: --top {grouped.height}",) if rest else ())),
     )
+
+
+def _times(profile: Profile, row: dict[str, Any]) -> tuple[Cell, Cell, Cell]:
+    return _per_step(profile, row["time_ns"]), row["share"], row["count"] / profile.steps_in_window
 
 
 def _per_step(profile: Profile, time_ns: float) -> float:
@@ -325,3 +323,32 @@ PARTS = (*_WHOLE, *_RANKED)
 def make_part(profile: Profile, name: str, *, top: int | None = None) -> Table:
     """One of `PARTS`."""
     return _RANKED[name](profile, top=top) if name in _RANKED else _WHOLE[name](profile)
+
+
+_COLUMNS = (
+    Column(key="with", label="with"),
+    Column(key="step_ms", label="step", kind="ms"),
+    Column(key="vs_plain", label="vs nothing", kind="ratio"),
+    Column(key="vs_previous", label="vs the line above", kind="ratio"),
+)
+
+
+def overhead_table(manifest: Manifest) -> Table:
+    """One line a stage of recording; a stage that was not timed has none."""
+    assert manifest.case is not None, "only recordings of our own know their case"
+    assert manifest.overhead is not None, "a recording of our own knows its cost"
+    cost = manifest.overhead
+    timed = [("nothing", cost.plain_ns), ("the recorder", cost.recorded_ns), ("annotation too", cost.annotated_ns)]
+    known = [(name, value) for name, value in timed if value is not None]
+    previous = [None, *(value for _, value in known)]
+    rows = tuple(
+        (name, value / 1e6, value / cost.plain_ns, value / before if before else None)
+        for (name, value), before in zip(known, previous, strict=False)
+    )
+    doubts = tuple(f"{doubt.code}: {doubt.text}" for doubt in manifest.doubts)
+    return Table(
+        title=f"{describe_case(manifest.case)}, {manifest.device}: medians in ms, recorder and annotation included",
+        columns=_COLUMNS,
+        rows=rows,
+        notes=(*manifest.notes, *doubts),
+    )

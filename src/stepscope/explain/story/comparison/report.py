@@ -8,11 +8,11 @@ from typing import Literal
 
 from stepscope import __version__
 from stepscope.explain.story.commands import list_commands
-from stepscope.explain.story.comparison_changes import DECIDES_WORK, show_changes, tell_settings
-from stepscope.explain.story.comparison_sections import put_beside
-from stepscope.explain.story.environment_section import find_environment
+from stepscope.explain.story.comparison.changes import DECIDES_WORK, show_changes, tell_settings
+from stepscope.explain.story.comparison.side_by_side import put_beside
 from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
 from stepscope.explain.story.run import SECTIONS, list_advice
+from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.soundness import judge
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import compare_circumstances

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 from stepscope.explain.experiments.bench_tables import bench_table
 from stepscope.explain.questions.answers import say_list
-from stepscope.explain.story.breakdown import TITLE, break_down
-from stepscope.explain.story.lanes import draw_step
 from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.phrases import name_class, retitle, shorten
-from stepscope.explain.story.ranks import share_exposed, tell_ranks
-from stepscope.explain.story.roofline_points import draw_roofline
+from stepscope.explain.story.sections.breakdown import TITLE, break_down
+from stepscope.explain.story.sections.lanes import draw_step
+from stepscope.explain.story.sections.roofline_chart import draw_roofline
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.counters import has_counters
 from stepscope.explain.trace.counters import kernels_table as counters_table
 from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile_tables import ranks_table
 from stepscope.explain.trace.roofline import roofline_table
-from stepscope.findings import Exhibit, Missing, Section
+from stepscope.findings import Bars, Exhibit, Missing, Section
 from stepscope.units import say_percent, say_share, say_time
 
 _ROOFLINE_ROWS = 20
@@ -137,3 +137,55 @@ def _say_ranks(profiles: Sequence[Profile]) -> str:
     low, high = say_percent(min(exposed)), say_percent(max(exposed))
     between = low if low == high else f"between {low} and {high}"
     return f"On {len(profiles)} ranks communication that nothing hides takes {between} of the step as recorded."
+
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
+
+
+_SERIES = ("compute alone", "communication hidden", "communication exposed", "idle")
+
+
+def tell_ranks(profiles: Sequence[Profile]) -> tuple[Exhibit, ...]:
+    """Nothing for fewer than two."""
+    if len(profiles) < 2:
+        return ()
+    parts = [_take_apart(profile) for profile in profiles]
+    bars = Bars(
+        title="A step of each rank",
+        kind="ms",
+        labels=_label(profiles),
+        series=_SERIES,
+        values=tuple(zip(*parts, strict=True)),
+        is_stacked=True,
+        notes=(
+            "the parts add up to a step's wall time while recorded; hidden: something else runs beside it, exposed: "
+            "the device waits for it",
+        ),
+    )
+    return (Exhibit(key="ranks-time", part=bars), Exhibit(key="ranks-table", part=ranks_table(profiles)))
+
+
+def _take_apart(profile: Profile) -> tuple[float, ...]:
+    """In milliseconds a step; over several devices the mean."""
+    whole = [device.whole for device in profile.devices]
+    scale = len(whole) * profile.steps_in_window * 1e6
+    hidden = sum(one.communication_hidden_ns for one in whole)
+    exposed = sum(one.communication_exposed_ns for one in whole)
+    alone = sum(one.busy_ns for one in whole) - hidden - exposed
+    idle = sum(one.idle_ns for one in whole)
+    return tuple(time / scale for time in (alone, hidden, exposed, idle))
+
+
+def share_exposed(profile: Profile) -> float:
+    """Of a step's wall time while recorded, as the bars have it."""
+    parts = _take_apart(profile)
+    return parts[_SERIES.index("communication exposed")] / max(sum(parts), 1e-6)
+
+
+def _label(profiles: Sequence[Profile]) -> tuple[str, ...]:
+    """By rank where every one is known and there once, else by place."""
+    ranks = [profile.recording.manifest.rank for profile in profiles]
+    known = [rank for rank in ranks if rank is not None]
+    if len(set(known)) == len(ranks):
+        return tuple(f"rank {rank}" for rank in known)
+    return tuple(f"recording {place + 1}" for place in range(len(ranks)))
