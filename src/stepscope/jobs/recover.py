@@ -8,10 +8,10 @@ import msgspec
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Table
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recording.store import is_recording
-from stepscope.recover.evidence.recording import Evidence, gather
-from stepscope.recover.evidence.structure import NoTransformerError
-from stepscope.recover.solve.recovery import Answer, recover
+from stepscope.recording.store import Recording, is_recording
+from stepscope.recover.evidence.order import NoTransformerError
+from stepscope.recover.evidence.recording import KernelEvidence, gather
+from stepscope.recover.solve.recovery import Recovery, recover
 from stepscope.recover.solve.recovery_tables import answer_page
 
 
@@ -22,29 +22,33 @@ class Undecided(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def gather_evidence(paths: Sequence[Path], *, use_shapes: bool = False) -> list[Evidence]:
-    """Raises StepscopeError for what cannot be read, and where no file holds a kernel of a GPU."""
-    evidence = [gather(open_recording(path), file=path.name, use_shapes=use_shapes) for path in paths]
+def read_evidence(
+    paths: Sequence[Path], *, expected: str, use_shapes: bool = False
+) -> tuple[list[Recording], list[KernelEvidence], str]:
+    """The recordings, the evidence in them, and what it calls its GPU. Raises StepscopeError for what cannot be read,
+    and where no file holds a kernel of a GPU; `expected` says then what is needed."""
+    recordings = [open_recording(path) for path in paths]
+    evidence = [gather(one, file=path.name, use_shapes=use_shapes) for one, path in zip(recordings, paths, strict=True)]
     if not any(one.sightings for one in evidence):
         raise StepscopeError(
             f"no GPU kernels in {', '.join(f'`{path}`' for path in paths)}",
-            detail="a model is recovered from what ran on a GPU: a profiler's trace, or Nsight Compute's counters",
+            detail=expected,
             hint="stepscope profile --counters --size small, on a machine with a GPU",
         )
-    return evidence
+    return recordings, evidence, next((one.device for one in evidence if one.device), "")
 
 
-def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> tuple[Answer | Undecided, str]:
+def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> tuple[Recovery | Undecided, str]:
     """What was recovered, and what the evidence calls its GPU."""
-    evidence = gather_evidence(paths, use_shapes=use_shapes)
-    device = next((one.device for one in evidence if one.device), "")
+    expected = "a model is recovered from what ran on a GPU: a profiler's trace, or Nsight Compute's counters"
+    _, evidence, device = read_evidence(paths, expected=expected, use_shapes=use_shapes)
     try:
         return recover(evidence), device
     except NoTransformerError as error:
         return Undecided(reason=str(error), notes=tuple(note for one in evidence for note in one.notes)), device
 
 
-def describe(result: Answer | Undecided, paths: Sequence[Path]) -> Iterator[str | Table]:
+def describe(result: Recovery | Undecided, paths: Sequence[Path]) -> Iterator[str | Table]:
     """Lines and tables, in the order in which they are read."""
     files = ", ".join(path.name for path in paths)
     if isinstance(result, Undecided):
@@ -61,7 +65,7 @@ def describe(result: Answer | Undecided, paths: Sequence[Path]) -> Iterator[str 
         yield table
 
 
-def state(result: Answer | Undecided) -> dict[str, object]:
+def state(result: Recovery | Undecided) -> dict[str, object]:
     """In JSON's terms, as it is printed and signed."""
     if isinstance(result, Undecided):
         return {"verdict": "cannot tell", "reason": result.reason, "candidates": [], "notes": list(result.notes)}
@@ -70,7 +74,7 @@ def state(result: Answer | Undecided) -> dict[str, object]:
     return {"verdict": verdict, **plain}
 
 
-def encode(result: Answer | Undecided) -> str:
+def encode(result: Recovery | Undecided) -> str:
     return msgspec.json.format(msgspec.json.encode(state(result)), indent=2).decode() + "\n"
 
 
@@ -84,7 +88,7 @@ def check_study_flags(flags: Mapping[str, object]) -> None:
 def study_files(paths: Sequence[Path], settings: Path | None) -> list[Table]:
     """Over recordings of our own, folders that hold a grid of them, or files whose settings stand in another."""
     from stepscope.recover.study import study
-    from stepscope.recover.study.truths import read_truths
+    from stepscope.recover.study.runs import read_truths
 
     found = expand(paths)
     truths = None if settings is None else read_truths(settings)
@@ -105,5 +109,5 @@ def expand(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def exit_code(result: Answer | Undecided) -> Exit:
+def exit_code(result: Recovery | Undecided) -> Exit:
     return Exit.UNDECIDED if isinstance(result, Undecided) or not result.candidates else Exit.OK

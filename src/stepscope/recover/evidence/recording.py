@@ -25,7 +25,7 @@ _MOST = 2.0**100  # beyond any count; an overflow in the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class KernelEvidence:
     """The kernels of one file. `allocations` are sizes in bytes, as they were asked for."""
 
     source: str
@@ -48,7 +48,7 @@ class Evidence:
         return any(first < index <= last for index in self.exchanges for first, last in spans)
 
 
-def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) -> Evidence:
+def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) -> KernelEvidence:
     """The kernels of the stream that holds most of them, in the order in which they began. `use_shapes` believes what a
     profiler wrote down of products."""
     manifest = recording.manifest
@@ -63,7 +63,7 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
     if kernels.height > _MOST_KERNELS:
         notes.append(f"the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were looked at")
     kernels = kernels.sort("start_ns", "row", maintain_order=True).head(_MOST_KERNELS)
-    return Evidence(
+    return KernelEvidence(
         source=manifest.source,
         file=file or manifest.file,
         sightings=tuple(_sightings(kernels, _counters(recording.counters), _told(recording) if use_shapes else {})),
@@ -139,15 +139,12 @@ def _triple(row: dict[str, int | None], what: str) -> Triple:
     return x, y, z
 
 
-# --- Operations on tensor cores
-#
-# Operations on tensor cores from instructions, where a file counts only those.
+# --- Operations on tensor cores from instructions, where a file counts only those
 #
 # An instruction multiplies a tile whose size the kernel's name tells. Ampere's `mma` does 16×8×8 or 16×8×16; Hopper's
 # `wgmma` 64×N×16 (×8 in tf32), and counts once for each of the four warps that issue it together. N is the side of the
 # tile that the layout leaves for it, halved where two groups of warps share it, or where it would be more than an
 # instruction takes.
-
 
 _WARPS = 4
 _LONGEST = 256
