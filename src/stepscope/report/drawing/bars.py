@@ -169,8 +169,9 @@ def _draw_axis(canvas: Canvas, bars: Bars, x: Scale, plot: Bounds) -> None:
         label = "memory"
     else:
         label, unit, size = _AXES.get(bars.kind, ("", "", 1.0))
-    # As many ticks as the longer side has room for, so that those of a short other side are not crowded.
-    ticks = find_ticks(x.low / size, x.high / size, 5)
+    # A short other side does not make the ticks of the longer one fewer.
+    most = math.ceil(5 * (x.high - x.low) / max(x.high, -x.low))
+    ticks = find_ticks(x.low / size, x.high / size, most)
     places = [(x(tick * size), format_tick(tick)) for tick in ticks]
     draw_x_axis(canvas, plot, places, name_quantity(label, unit) if label else "", grid=False)
 
