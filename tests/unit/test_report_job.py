@@ -18,7 +18,6 @@ from stepscope.cli.report_progress import Display, Forecast
 from stepscope.errors import StepscopeError
 from stepscope.explain.story.sources import Materials
 from stepscope.jobs.experiments.sweep import Planned
-from stepscope.jobs.report import page as report_page
 from stepscope.jobs.report import run as report
 from stepscope.jobs.report import stages as report_stages
 from stepscope.jobs.report.data import STAGES, is_data, read_state, write_state
@@ -344,19 +343,19 @@ def test_a_command_is_typed_again_without_some_flags() -> None:
 def test_a_page_that_cannot_be_is_refused_early(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(StepscopeError, match=says):
-        report_page.check_page(tmp_path / name, force=True)
+        report.check_page(tmp_path / name, force=True)
 
 
 def test_only_a_page_of_ours_is_replaced_without_force(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<html>mine</html>")
     with pytest.raises(StepscopeError, match="not a file that stepscope wrote"):
-        report_page.check_page(page, force=False)
-    report_page.check_page(page, force=True)
+        report.check_page(page, force=False)
+    report.check_page(page, force=True)
     with pytest.raises(StepscopeError, match="a file it reads"):
-        report_page.check_page(page, force=True, inputs=[page])
-    report_page.write_page(page, [Materials(name="a run", bench=(row(),))])
-    report_page.check_page(page, force=False)
+        report.check_page(page, force=True, inputs=[page])
+    report.write_page(page, [Materials(name="a run", bench=(row(),))])
+    report.check_page(page, force=False)
 
 
 def test_a_full_disk_leaves_the_old_page(tmp_path: Path) -> None:
@@ -366,7 +365,7 @@ def test_a_full_disk_leaves_the_old_page(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(StepscopeError, match="cannot write to"):
-            report_page.write_page(page, [Materials(name="a run", bench=(row(),))])
+            report.write_page(page, [Materials(name="a run", bench=(row(),))])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert page.read_text() == "the old one"

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.memory_output import MemoryPart, Stacked, check_view, draw, print_profile
+from stepscope.api.display import MemoryPart
+from stepscope.cli.memory_output import Stacked, check_view, draw, show_run
 from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show_tables
 from stepscope.errors import StepscopeError
@@ -71,7 +72,7 @@ def memory(
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
         check_figure(plot, force=force)
-    alone = "--questions" if questions else f"--table {table}" if table not in (None, MemoryPart.SAVED) else ""
+    alone = "--questions" if questions else f"--table {table}" if table not in (None, "saved") else ""
     if alone and (checkpoint_study or len(grid.cases()) > 1):
         raise StepscopeError(f"`{alone}` needs a single case; got several", hint="leave it out")
     if from_ is not None:
@@ -98,10 +99,12 @@ def memory(
             say("interrupted: what is done is kept, and the same command goes on")
             raise
     if len(rows) == 1 and rows[0].status == "ok" and not checkpoint_study:
-        profile = memory_view.load_profile(out, rows[0])
-        print_profile(profile, format_, part=table, top=top, questions=questions, detail=detail)
+        from stepscope.api.measure import MemoryResults
+
+        run = MemoryResults(rows, out).run()
+        show_run(run, format_, part=table, top=top, questions=questions, detail=detail)
         if plot is not None:
-            draw(profile, plot, by=by.value, step=step, detail=detail, force=force)
+            draw(run, plot, by=by.value, step=step, detail=detail, force=force)
         say(f"recording: {recording_folder(out, rows[0].key)}")
         next_ = f"stepscope explain {shlex.quote(str(recording_folder(out, rows[0].key)))} --questions"
     else:
@@ -109,7 +112,7 @@ def memory(
             raise StepscopeError(f"`{alone}` needs a single case; got {len(rows)}", hint="leave it out")
         if alone:
             say(f"nothing to show for `{alone}`: the case failed")
-        chosen = memory_view.show_saved(out, rows) if table == MemoryPart.SAVED else None
+        chosen = memory_view.show_saved(out, rows) if table == "saved" else None
         tables = chosen or memory_view.show_rows(rows, study=checkpoint_study)
         show_tables(tables, format_, detail=detail == "yes")
         if plot is not None:

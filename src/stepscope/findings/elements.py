@@ -56,6 +56,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     saving_ns: int | None = None
     share: float | None = None  # of the step's wall time
 
+    @property
+    def saving_ms(self) -> float | None:
+        return None if self.saving_ns is None else self.saving_ns / 1e6
+
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
     label: str

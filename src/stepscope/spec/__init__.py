@@ -9,7 +9,7 @@ Everything here is frozen and hashable, and free of torch: a laptop reads worklo
 """
 
 from stepscope.spec.choices import Attention, Mode, Optimizer, Precision, Scalar, SpecError, Strategy
-from stepscope.spec.grid import Grid, grid_from_flags, grid_from_toml
+from stepscope.spec.grid import Grid, grid_from_flags, grid_from_settings, grid_from_toml
 from stepscope.spec.settings import (
     OWN_MODEL_SETTINGS,
     RUN_SETTINGS,
@@ -67,6 +67,7 @@ __all__ = [
     "Workload",
     "build_case",
     "grid_from_flags",
+    "grid_from_settings",
     "grid_from_toml",
     "parse_bytes",
     "parse_checkpoint",

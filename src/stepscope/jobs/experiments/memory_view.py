@@ -3,36 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
 from stepscope.explain.memory.grid import grid_table, is_study, precision_table, study_table
-from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.memory.timeline import By, memory_timeline
 from stepscope.findings import Table, Timeline
 from stepscope.jobs.experiments.memory_sweep import recording_folder
 from stepscope.recording import store
 from stepscope.recording.rows.memory import MemoryRow
-
-
-def answer_profile(
-    profile: MemoryProfile, width: int | None, *, words: bool, evidence: bool
-) -> tuple[str, list[Table]]:
-    """The answers in words, or as a table where another format is asked for, and what they rest on."""
-    from stepscope.explain.memory.answers import answer_memory
-    from stepscope.explain.questions.answers import answers_table, answers_text, evidence_tables
-
-    answers = answer_memory(profile)
-    tables = [] if words else [answers_table(answers)]
-    if evidence:
-        tables += evidence_tables(answers)
-    return answers_text(answers, width) if words else "", tables
-
-
-def encode_profile(profile: MemoryProfile) -> str:
-    content = msgspec.json.encode(summarise_memory(profile))
-    return msgspec.json.format(content, indent=1).decode() + "\n"
 
 
 def draw_profile(profile: MemoryProfile, *, by: By, step: str) -> Timeline:

@@ -20,12 +20,12 @@ import msgspec
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.experiments.cases import brief, describe_case
 from stepscope.explain.story.sources import Materials
+from stepscope.files import check_target, write_atomically, writing
 from stepscope.findings import Missing, Report
 from stepscope.jobs.experiments.sweep import Planned, look_at, place_cases
 from stepscope.jobs.recorders.profile import only_case
 from stepscope.jobs.report import stages as report_stages
 from stepscope.jobs.report.data import STAGES, State, check_data, open_data, write_state
-from stepscope.jobs.report.page import write_page
 from stepscope.jobs.report.stages import Stage, UnavailableError, Work, other_precision
 from stepscope.jobs.workers.process import RefusedError, Workers, require_torch
 from stepscope.spec import Case, Grid, build_case
@@ -77,6 +77,43 @@ class Made:
     report: Report | None
     data: Path
     num_done: int  # stages that have something to show
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+def check_page(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
+    """A page of ours is replaced, anything else only by `force`, and what the report is made from never."""
+    if path.suffix.lower() != ".html":
+        raise StepscopeError(
+            f"a report is a page, not `{path.suffix or path.name}`: `{path}`",
+            detail="expected a name that ends in .html",
+            hint=f"--out {path.with_suffix('.html') if path.name else 'report.html'}",
+        )
+    if path.exists() and any(one.exists() and one.samefile(path) for one in inputs):
+        raise StepscopeError(f"`--out` would replace a file it reads: `{path}`", hint="another name: --out FILE.html")
+    check_target(path, force=force, flag="--out")
+
+
+def tell_runs(runs: Sequence[Materials]) -> Report:
+    """The story of one run, or of two."""
+    from stepscope.explain.story import tell, tell_both
+
+    return tell(runs[0]) if len(runs) == 1 else tell_both(*runs)
+
+
+def write_page(path: Path, runs: Sequence[Materials]) -> Report:
+    """Tells the story of one run or of two, and makes a page of it, which is there whole or as it was before."""
+    from stepscope.report.site import write_site
+
+    report = tell_runs(runs)
+    content = write_site(report).encode()
+    with writing(path, if_full="the page is as it was before", hint="--out FILE.html"):
+        write_atomically(path, content)
+    return report
+
+
+# --- The stages -------------------------------------------------------------------------------------------------------
 
 
 def parse_stages(text: str) -> tuple[str, ...]:

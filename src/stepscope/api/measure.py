@@ -1,0 +1,411 @@
+"""Measuring from Python: `bench`, `profile`, `memory` and `precision` run workloads and return what came out.
+
+A workload is made of the settings that the command line has as flags:
+
+    stepscope.bench(stepscope.workload(size="small", context=1024, precision="bf16"))
+    stepscope.bench(stepscope.grid(size="small", context=[256, 1024]), out="runs/bench")
+
+Models run in processes of their own, so that torch is never imported here and an out-of-memory error costs one case.
+Nothing is printed. `progress` is told what is going on: a function gets a line of text; what watches a sweep case by
+case is a `Listener`. Nothing is kept unless `out` names a place, where the same call resumes.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+
+import msgspec
+
+from stepscope.api.display import DataTable, Picture, PrecisionPart, StrPath, encode_document, write_table
+from stepscope.explain.experiments.cases import describe_case
+from stepscope.files import scratch_folder
+from stepscope.jobs.experiments.sweep import Listener, Sweep, Timed, Waiting
+from stepscope.recording.rows.bench import BenchRow, Retry, Row
+from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.precision import PrecisionReport, read_report
+from stepscope.recording.rows.results_file import read_rows_of
+from stepscope.spec import TIMING_SETTINGS, Case, Grid, Precision, SpecError, Timing, Workload, grid_from_settings
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from stepscope.api.run import Run
+    from stepscope.findings import Page
+
+OnStage = Callable[[str], None]
+Progress = Listener | OnStage
+# What a measuring function takes; a `Grid` is what the command line makes of flags.
+Workloads = Workload | Iterable[Workload] | Grid | None
+
+R = TypeVar("R", bound=Row)
+
+
+# --- Workloads --------------------------------------------------------------------------------------------------------
+
+
+def workload(**settings: object) -> Workload:
+    """A workload from the settings of the command line: `workload(size="small", context=1024, precision="bf16")`, or of
+    one's own model: `workload(model="my_model.py:build", set={"depth": 4})`. `None` is a setting that was not given."""
+    made = grid(**settings)
+    if len(made) > 1:
+        raise ValueError(f"these settings make {len(made)} workloads: use stepscope.grid")
+    return made[0]
+
+
+def grid(**settings: object) -> tuple[Workload, ...]:
+    """Workloads from settings of which some are lists of values: their product, the first setting turning slowest."""
+    for name in settings:
+        if name in TIMING_SETTINGS:
+            raise SpecError(
+                f"`{name}` is no setting of a workload",
+                detail="it says how a workload is timed",
+                hint=f"stepscope.bench(workload, {name}=…)",
+            )
+    given = {name: value for name, value in settings.items() if value is not None}
+    return tuple(case.workload for case in grid_from_settings(given).cases())
+
+
+def make_grid(workloads: Workloads, **timing: int | str | None) -> Grid:
+    """The cases of what somebody wants measured. None, and a grid of flags, are for the job to fill in."""
+    given = {name: value for name, value in timing.items() if value is not None}
+    if workloads is None or isinstance(workloads, Grid):
+        return (workloads or Grid()).override(grid_from_settings(given)) if given else workloads or Grid()
+    listed = (workloads,) if isinstance(workloads, Workload) else tuple(workloads)
+    if not listed:
+        raise ValueError("no workload to measure")
+    for one in listed:
+        if not isinstance(one, Workload):
+            raise TypeError(f"expected a stepscope.Workload, got {type(one).__name__}")
+    clock: Timing = grid_from_settings(given).cases()[0].timing
+    return Grid(listed=tuple(Case(workload=one, timing=clock) for one in listed))
+
+
+def name_command(verb: str, grid: Grid) -> str:
+    """What results say that they were made by: for one workload the command that does the same."""
+    if not grid.listed:
+        return f"stepscope {verb}"
+    if len(grid.listed) > 1:
+        return f"stepscope.{verb}(…), {len(grid.listed)} workloads"
+    from stepscope.explain.story.commands import write_command
+
+    return write_command(verb, grid.listed[0].workload)
+
+
+# --- Progress ---------------------------------------------------------------------------------------------------------
+
+
+class TextListener:
+    """A sweep's listener that tells everything to one function, a line at a time."""
+
+    def __init__(self, tell: OnStage, describe: Callable[[Any], str] = describe_case) -> None:
+        self._tell = tell
+        self._describe = describe
+        self._case = ""
+
+    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None:
+        pass
+
+    def start(self, planned: Waiting) -> None:
+        self._case = self._describe(planned.case)
+
+    def stage(self, name: str) -> None:
+        self._tell(f"{self._case}: {name}")
+
+    def finish(self, row: Row) -> None:
+        self._tell(f"{self._case}: {row.status}")
+
+
+def _listen(progress: Progress | None) -> Listener:
+    if progress is None:
+        return TextListener(_tell_nobody)
+    return TextListener(progress) if callable(progress) else progress
+
+
+def _tell_nobody(_text: str) -> None:
+    pass
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------
+
+
+class Results(Sequence[R], Generic[R]):
+    """Measured cases, a row each. A row has its `case`, a `status` (`ok`, `oom`, `error`, …) with a `reason`, and what
+    was measured. `remarks` say what of a file was left out."""
+
+    def __init__(self, rows: Sequence[R], folder: Path, remarks: Sequence[str] = ()) -> None:
+        self.rows = tuple(rows)
+        self.folder = folder
+        self.remarks = tuple(remarks)
+
+    @property
+    def table(self) -> DataTable:
+        raise NotImplementedError
+
+    @property
+    def frame(self) -> "pl.DataFrame":
+        """A row per case, with every setting and every statistic."""
+        return self.table.frame
+
+    @overload
+    def __getitem__(self, index: int) -> R: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[R, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> R | tuple[R, ...]:
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        done = sum(row.status == "ok" for row in self.rows)
+        return f"<{type(self).__name__}: {done} of {len(self.rows)} cases measured>"
+
+    def _repr_html_(self) -> str:
+        return write_table(self.table)
+
+
+class BenchResults(Results[BenchRow]):
+    """What `bench` measured: the time of a step and of its phases, throughput, MFU and peak memory."""
+
+    @classmethod
+    def read(cls, path: StrPath) -> "BenchResults":
+        """From a `results.jsonl` of `stepscope bench`."""
+        rows, remarks = read_rows_of(Path(path), BenchRow)
+        return cls(rows, Path(path).parent, remarks)
+
+    @property
+    def table(self) -> DataTable:
+        from stepscope.explain.experiments.bench_tables import bench_table
+
+        return DataTable.of(bench_table(self.rows))
+
+    @property
+    def figure(self) -> Picture:
+        from stepscope.explain.experiments.bench_tables import bench_figure
+
+        return Picture(bench_figure(self.rows))
+
+
+class MemoryResults(Results[MemoryRow]):
+    """What `memory` recorded: a row per case, and behind each that went well a recording."""
+
+    @classmethod
+    def read(cls, path: StrPath) -> "MemoryResults":
+        """From a `results.jsonl` of `stepscope memory`, with the recordings next to it."""
+        rows, remarks = read_rows_of(Path(path), MemoryRow)
+        return cls(rows, Path(path).parent, remarks)
+
+    def run(self, index: int = 0) -> "Run":
+        """The recording of a case."""
+        from stepscope.api.run import Opened, Run
+        from stepscope.jobs.experiments.memory_sweep import recording_folder
+        from stepscope.jobs.experiments.memory_view import load_profile
+
+        row = self.rows[index]
+        profile = load_profile(self.folder, row)
+        return Run([Opened(recording_folder(self.folder, row.key), profile.recording, None)])
+
+    @property
+    def table(self) -> DataTable:
+        return self.tables()[0]
+
+    def tables(self, *, study: bool = False) -> tuple[DataTable, ...]:
+        """Peaks per case; of cases that differ in how they recompute activations, or in precision, what that saves."""
+        from stepscope.jobs.experiments.memory_view import show_rows
+
+        return tuple(map(DataTable.of, show_rows(self.rows, study=study)))
+
+    @property
+    def figure(self) -> Picture:
+        from stepscope.explain.memory.grid import grid_figure
+
+        return Picture(grid_figure(self.rows))
+
+
+class PrecisionResult:
+    """What `precision` found: the dtype of everything, and the errors of each precision against float64. `report` is
+    the document that `to_json` writes."""
+
+    def __init__(self, report: PrecisionReport) -> None:
+        self.report = report
+
+    @classmethod
+    def read(cls, path: StrPath) -> "PrecisionResult":
+        """From a file of `stepscope precision --out`."""
+        return cls(read_report(Path(path)))
+
+    def table(
+        self,
+        name: PrecisionPart = "errors",
+        *,
+        detail: bool = False,
+    ) -> DataTable:
+        """One table; `detail` has a row per module, not per role."""
+        from stepscope.explain.precision.tables import make_table
+
+        return DataTable.of(make_table(self.report, name, detail=detail))
+
+    def page(self, *, detail: bool = False) -> "Page":
+        from stepscope.explain.precision.tables import make_page
+
+        return make_page(self.report, detail=detail)
+
+    def to_json(self) -> str:
+        """What `stepscope precision --format json` prints."""
+        return encode_document(self.report)
+
+    def to_dict(self) -> dict[str, Any]:
+        return msgspec.json.decode(self.to_json(), type=dict[str, Any])
+
+    def with_speeds(self, timed: Sequence[BenchRow]) -> "PrecisionResult":
+        """The same with what `bench` timed of the model, in fp32 and in other precisions."""
+        from stepscope.explain.precision.tables import find_speeds
+
+        return PrecisionResult(msgspec.structs.replace(self.report, speeds=find_speeds(timed, self.report.case)))
+
+    def __repr__(self) -> str:
+        runs = ", ".join(run.precision for run in self.report.comparison.runs)
+        return f"<PrecisionResult {describe_case(self.report.case)!r}: {runs}>"
+
+    def _repr_html_(self) -> str:
+        return "".join(write_table(table) for table in self.page().tables)
+
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+
+def bench(
+    workloads: Workloads = None,
+    *,
+    warmup: int | None = None,
+    steps: int | None = None,
+    memory_limit: int | str | None = None,
+    out: StrPath | None = None,
+    retry: Literal["failed", "doubtful"] | None = None,
+    fresh: bool = False,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+    command: str = "",
+) -> BenchResults:
+    """Times a step of each workload, in a process of its own.
+
+    `out` is a folder in which `results.jsonl` is kept: cases that are there are not run again unless `fresh`, or unless
+    they are of those that `retry` names. A case that fails is a row with its status; `StepscopeError` is for what would
+    fail in all.
+    """
+    wanted = make_grid(workloads, warmup=warmup, steps=steps, memory_limit=memory_limit)
+    with ExitStack() as stack:
+        folder = Path(out) if out is not None else stack.enter_context(scratch_folder())
+        sweep = Sweep(
+            kind=Timed(),
+            folder=folder,
+            command=command or name_command("bench", wanted),
+            retry=Retry(retry) if retry else None,
+            fresh=fresh,
+            timeout_s=timeout_s,
+        )
+        return BenchResults(sweep.run(wanted, _listen(progress)), folder)
+
+
+def memory(
+    workloads: Workloads = None,
+    *,
+    steps: int | None = None,
+    memory_limit: int | str | None = None,
+    checkpoint_study: bool = False,
+    snapshots: bool = False,
+    out: StrPath | None = None,
+    retry: Literal["failed", "doubtful"] | None = None,
+    fresh: bool = False,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+    command: str = "",
+) -> MemoryResults:
+    """Records every allocation of each workload's first steps.
+
+    `checkpoint_study` runs one workload over the ways to recompute its activations. Without `out`, recordings are there
+    as long as the result is.
+    """
+    from stepscope.jobs.experiments.memory_sweep import MemorySweep
+
+    wanted = make_grid(workloads, steps=steps, memory_limit=memory_limit)
+    with ExitStack() as stack:
+        folder = Path(out) if out is not None else stack.enter_context(scratch_folder())
+        sweep = MemorySweep(
+            folder=folder,
+            command=command or name_command("memory", wanted),
+            snapshots=snapshots,
+            retry=Retry(retry) if retry else None,
+            fresh=fresh,
+            timeout_s=timeout_s,
+        )
+        results = MemoryResults(sweep.run(wanted, _listen(progress), study=checkpoint_study), folder)
+        weakref.finalize(results, stack.pop_all().close)
+        return results
+
+
+def profile(
+    workload: Workload | Grid | None = None,
+    *,
+    record_steps: int = 3,
+    annotate: Sequence[str] = (),
+    stacks: bool = False,
+    out: StrPath | None = None,
+    force: bool = False,
+    progress: OnStage | None = None,
+    command: str = "",
+) -> "Run":
+    """Records a few steps with PyTorch's profiler.
+
+    `annotate` names functions to put ranges around (`module:function`); `stacks` records Python's, which costs a lot.
+    `out` is a folder in which the recording is kept, `force` replaces one that another command made.
+    """
+    from stepscope.api.run import Run
+    from stepscope.jobs.recorders.profile import Profile
+
+    wanted = make_grid(workload)
+    with ExitStack() as stack:
+        folder = Path(out) if out is not None else stack.enter_context(scratch_folder()) / "profile"
+        job = Profile(
+            folder=folder,
+            command=command or name_command("profile", wanted),
+            force=force,
+            steps=record_steps,
+            functions=tuple(annotate),
+            stacks=stacks,
+        )
+        return Run.of(job.run(wanted, progress or _tell_nobody), folder)
+
+
+def precision(
+    workload: Workload | Grid | None = None,
+    *,
+    precisions: Sequence[Precision] = (),
+    bench: Sequence[BenchRow] = (),
+    out: StrPath | None = None,
+    force: bool = False,
+    progress: OnStage | None = None,
+    command: str = "",
+) -> PrecisionResult:
+    """Runs one step in each precision that the device has, or in `precisions`, and compares them with float64.
+
+    The step is one forward and backward pass, uncompiled: the workload's own precision, mode, compilation,
+    checkpointing and optimizer change nothing. `bench` are timings to show next to the errors.
+    """
+    from stepscope.jobs.precision import PrecisionJob
+
+    wanted = make_grid(workload)
+    job = PrecisionJob(
+        command=command or name_command("precision", wanted),
+        out=None if out is None else Path(out),
+        force=force,
+        bench_rows=tuple(bench),
+    )
+    return PrecisionResult(job.run(wanted, progress or _tell_nobody, precisions=tuple(precisions)))
