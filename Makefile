@@ -23,6 +23,7 @@ help: ## this list
 	@echo '  TORCH=installed           keep the torch (and numpy, triton) that this Python has; TORCH=pinned goes back'
 	@echo '  DEPS="msgspec typer"      install only these besides what is there (DEPS=none, DEPS=all)'
 	@echo '  VENV=/path                an environment elsewhere than .venv'
+	@echo '  PROCESSES=8               how many processes `make test` uses (default: twice the cores)'
 
 setup: ## make .venv with the pinned packages; at once if it is up to date
 	@python=$$(sh tools/python.sh "$(VENV)" "$(PYTHON)") && \
@@ -31,23 +32,13 @@ setup: ## make .venv with the pinned packages; at once if it is up to date
 run: setup ## the main job: `stepscope report`, one page on the default workload, on the GPU if there is one
 	"$(bin)/stepscope" report $(ARGS)
 
-# Four at a time, one thread each, because two that wait for each other at every small operation take longer than one, and
-# four because ranks, a cluster and browsers make them wait: unit tests and pages; those of torch; most of the command line;
-# and what waits most, with the documentation's commands. The output of the latter three comes when all is done.
-apart := docs slurm train report precision attention memory
-beside := tests/cli $(apart:%=--ignore tests/cli/test_%.py)
-waiting := $(patsubst %,tests/cli/test_%.py,slurm train precision attention) tests/cpu/parallel tests/cli/test_docs.py
-models := tests/cpu --ignore tests/cpu/parallel tests/cli/test_report.py tests/fuzz
+# One thread each, because two processes that wait for each other at every small operation take longer than one, and twice
+# as many processes as cores, because ranks, a cluster and browsers make them wait. What takes longest comes first.
+PROCESSES ?= $(shell echo $$((2 * $$(nproc))))
 test: setup ## all tests that need no GPU; those of pages need chromium, which is installed where it may be
 	@sh tools/chromium.sh
-	@export OMP_NUM_THREADS=1; said=$$(mktemp -d); trap 'rm -rf "$$said"' EXIT; \
-	"$(bin)/python" -m pytest -p no:cacheprovider $(beside) $(ARGS) >"$$said/beside" 2>&1 & beside=$$!; \
-	"$(bin)/python" -m pytest -p no:cacheprovider $(waiting) $(ARGS) >"$$said/waiting" 2>&1 & waiting=$$!; \
-	"$(bin)/python" -m pytest -p no:cacheprovider $(models) $(ARGS) >"$$said/models" 2>&1 & models=$$!; \
-	"$(bin)/python" -m pytest tests/unit tests/browser tests/cli/test_memory.py $(ARGS); codes=$$?; \
-	for part in $$beside $$waiting $$models; do wait $$part; codes="$$codes $$?"; done; \
-	cat "$$said/beside" "$$said/waiting" "$$said/models"; \
-	chosen=; for code in $$codes; do case $$code in 0) chosen=1;; 5) ;; *) exit 1;; esac; done; test -n "$$chosen" || exit 5 # 5: none chosen
+	OMP_NUM_THREADS=1 "$(bin)/python" -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder \
+		tests/cli tests/browser tests/cpu tests/fuzz tests/unit $(ARGS)
 
 gpu: setup ## the tests that need a CUDA GPU
 	@"$(bin)/python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || { \

@@ -27,7 +27,9 @@ from stepscope.recording.readers import kineto, ncu
 from stepscope.recording.readers.counter_metrics import METRICS, CounterKey
 from stepscope.recording.store import Recording
 from stepscope.recover.facts import Elements, Gather, Rows, Sighting, Update, Window
-from stepscope.recover.families import elementwise, memory_bound, update
+from stepscope.recover.families import elementwise
+from stepscope.recover.families import optimizers as update
+from stepscope.recover.families import registry as memory_bound
 from stepscope.recover.families.grids import take_apart
 
 COUNTERS = {metric.name: metric.key for metric in METRICS if metric.key}

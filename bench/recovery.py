@@ -16,8 +16,8 @@ from typing import Any
 
 from stepscope.findings import Cell, Column, Table
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recover.answer import Answer, Field, recover
-from stepscope.recover.evidence import gather
+from stepscope.recover.evidence.recording import gather
+from stepscope.recover.solve.recovery import Answer, Field, recover
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
 

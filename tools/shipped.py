@@ -5,6 +5,7 @@ A launcher lets Triton find an argument's type and alignment at the first call; 
 multiples of 16 elements, the last is one, and lengths are anything: what a model's tensors look like.
 """
 
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -27,14 +28,27 @@ def _import_without_torch() -> None:
 
 _import_without_torch()
 
-from shipped_hopper import hopper  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+
 from stepscope.kernels.attention import tiles  # noqa: E402
+from stepscope.kernels.attention.hopper_backward_kernel import (  # noqa: E402
+    KEYS_OF_PROGRAM,
+    ROWS_OF_TILE,
+    attention_hopper_backward,
+    backward_settings,
+)
+from stepscope.kernels.attention.hopper_forward_kernel import (  # noqa: E402
+    KEYS_OF_TILE,
+    ROWS_OF_CONSUMER,
+    attention_hopper_forward,
+    forward_settings,
+)
 from stepscope.kernels.attention.tiles import Arithmetic, Pass, Tile, TileKey  # noqa: E402
-from stepscope.kernels.attention.triton_backward_kernels import (  # noqa: E402
+from stepscope.kernels.attention.triton_kernels import (  # noqa: E402
     attention_backward_keys,
     attention_backward_queries,
+    attention_forward,
 )
-from stepscope.kernels.attention.triton_forward_kernels import attention_forward  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +73,7 @@ class Shipped:
 
 def shipped() -> list[Shipped]:
     """All of them."""
-    return [*_triton(), *(Shipped(**arguments) for arguments in hopper())]
+    return [*_triton(), *_hopper()]
 
 
 KERNELS = {
@@ -170,3 +184,77 @@ _MOST_SPILLED: dict[tuple[Pass, Arithmetic, int], int] = {
     ("backward_keys", "tf32x3", 128): 1024,
     ("backward_keys", "tf32x3", 256): 1536,
 }
+
+
+# --- Hopper. The type of a descriptor carries the layout of its tile. ---
+
+_GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+_OPTIONS = ("num_warps", "maxnreg")
+# Bytes, by kernel, width and mask: what the code has under both supported compilers, rounded up. None of it is in an
+# inner loop but that of backward at 64, where tiles of 128 queries do not fit and are the fastest all the same.
+_MOST_SPILLED_ON_HOPPER = {
+    ("forward", 128, False, True): 0,
+    ("forward", 128, False, False): 0,
+    ("forward", 128, True, False): 16,
+    ("forward", 64, False, True): 0,
+    ("forward", 64, False, False): 48,
+    ("forward", 64, True, False): 0,
+    ("backward", 128, False, True): 0,
+    ("backward", 128, False, False): 0,
+    ("backward", 128, True, False): 64,
+    ("backward", 64, False, True): 128,
+    ("backward", 64, False, False): 160,
+    ("backward", 64, True, False): 256,
+}
+
+
+def _hopper() -> Iterator[Shipped]:
+    """Under a causal mask it makes no difference whether the keys fill their tiles."""
+    masks = ((False, True), (False, False), (True, False))
+    for dtype, width, (causal, whole_keys) in itertools.product(("bf16", "fp16"), (64, 128), masks):
+        for stage, kernel in (("forward", attention_hopper_forward), ("backward", attention_hopper_backward)):
+            settings = dict(
+                (forward_settings if stage == "forward" else backward_settings)(
+                    width, causal=causal, whole_keys=whole_keys
+                )
+            )
+            options = {name: settings.pop(name) for name in _OPTIONS}
+            types = _forward_types(dtype, width) if stage == "forward" else _backward_types(dtype, width)
+            signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+            yield Shipped(
+                name=f"hopper {stage} {dtype} {width} {'causal' if causal else 'whole' if whole_keys else 'ragged'}",
+                kernel=kernel,
+                signature=signature | dict.fromkeys(settings, "constexpr"),
+                constants=settings,
+                options=options,
+                arch=90,
+                product="HGMMA",
+                most_spilled=_MOST_SPILLED_ON_HOPPER[stage, width, causal, whole_keys],
+                aligned=("lse_ptr",) if stage == "forward" else (),
+                gluon=True,
+                sample=dtype == "bf16" and (causal or (whole_keys and stage == "forward")),
+            )
+
+
+def _forward_types(dtype: str, width: int) -> dict[str, str]:
+    rows, keys = _tile(dtype, ROWS_OF_CONSUMER, width), _tile(dtype, KEYS_OF_TILE, width)
+    return {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows, "lse_ptr": "*fp32", "scale": "fp32"}
+
+
+def _backward_types(dtype: str, width: int) -> dict[str, str]:
+    rows, keys = _tile(dtype, ROWS_OF_TILE[width], width), _tile(dtype, KEYS_OF_PROGRAM // 2, width)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    statistics = f"tensordesc<fp32[1, {ROWS_OF_TILE[width]}],{layout!r}>"
+    return {
+        **dict.fromkeys(("q_desc", "do_desc"), rows),
+        **dict.fromkeys(("v_desc", "dk_desc", "dv_desc"), keys),
+        **dict.fromkeys(("lse_desc", "delta_desc"), statistics),
+        "k_desc": _tile(dtype, KEYS_OF_PROGRAM, width),
+        "dq_desc": _tile("fp32", 64, 64),
+        "scale": "fp32",
+    }
+
+
+def _tile(dtype: str, rows: int, columns: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _GLUON_TYPES[dtype])
+    return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{layout!r}>"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stepscope.cost.attention import need_of_attention
-from stepscope.kernels.attention import choice, hopper_backward, hopper_forward, triton_backward, triton_forward
-from stepscope.kernels.attention.problem import RefusedError
+from stepscope.kernels.attention import backends, hopper_launch, triton_launch
+from stepscope.kernels.attention.problem import UnsupportedError
 from stepscope.measure import attention as measure
 from stepscope.measure.attention import measure_cases
 from stepscope.measure.attention_check import check, say_wrong
@@ -154,7 +154,7 @@ def test_running_out_of_memory_costs_its_own_case(monkeypatch: pytest.MonkeyPatc
 def test_what_an_implementation_cannot_do_is_said_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if length == 32:
-            raise RefusedError("`backend` `hopper` cannot run this: D 80")
+            raise UnsupportedError("`backend` `hopper` cannot run this: D 80")
         return reference(q, k, v)
 
     assert outcomes(monkeypatch, attend, 16, 32)[1] == ("unsupported", "`backend` `hopper` cannot run this: D 80")
@@ -206,11 +206,12 @@ def test_launchers_take_the_memory_of_the_closed_form(
     implementation: Implementation, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a kernel works in is its launcher's, so without a GPU the launchers can be weighed without their kernels."""
-    for module in (hopper_forward, hopper_backward, triton_forward, triton_backward):
+    for module in (hopper_launch, triton_launch):
         for name in [name for name in vars(module) if name.startswith("attention_")]:
             monkeypatch.setattr(module, name, Launched())
-    monkeypatch.setattr(hopper_forward, "count_multiprocessors", lambda _: 132)
-    monkeypatch.setitem(choice._REFUSALS, implementation, lambda _: None)
+    monkeypatch.setattr(hopper_launch, "_count_multiprocessors", lambda _: 132)
+    functions = backends.FUNCTIONS[implementation]._replace(refuse=lambda _: None)
+    monkeypatch.setitem(backends.FUNCTIONS, implementation, functions)
     case = make_case(implementation=implementation, length=length, head_dim=64, precision="bf16")
     memory, need = weigh(make_problem(case, CPU)), need_of_attention(case)
     assert (need.before_backward_bound, need.peak_bound) == ("exact", "exact")

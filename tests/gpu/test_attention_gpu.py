@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepscope.kernels import flash_attention
-from stepscope.kernels.attention import triton_backward, triton_forward, triton_launch, tune, tuned
+from stepscope.kernels.attention import triton_launch, tune
 from stepscope.nn import functional
 from tests.cpu.accuracy import Op, assert_three_way, normal
 
@@ -139,7 +139,7 @@ def test_tf32_is_less_accurate_than_fp32_and_close() -> None:
     moved = [x.to(CUDA) for x in (q, k, v)]
     off = {}
     for tf32 in (False, True):
-        o, _ = triton_forward.forward(*moved, causal=True, scale=0.125, tf32=tf32)
+        o, _ = triton_launch.forward(*moved, causal=True, scale=0.125, tf32=tf32)
         off[tf32] = (o.cpu().double() - truth).abs().max().item()
     assert off[False] < 1e-5
     assert 1e-5 < off[True] < 1e-2
@@ -155,8 +155,8 @@ def test_triton_gives_the_same_bits_a_hundred_times(dtype: torch.dtype, head_dim
     settings = {"causal": causal, "scale": head_dim**-0.5, "tf32": False}
 
     def run() -> list[Tensor]:
-        o, lse = triton_forward.forward(q, k, v, **settings)
-        return [o, lse, *triton_backward.backward(do, q, k, v, o, lse, **settings)]
+        o, lse = triton_launch.forward(q, k, v, **settings)
+        return [o, lse, *triton_launch.backward(do, q, k, v, o, lse, **settings)]
 
     first = run()
     for _ in range(100):
@@ -206,12 +206,12 @@ def test_offsets_beyond_two_gigaelements_are_reached(dtype: torch.dtype) -> None
 
 def test_tuning_keeps_tiles_that_are_then_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path))
-    tuned.tuned_tiles.cache_clear()
+    triton_launch.tuned_tiles.cache_clear()
     problem = tune.TuneProblem(head_dim=64, dtype=torch.bfloat16, causal=True, length=1024)
     trials = tune.tune(problem, device=CUDA)
     assert all(trial.milliseconds is not None for trial in trials), [trial.problem for trial in trials]
-    kept = tuned.tuned_tiles(torch.cuda.get_device_name(CUDA))
+    kept = triton_launch.tuned_tiles(torch.cuda.get_device_name(CUDA))
     assert {key.stage for key in kept} == {"forward", "backward_queries", "backward_keys"}
     check("triton", make_inputs((1, 2, 2, 200, 200, 64)), dtype=torch.bfloat16, causal=True)
-    tuned.tuned_tiles.cache_clear()
+    triton_launch.tuned_tiles.cache_clear()
     triton_launch.tile_for.cache_clear()

@@ -13,11 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.trace import bounded, bounded_joins, bounded_windows, breakdown
+from stepscope.explain.trace import bounded, breakdown
+from stepscope.explain.trace.attribution import Attribution
 from stepscope.explain.trace.profile import make_profile
 from stepscope.explain.trace.summary import Summary, summarise
-from stepscope.recording.readers import json_blocks, kineto, spill
-from stepscope.recording.readers.spill import Spill, choose_borders
+from stepscope.recording import windows
+from stepscope.recording.readers import json_blocks, kineto
+from stepscope.recording.windows import EventTable, Spill, choose_borders
 
 from .kineto_files import AUTOGRAD, MAIN, event, flow, kernel, launch, op, training_step, write_trace
 
@@ -31,10 +33,10 @@ LOADER = 300  # a third thread
 
 
 def set_sizes(patch: pytest.MonkeyPatch, window: int, run: int = 40, chunk: int = 3) -> None:
-    for module in (bounded_windows, bounded_joins):
+    for module in (bounded, windows):
         patch.setattr(module, "WINDOW_ROWS", window)
-    patch.setattr(spill, "RUN_ROWS", run)
-    patch.setattr(spill, "CHUNK_ROWS", chunk)
+    patch.setattr(windows, "RUN_ROWS", run)
+    patch.setattr(windows, "CHUNK_ROWS", chunk)
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +49,11 @@ def check_same(path: Path) -> Summary:
     whole = make_profile(kineto.read(path))
     expected = summarise(whole, ())
     profile = bounded.make_bounded_profile(path, path.parent / "spilled")
-    found = bounded.summarise_profile(profile)
+    found = summarise(profile, ())
     assert found.notes == (*expected.notes, bounded.NOTE)
     assert msgspec.structs.replace(found, notes=expected.notes) == expected
     for name in bounded.PARTS:
-        assert bounded.make_part(profile, name).rows == breakdown.PARTS[name](whole).rows
+        assert bounded.make_part(profile, name).rows == breakdown.make_part(whole, name).rows
     for device in found.devices:
         for account in (device.account, *(one.account for one in device.streams)):
             assert sum(account.classes.values()) + account.overlap_ns + account.idle_ns == account.wall_ns
@@ -132,15 +134,15 @@ def test_windows_are_many_and_small(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Else the others compare one window with itself."""
     counts: list[int] = []
 
-    def choose(tables: Sequence[Spill], rows: int) -> list[int]:
+    def choose(tables: Sequence[EventTable], rows: int) -> list[int]:
         borders = choose_borders(tables, rows)
         counts.append(len(borders))
         return borders
 
-    for module in (bounded_windows, bounded_joins):
+    for module in (bounded, windows):
         monkeypatch.setattr(module, "choose_borders", choose)
-    bounded.summarise_bounded(write_trace(tmp_path / "t.json", steps(8)), tmp_path / "spilled")
-    assert len(counts) == 6  # launches, arrows, makers, and three over time
+    bounded.make_bounded_profile(write_trace(tmp_path / "t.json", steps(8)), tmp_path / "spilled")
+    assert len(counts) == 8  # launches, arrows, makers, and five over time
     assert min(counts) >= 1
     assert max(counts) >= 20
 
@@ -356,7 +358,7 @@ def test_random_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: in
 def test_findings_and_single_kernels_are_said_to_be_missing(tmp_path: Path) -> None:
     profile = bounded.make_bounded_profile(write_trace(tmp_path / "t.json", training_step()), tmp_path)
     assert "findings" in breakdown.headline(profile)
-    assert bounded.summarise_profile(profile).findings == ()
+    assert summarise(profile, ()).findings == ()
     assert [table.title for table in bounded.make_page(profile).tables] == [
         "Time by class",
         "Time by phase",
@@ -372,7 +374,7 @@ def test_findings_and_single_kernels_are_said_to_be_missing(tmp_path: Path) -> N
 def test_what_holds_no_kernels_is_an_error(tmp_path: Path, events: list[str], said: str) -> None:
     path = write_trace(tmp_path / "t.json", events)
     with pytest.raises(StepscopeError, match=said):
-        bounded.summarise_bounded(path, tmp_path / "spilled")
+        bounded.make_bounded_profile(path, tmp_path / "spilled")
     assert not list((tmp_path / "spilled").iterdir())
 
 
@@ -387,9 +389,9 @@ def test_the_spill_is_removed_after_a_failure(
         seen.extend(path for path in beside.rglob("*") if path.is_file())
         raise failure
 
-    monkeypatch.setattr(bounded, "attribute_windows", fail)
+    monkeypatch.setattr(Attribution, "kernel_windows", fail)
     with pytest.raises(type(failure)):
-        bounded.summarise_bounded(write_trace(tmp_path / "t.json", steps(3)), beside)
+        bounded.make_bounded_profile(write_trace(tmp_path / "t.json", steps(3)), beside)
     assert seen
     assert not list(beside.iterdir())
 
@@ -400,7 +402,7 @@ def test_a_full_disk_is_a_clean_error(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(pl.DataFrame, "write_ipc", write_ipc)
     with pytest.raises(StepscopeError, match="No space left") as caught:
-        bounded.summarise_bounded(write_trace(tmp_path / "t.json", steps(3)), tmp_path / "spilled")
+        bounded.make_bounded_profile(write_trace(tmp_path / "t.json", steps(3)), tmp_path / "spilled")
     assert "room on disk" in str(caught.value)
     assert not list((tmp_path / "spilled").iterdir())
 
@@ -408,7 +410,7 @@ def test_a_full_disk_is_a_clean_error(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_folder_that_cannot_be_made_is_a_clean_error(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.json", training_step())
     with pytest.raises(StepscopeError, match="cannot write"):
-        bounded.summarise_bounded(path, path / "inside-a-file")
+        bounded.make_bounded_profile(path, path / "inside-a-file")
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -420,15 +422,16 @@ def test_a_folder_that_cannot_be_made_is_a_clean_error(tmp_path: Path) -> None:
 def test_a_spill_gives_back_every_row_once_in_its_window(
     tmp_path: Path, keys: list[int], borders: list[int], size: int
 ) -> None:
-    with spill.spill_folder(tmp_path) as folder, pytest.MonkeyPatch.context() as patch:
+    with windows.spilling(tmp_path) as disk, pytest.MonkeyPatch.context() as patch:
         set_sizes(patch, 10, run=2 * size, chunk=size)
-        table = Spill(folder, "t", "key", pl.Schema({"key": pl.Int64, "place": pl.Int64}))
+        table = Spill(disk, "t", pl.col("key"), ("key", "place"))
+        table.add(pl.DataFrame(schema={"key": pl.Int64, "place": pl.Int64}))
         for place, key in enumerate(keys):
             table.add(pl.DataFrame({"key": [key], "place": [place], "more": [0]}))
         edges = [-100, *sorted(borders), 100]
         for _ in range(2):
-            windows = list(table.windows(sorted(borders)))
-            for low, high, window in zip(edges[:-1], edges[1:], windows, strict=True):
+            found = list(table.windows(sorted(borders)))
+            for low, high, window in zip(edges[:-1], edges[1:], found, strict=True):
                 expected = sorted((key, place) for place, key in enumerate(keys) if low <= key < high)
                 # Equal keys keep their order, which is all the order there is.
                 assert window.sort("key", maintain_order=True).rows() == expected

@@ -10,12 +10,12 @@ from stepscope.explain.experiments.comm_tables import (
     fit_links,
     outcome_of_comm,
     rank_spread,
-    say_size,
     slowest_rank,
 )
 from stepscope.findings import Cell, Table
 from stepscope.recording.rows.bench import Doubt
 from stepscope.recording.rows.comm import CommMeasurement
+from stepscope.units import say_message_bytes
 from tests.unit.comm_rows import MB, MS, communicate
 
 
@@ -99,7 +99,7 @@ def test_places_are_fitted_each_for_itself() -> None:
     ("size", "said"), [(10**9, "1 GB"), (1_500_000_000, "1.5 GB"), (MB, "1 MB"), (1024, "1.024 kB"), (24, "24 B")]
 )
 def test_sizes_are_decimal(size: int, said: str) -> None:
-    assert say_size(size) == said
+    assert say_message_bytes(size) == said
 
 
 def test_a_case_in_a_few_words() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from stepscope.explain.rules.kept import find_once
+from stepscope.explain.rules import find_once
 from tests.unit.recordings import ADD, Timeline
 
 

@@ -16,7 +16,7 @@ from stepscope.explain.memory.answers import answer_memory
 from stepscope.explain.memory.categories import stage_of_stack
 from stepscope.explain.memory.leaks import leaks_table
 from stepscope.explain.memory.summary import summarise_memory
-from stepscope.explain.memory.tables import PARTS, headline, make_part, memory_page, say_bytes
+from stepscope.explain.memory.tables import PARTS, headline, make_part, memory_page
 from stepscope.explain.memory.timeline import memory_timeline
 from stepscope.findings import Timeline
 from stepscope.jobs.experiments.memory_view import draw_profile
@@ -24,6 +24,7 @@ from stepscope.recording import tables
 from stepscope.recording.memory import reader as memory
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Manifest, MemoryFacts, Recording
+from stepscope.units import say_bytes
 from tests.unit.snapshot_files import MIB, Entry, Model, empty, event, frame, write
 
 FIXTURE = Path(__file__).parent.parent / "fixtures/h200_tiny_train.pickle.gz"

@@ -40,9 +40,13 @@ def explain(path: Path) -> Summary:
     """All that is asked of a file, which must not raise; the summary."""
     profile = make_profile(open_recording(path))
     answer([profile])
-    for part in breakdown.PARTS.values():
-        part(profile)
+    for part in breakdown.PARTS:
+        breakdown.make_part(profile, part)
     return summarise(profile, find(profile))
+
+
+def explain_bounded(path: Path) -> Summary:
+    return summarise(bounded.make_bounded_profile(path), ())
 
 
 def changed(name: str, change: Callable[[dict[str, Any]], object]) -> list[str]:
@@ -58,7 +62,7 @@ def test_ids_of_any_type(scratch: Path, field: str, value: object) -> None:
     path = write_trace(scratch / "t.json", changed("ampere_sgemm_128x64_tn", lambda one: one.update({field: value})))
     summary = explain(path)
     assert sum(one.count for one in summary.kernels) == 7
-    assert bounded.summarise_bounded(path).gpu_time_ns == summary.gpu_time_ns
+    assert explain_bounded(path).gpu_time_ns == summary.gpu_time_ns
 
 
 @pytest.mark.parametrize("field", ["device", "stream", "registers per thread", "shared memory", "correlation"])
@@ -68,7 +72,7 @@ def test_numbers_of_a_kernel_of_any_size_and_type(scratch: Path, field: str, val
     path = write_trace(scratch / "t.json", events)
     summary = explain(path)
     assert sum(one.count for one in summary.kernels) == 7
-    assert bounded.summarise_bounded(path).gpu_time_ns == summary.gpu_time_ns
+    assert explain_bounded(path).gpu_time_ns == summary.gpu_time_ns
 
 
 def test_a_kernel_that_names_no_device_is_counted_on_the_first(scratch: Path) -> None:
@@ -79,7 +83,7 @@ def test_a_kernel_that_names_no_device_is_counted_on_the_first(scratch: Path) ->
     recording = kineto.read(path)
     assert recording.kernels["device"].to_list() == [0] * 7
     assert any("device 0" in note for note in recording.manifest.notes)
-    assert bounded.summarise_bounded(path).notes[:-1] == recording.manifest.notes
+    assert explain_bounded(path).notes[:-1] == recording.manifest.notes
 
 
 @pytest.mark.parametrize("field", ["Input Dims", "Input type", "Input Strides", "Concrete Inputs"])
@@ -97,7 +101,7 @@ def test_sizes_beyond_any_device_have_no_cost() -> None:
 def test_kernels_whose_times_are_all_impossible_are_no_run_on_the_host(scratch: Path) -> None:
     events = [op("aten::mm", "1000", "5"), launch("1001", "1", 1), kernel("k", "1010", "-5", 1)]
     path = write_trace(scratch / "t.json", events)
-    for explain_it in (explain, bounded.summarise_bounded):
+    for explain_it in (explain, explain_bounded):
         with pytest.raises(StepscopeError, match="no kernel timeline") as error:
             explain_it(path)
         assert "1 event has impossible times" in error.value.detail
@@ -112,7 +116,7 @@ def test_ranges_whose_times_are_all_impossible_are_left_out(scratch: Path) -> No
 def test_kernels_without_any_time_cannot_be_taken_apart(scratch: Path, is_bounded: bool) -> None:
     path = write_trace(scratch / "t.json", [kernel("k", "10", "0", 1)])
     with pytest.raises(StepscopeError, match="has a duration"):
-        (bounded.summarise_bounded if is_bounded else explain)(path)
+        (explain_bounded if is_bounded else explain)(path)
 
 
 @pytest.mark.parametrize("name", [f"module:blocks.{DEEP}.attn", "module:9999999999", f"step:{DEEP}", "module:", DEEP])

@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.rows.bench import BenchRow, Doubt, Retry, Status
-from stepscope.recording.rows.results_file import ResultsFile, read_rows
+from stepscope.recording.rows.bench import BenchRow, Doubt, Retry, Status, case_key
+from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.results_file import ResultsFile, read_rows, read_rows_of
 from tests.unit.rows import row
 
+RECORDED = Path(__file__).parents[2] / "bench/results"
 ROWS = [row(context=context) for context in (128, 256, 512)]
 
 
@@ -236,3 +238,16 @@ def test_a_number_that_cannot_be_is_an_error_with_its_line(tmp_path: Path, old: 
     path = write(tmp_path / "results.jsonl", [whole[0], whole[1].replace(old, new), whole[2]])
     with pytest.raises(StepscopeError, match="line 2"):
         read_rows(path)
+
+
+@pytest.mark.parametrize("name", ["memory_h200.jsonl", "memory_checkpoint_study_h200.jsonl"])
+def test_cases_of_kept_results_are_found_by_their_keys(name: str) -> None:
+    rows, _ = read_rows_of(RECORDED / name, MemoryRow)
+    assert rows
+    assert [case_key(one.case, one.environment, one.source) for one in rows] == [one.key for one in rows]
+
+
+def test_a_case_that_was_timed_before_settings_were_added_keeps_its_key() -> None:
+    # Kept from before any setting was added: the rows of this file have keys of an earlier version.
+    rows, _ = read_rows_of(RECORDED / "bench_h200.jsonl", BenchRow)
+    assert case_key(rows[0].case, rows[0].environment, rows[0].source) == "d2f04e04d2f50db0"

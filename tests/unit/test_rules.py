@@ -1,6 +1,7 @@
 """Rules about the step as a whole, their order, and their pages."""
 
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import polars as pl
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.rules import PAGES, RULES, describe_rule, find, rule_page, tabulate_rules
+from stepscope.explain.rules import RULES, describe_rule, find, find_rule, tabulate_rules
 from stepscope.explain.trace.profile import make_profile
 from stepscope.recording.rows.bench import Doubt
 from stepscope.spec import build_case
@@ -141,7 +142,7 @@ def test_findings_come_by_saving_with_those_that_have_none_last() -> None:
     assert savings == [*sorted(known, reverse=True), *[None] * (len(savings) - len(known))]
     assert None in savings
     for finding in findings:
-        assert finding.title == PAGES[finding.code].title
+        assert finding.title == RULES[finding.code].title
         assert finding.share is None or 0 <= finding.share <= 1
 
 
@@ -174,25 +175,28 @@ def test_a_recording_with_kernels_only_makes_no_claims() -> None:
 
 
 def test_every_rule_has_a_page_with_everything_on_it() -> None:
-    assert [rule.code for rule in RULES] == list(PAGES)
-    for page in PAGES.values():
-        assert re.fullmatch(r"SS\d{3}", page.code)
-        assert all((page.title, page.meaning, page.seen, page.saving, page.builtin, page.own))
-        assert not page.title.endswith(".")
-        assert describe_rule(page).columns[0].label == page.code
+    for code, rule in RULES.items():
+        assert re.fullmatch(r"SS\d{3}", code)
+        assert code == rule.code
+        assert all((rule.title, rule.meaning, rule.seen, rule.saving, rule.builtin, *rule.own))
+        assert rule.own
+        assert not rule.title.endswith(".")
+        assert describe_rule(rule).columns[0].label == code
     assert len(tabulate_rules().rows) == len(RULES)
 
 
 def test_codes_are_found_in_any_case_and_near_misses_named() -> None:
-    assert rule_page("ss007").code == "SS007"
+    assert find_rule("ss007").code == "SS007"
     with pytest.raises(StepscopeError, match="stepscope rule SS0") as raised:
-        rule_page("SS07")
+        find_rule("SS07")
     assert "SS020" in str(raised.value)
     with pytest.raises(StepscopeError, match="no rule has the code `nonsense`"):
-        rule_page("nonsense")
+        find_rule("nonsense")
 
 
-def test_the_documentation_lists_every_rule() -> None:
+def test_the_documentation_is_what_the_rules_say() -> None:
     page = (ROOT / "docs/rule.md").read_text()
+    fill_in = runpy.run_path(str(ROOT / "tools/rule_docs.py"))["fill_in"]
+    assert page == fill_in(page), "out of date: python tools/rule_docs.py"
     listed = dict(re.findall(r"^\| (SS\d{3}) \| (.+?) \|", page, re.MULTILINE))
-    assert listed == {page.code: page.title for page in PAGES.values()}
+    assert listed == {code: rule.title for code, rule in RULES.items()}

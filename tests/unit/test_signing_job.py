@@ -18,9 +18,9 @@ from stepscope.jobs.signing import (
     read_flags,
     sign_to_file,
 )
-from stepscope.recover.hashing import hash_files
-from stepscope.recover.keys import new_key
-from stepscope.recover.signing import Verdict
+from stepscope.recover.reports.hashing import hash_files
+from stepscope.recover.reports.keys import new_key
+from stepscope.recover.reports.signing import Verdict
 from stepscope.report.formats import Format
 
 UUID = "GPU-00000000-1111-2222-3333-444444444444"

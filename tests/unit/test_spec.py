@@ -1,6 +1,7 @@
 """Workloads come in by flags, by TOML and from Python, and mean the same; what cannot be says what to change."""
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 import pytest
@@ -8,11 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.spec import (
+    RUN_SETTINGS,
+    SETTINGS,
+    SHAPE_SETTINGS,
     SIZES,
+    TIMING_SETTINGS,
     Case,
     Factory,
     ModelShape,
     Scalar,
+    Setting,
     SpecError,
     Timing,
     Workload,
@@ -21,6 +27,7 @@ from stepscope.spec import (
     grid_from_toml,
     parse_bytes,
 )
+from stepscope.spec.settings import declared
 
 
 def test_flags_toml_and_python_give_the_same_case(tmp_path: Path) -> None:
@@ -198,3 +205,50 @@ def test_the_hint_for_heads_always_works(d_model: int, num_heads: int) -> None:
             assert isinstance(case.workload.model, ModelShape)
             return
     pytest.fail(f"hints led nowhere: {flags}")
+
+
+@pytest.mark.parametrize(
+    ("struct", "settings"),
+    [(Workload, {"model", *RUN_SETTINGS}), (Timing, set(TIMING_SETTINGS)), (ModelShape, {*SHAPE_SETTINGS} - {"size"})],
+)
+def test_every_field_is_declared_as_a_setting(struct: type[msgspec.Struct], settings: set[str]) -> None:
+    assert set(struct.__struct_fields__) == settings
+    assert all(setting.help and setting.metavar for setting in SETTINGS.values())
+
+
+class Declared(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of every kind, with no more said about them than has to be."""
+
+    tile_size: Annotated[int, Setting(help="Rows of a tile.")] = 64
+    shape: Annotated[Literal["round", "square"] | None, Setting(help="Of a tile.", phrase="{} tiles")] = None
+    swap: Annotated[bool, Setting(help="Swap tiles.", baseline=False)] = False
+    room: Annotated[int | None, Setting(help="For tiles.", kind="bytes", metavar="SIZE")] = None
+    rounds: Annotated[int, Setting(help="Rounds.", phrase="{} round{s}", absent=0)] = 0
+    other: int = 0
+
+
+def test_what_a_type_says_need_not_be_declared() -> None:
+    settings = declared(Declared)
+    size, shape, swap = settings["tile_size"], settings["shape"], settings["swap"]
+    assert list(settings) == ["tile_size", "shape", "swap", "room", "rounds"]
+    assert [one.metavar for one in settings.values()] == ["N", "round|square", "yes|no", "SIZE", "N"]
+    assert [one.kind for one in settings.values()] == ["count", "text", "text", "bytes", "count"]
+    assert (size.label, size.default, size.parse("1_024")) == ("tile size", 64, 1024)
+    assert (shape.parse("round"), swap.parse("off"), swap.is_switch) == ("round", False, True)
+    with pytest.raises(SpecError, match="unknown shape: `squar`"):
+        shape.parse("squar")
+
+
+def test_a_declared_setting_has_its_cell_and_its_words() -> None:
+    settings = declared(Declared)
+    given = Declared(shape="round", swap=True, room=24 * 10**9, rounds=1)
+    assert [one.read(given) for one in settings.values()] == [64, "round", "yes", 24 * 10**9, 1]
+    assert [one.read(Declared()) for one in settings.values()] == [64, None, "no", None, None]
+    assert [one.say(one.read(given)) for one in settings.values()] == [
+        "tile size 64",
+        "round tiles",
+        "swap yes",
+        "room 24 GB",
+        "1 round",
+    ]
+    assert settings["rounds"].say(2) == "2 rounds"

@@ -277,7 +277,7 @@ def _devices(materials: Materials) -> Iterator[str]:
 
 
 def _make_profiles(recordings: Sequence[_Given]) -> tuple[Profile, ...]:
-    profiles = [rank.profile for one in recordings if one.run is not None for rank in one.run.ranks]
+    profiles = [rank.require_kernels() for one in recordings if one.run is not None for rank in one.run.ranks]
     return tuple(sorted(profiles, key=lambda one: one.recording.manifest.rank or 0))
 
 

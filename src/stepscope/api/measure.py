@@ -26,7 +26,17 @@ from stepscope.recording.rows.bench import BenchRow, Retry, Row
 from stepscope.recording.rows.memory import MemoryRow
 from stepscope.recording.rows.precision import PrecisionReport, read_report
 from stepscope.recording.rows.results_file import read_rows_of
-from stepscope.spec import TIMING_SETTINGS, Case, Grid, Precision, SpecError, Timing, Workload, grid_from_settings
+from stepscope.spec import (
+    TIMING_SETTINGS,
+    Case,
+    Grid,
+    Precision,
+    SpecError,
+    Timing,
+    Workload,
+    for_precisions,
+    grid_from_settings,
+)
 
 if TYPE_CHECKING:
     import polars as pl
@@ -401,7 +411,7 @@ def precision(
     """
     from stepscope.jobs.precision import PrecisionJob
 
-    wanted = make_grid(workload)
+    wanted = make_grid(for_precisions(workload) if isinstance(workload, Workload) else workload)
     job = PrecisionJob(
         command=command or name_command("precision", wanted),
         out=None if out is None else Path(out),

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 import msgspec
 
 from stepscope.api.display import DataTable, Picture, RunPart, StrPath, encode_document, write_frame, write_table
 from stepscope.errors import StepscopeError
-from stepscope.explain.rules.kept import find_once
+from stepscope.explain.rules import find_once
 from stepscope.explain.trace import breakdown
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.explain.trace.summary import SCHEMA, Summary, summarise
@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
     from stepscope.explain.memory import MemoryProfile
     from stepscope.explain.questions import Answer
+    from stepscope.explain.trace.bounded import BoundedProfile
     from stepscope.explain.trace.compare import Comparison
     from stepscope.recording.rows.memory import MemorySummary
 
+By = Literal["phase", "class", "module", "kernel"]  # what a step is taken apart by
 _ON_A_PAGE = 5  # kernels on the page; `table` has all
 _COUNTED_ON_A_PAGE = 12
 _ALL_ROWS = sys.maxsize
@@ -65,15 +67,20 @@ def open_file(path: Path, *, cached: bool) -> Opened:
     return Opened(path, recording, folder)
 
 
-def load(*paths: StrPath, cache: bool = True) -> "Run":
+def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
     """Reads a recording: a folder of ours, a PyTorch profiler trace, an Nsight Systems export, Nsight Compute's CSV or
     a CUDA memory snapshot. Several files are the ranks of one run.
 
-    `cache` keeps what a large file was read into, for the next time. Raises `StepscopeError` for a file that cannot be
+    `cache` keeps what a large file was read into, for the next time. `bounded` is for a PyTorch trace larger than
+    memory: slower, and without findings, questions and comparisons. Raises `StepscopeError` for a file that cannot be
     read.
     """
     if not paths:
         raise ValueError("stepscope.load takes at least one file")
+    if bounded:
+        if len(paths) > 1:
+            raise ValueError("one file at a time is read in bounded memory")
+        return BoundedRun(Path(paths[0]))
     opened = []
     for path in map(Path, paths):
         one = open_file(path, cached=cache)
@@ -205,12 +212,12 @@ class Run:
     @property
     def step_ms(self) -> float:
         """Wall time per step, by the clock without the profiler where that is known."""
-        return self._time().step_ns / 1e6
+        return self.profile.step_ns / 1e6
 
     @property
     def idle_share(self) -> float:
         """The share of a step in which no kernel runs."""
-        return self._time().idle_share
+        return self.profile.idle_share
 
     @property
     def peak_bytes(self) -> int:
@@ -242,11 +249,10 @@ class Run:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What costs time and what to do about it, the largest saving first."""
-        return find_once(self._time())
+        return find_once(self.require_kernels())
 
-    def _time(self) -> Profile:
-        if self.is_of_memory:
-            raise StepscopeError(f"`{self.name}` is a recording of memory, not of time", hint="stepscope profile")
+    def require_kernels(self) -> Profile:
+        """`profile`, with every single kernel in it."""
         return self.profile
 
     # --- Answers ------------------------------------------------------------------------------------------------------
@@ -272,14 +278,14 @@ class Run:
             return Answers(answer_memory(self.memory))
         from stepscope.explain.questions import answer
 
-        return Answers(answer([rank.profile for rank in self.ranks]))
+        return Answers(answer([rank.require_kernels() for rank in self.ranks]))
 
-    def compare(self, other: "Run", *, by: Literal["phase", "class", "module", "kernel"] = "class") -> RunComparison:
+    def compare(self, other: "Run", *, by: By = "class") -> RunComparison:
         """What changes from this run to `other`, what of it is noise, and what changes most."""
         from stepscope.explain.trace.compare import compare
 
         names = (str(self.files[0]), str(other.files[0]))
-        return RunComparison(compare(self.profile, other.profile, by=by, names=names))
+        return RunComparison(compare(self.require_kernels(), other.require_kernels(), by=by, names=names))
 
     def figure(self, *, by: Literal["category", "module"] = "category", step: int | str = "last") -> Picture:
         """Memory over time. `step` is the one that is drawn, counted from 1, or `last`, or `all`."""
@@ -332,15 +338,15 @@ class Run:
 
     def save(self, folder: StrPath, *, force: bool = False) -> None:
         """Keeps it as a folder that `load` reads fast. What cannot be explained is not kept."""
-        assert self.memory if self.is_of_memory else self.profile
+        assert self.memory if self.is_of_memory else self.require_kernels()
         store.save(self._only().recording, Path(folder), force=force)
 
     def write_perfetto(self, path: StrPath, *, force: bool = False) -> None:
         """Writes a trace for Perfetto, with what was found out about each kernel on it."""
         from stepscope.report.perfetto import write_perfetto
 
-        recording = self._only().recording
-        write_perfetto(Path(path), self._time().kernels, recording.ops, recording.ranges, force=force)
+        recording, kernels = self._only().recording, self.require_kernels().kernels
+        write_perfetto(Path(path), kernels, recording.ops, recording.ranges, force=force)
 
     def _only(self) -> Opened:
         if len(self.opened) > 1:
@@ -359,6 +365,38 @@ class Run:
         return write_frame(report(self).html)
 
 
+class BoundedRun(Run):
+    """A trace larger than memory. Its breakdown is whole; what looks at single kernels is a `StepscopeError`."""
+
+    profile: "BoundedProfile"  # of kernels that are added up
+
+    def __init__(self, path: Path) -> None:
+        from stepscope.explain.trace.bounded import make_bounded_profile
+        from stepscope.recording.readers.formats import require_trace
+
+        require_trace(path)
+        self.profile = make_bounded_profile(path)
+        super().__init__([Opened(path, self.profile.recording, None)])
+
+    def table(self, name: RunPart, *, top: int | None = None) -> DataTable:
+        from stepscope.explain.trace.bounded import make_part
+
+        return DataTable.of(make_part(self.profile, name, top=top))
+
+    def page(self, *, overhead: bool = False) -> Page:
+        from stepscope.explain.trace.bounded import make_page
+
+        assert not overhead, "a foreign trace does not say what recording cost"
+        return make_page(self.profile)
+
+    @property
+    def summary(self) -> Summary:
+        return summarise(self.profile, ())
+
+    def require_kernels(self) -> NoReturn:
+        raise StepscopeError("this needs all of the recording in memory", hint="stepscope.load(path), not bounded")
+
+
 def _time_part(profile: Profile, name: str, top: int | None) -> Table:
     match name:
         case "findings":
@@ -373,16 +411,8 @@ def _time_part(profile: Profile, name: str, top: int | None) -> Table:
             raise StepscopeError(
                 "this recording has no hardware counters", hint="stepscope profile --counters, on a machine with a GPU"
             )
-        case "kernels":
-            return breakdown.kernels_table(profile, top=top)
-        case "modules":
-            return breakdown.modules_table(profile, top=top)
-        case "layers":
-            return breakdown.layers_table(profile, top=top)
-        case "ops":
-            return breakdown.ops_table(profile, top=top)
         case _ if name in breakdown.PARTS:
-            return breakdown.PARTS[name](profile)
+            return breakdown.make_part(profile, name, top=top)
         case _:
             raise StepscopeError(
                 f"`--table {name}` is of memory, and this is a recording of time", hint="stepscope memory"

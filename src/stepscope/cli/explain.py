@@ -9,7 +9,7 @@ import typer
 
 from stepscope.api.display import RunPart
 from stepscope.cli.memory_output import Stacked, check_view, draw, show_run
-from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.output import say
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 
@@ -63,9 +63,8 @@ def explain(
     if plot is not None:
         check_figure(plot, force=force)
     if bounded:
-        asked = (("--questions", questions), ("--save", save), ("--perfetto", perfetto), ("--plot", plot))
-        refused = [flag for flag, value in asked if value]
-        _explain_bounded(files, table, top, format_, detail=detail == "yes", refused=refused)
+        _check_bounded(files, {"--questions": questions, "--save": save, "--perfetto": perfetto, "--plot": plot})
+        show_run(load(*files, bounded=True), format_, part=table, top=top, questions=False, detail=detail)
         return
     _check_outputs(files, {"--save": save, "--perfetto": perfetto})
     run = load(*files, cache=cache)
@@ -96,25 +95,8 @@ def _check_outputs(files: Sequence[Path], targets: dict[str, Path | None]) -> No
             raise StepscopeError(f"`{flag}` would replace the file it reads: `{target}`", hint="another name")
 
 
-def _explain_bounded(
-    files: list[Path], table: RunPart | None, top: int, format_: Format, *, detail: bool, refused: list[str]
-) -> None:
-    from stepscope.api.display import encode_document
-    from stepscope.explain.trace import bounded
-    from stepscope.recording.readers.formats import require_trace
-    from stepscope.report.page import render_page
-    from stepscope.report.tables import render
-
-    if refused:
-        raise StepscopeError(f"`{refused[0]}` needs all of the recording in memory", hint="leave out --bounded")
+def _check_bounded(files: Sequence[Path], flags: dict[str, object]) -> None:
+    for flag in (flag for flag, given in flags.items() if given):
+        raise StepscopeError(f"`{flag}` needs all of the recording in memory", hint="leave out --bounded")
     if len(files) != 1:
         raise StepscopeError(f"`--bounded` takes one file, not {len(files)}", hint="name the files one at a time")
-    require_trace(files[0])
-    profile = bounded.make_bounded_profile(files[0])
-    width = terminal_width()
-    if table is not None:
-        show(render(bounded.make_part(profile, table, top=top), format_, detail=detail, width=width))
-    elif format_ is Format.JSON:
-        show(encode_document(bounded.summarise_profile(profile)))
-    else:
-        show(render_page(bounded.make_page(profile), width=width))

@@ -28,7 +28,7 @@ def key(
     Give the public key to whoever is to check your reports.
     """
     from stepscope.findings import Column, Table
-    from stepscope.recover.keys import new_key, public_path
+    from stepscope.recover.reports.keys import new_key, public_path
     from stepscope.report.tables import render
 
     public = new_key(path, force=force)

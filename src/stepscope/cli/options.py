@@ -20,12 +20,14 @@ from stepscope.spec import (
     Grid,
     Setting,
     build_case,
+    flag_of,
     grid_from_flags,
     grid_from_toml,
 )
 
 # What flags mean that stand alone.
-_BARE_FLAGS = {"--compile": "yes", "--tie-embeddings": "yes", "--retry": Retry.FAILED.value}
+_BARE_FLAGS = {flag_of(name): "yes" for name, setting in SETTINGS.items() if setting.is_switch}
+_BARE_FLAGS["--retry"] = Retry.FAILED.value
 RetryFlag = Annotated[
     Retry | None,
     typer.Option("--retry", help="Run failed cases again, or doubtful ones.  [failed, if no value is given]"),
@@ -67,7 +69,7 @@ def refuse_settings(grid: Grid, why: str) -> None:
     """A setting that would be ignored is an error: its user would read another figure than they asked for."""
     if grid != Grid():
         name = "set" if grid.arguments else grid.axes[0][0]
-        raise StepscopeError(f"`--{name.replace('_', '-')}` does nothing here", detail=why, hint="leave it out")
+        raise StepscopeError(f"`{flag_of(name)}` does nothing here", detail=why, hint="leave it out")
 
 
 def fill_bare_flags(arguments: Sequence[str]) -> list[str]:
@@ -88,9 +90,8 @@ def fill_bare_flags(arguments: Sequence[str]) -> list[str]:
 def _flag(name: str, setting: Setting, default: Case) -> inspect.Parameter:
     value = getattr(default.workload, name, None) or getattr(default.timing, name, None)
     text = f"{setting.help}  [default: {value}]" if value and isinstance(value, int | str) else setting.help
-    return _parameter(
-        name, Annotated[str | None, typer.Option("--" + name.replace("_", "-"), help=text, metavar=setting.metavar)]
-    )
+    option = typer.Option(flag_of(name), help=text, metavar=setting.metavar)
+    return _parameter(name, Annotated[str | None, option])
 
 
 def _set() -> inspect.Parameter:

@@ -19,10 +19,10 @@ def rule(
     format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
 ) -> None:
     """What does a finding mean? How it is seen, how its saving is estimated, and what to do about it."""
-    from stepscope.explain.rules import describe_rule, rule_page, tabulate_rules
+    from stepscope.explain.rules import describe_rule, find_rule, tabulate_rules
     from stepscope.report.tables import render
 
-    table = tabulate_rules() if code is None else describe_rule(rule_page(code))
+    table = tabulate_rules() if code is None else describe_rule(find_rule(code))
     if code is not None and format_ is Format.TEXT:
         show(_lay_out(table))
     else:

@@ -54,7 +54,7 @@ def verify(
     from stepscope.cli.signed_output import print_signed
     from stepscope.jobs import verify as job
     from stepscope.jobs.signing import make_report, read_flags, sign_to_file
-    from stepscope.recover.hashing import hash_files
+    from stepscope.recover.reports.hashing import hash_files
 
     files = evidence or []
     if signed is not None:

@@ -29,14 +29,11 @@ from stepscope.cost.activations import Term, join_formulas, multiply_out, total_
 from stepscope.cost.operators import attention_flops
 from stepscope.cost.products import BACKWARD_PRODUCTS
 from stepscope.recording.rows.attention import AttentionCase
+from stepscope.spec.backends import BACKENDS, Workspace
 
 Bound = Literal["exact", "at least"]
-EXACT_BEFORE_BACKWARD = ("naive", "tiled", "triton", "hopper")
-EXACT_PEAK = ("naive", "triton", "hopper")
-# To how many rows the launchers round what they keep of each: whole tiles, or aligned rows.
-_ROUNDED_TO = {"hopper": 128, "triton": 16}
-# Those that keep all weights, L² of them a head.
-_QUADRATIC = ("compiled", "sdpa-math")
+EXACT_BEFORE_BACKWARD = tuple(name for name, backend in BACKENDS.items() if "before backward" in backend.exact)
+EXACT_PEAK = tuple(name for name, backend in BACKENDS.items() if "peak" in backend.exact)
 ATTENTION_CONVENTION = (
     "2 operations a multiply-add, matrix products only, causal as half; backward is five products where forward is two"
 )
@@ -90,27 +87,28 @@ def flops_of_attention(case: AttentionCase) -> AttentionFlops:
 
 def need_of_attention(case: AttentionCase) -> AttentionNeed:
     """What the case's implementation takes on top of its inputs."""
-    count = _Counter(case)
-    if case.implementation == "naive":
-        kept, peak = _written_out(count)
-    elif case.implementation in _QUADRATIC:
-        kept, peak = _keeping_weights(count)
-    else:
-        kept, peak = _recomputing(count, case)
+    backend = BACKENDS[case.implementation]
+    count = _TermMaker(case, rounded_to=backend.rounded_to)
+    match backend.keeps:
+        case "scores":
+            kept, peak = _written_out(count)
+        case "weights":
+            kept, peak = _keeping_weights(count)
+        case "log-sum-exp":
+            kept, peak = _recomputing(count, backend.workspaces)
     return AttentionNeed(
         before_backward=tuple(kept),
-        before_backward_bound="exact" if case.implementation in EXACT_BEFORE_BACKWARD else "at least",
+        before_backward_bound="exact" if backend.name in EXACT_BEFORE_BACKWARD else "at least",
         peak=tuple(peak),
-        peak_bound="exact" if case.implementation in EXACT_PEAK else "at least",
+        peak_bound="exact" if backend.name in EXACT_PEAK else "at least",
     )
 
 
-class _Counter:
+class _TermMaker:
     """Makes terms. `w` in a formula is the width of an element of q."""
 
-    def __init__(self, case: AttentionCase) -> None:
-        rows = _ROUNDED_TO.get(case.implementation, 1)
-        padded = -(-case.length // rows) * rows
+    def __init__(self, case: AttentionCase, *, rounded_to: int) -> None:
+        padded = -(-case.length // rounded_to) * rounded_to
         self._symbols = {"B": case.batch, "H": case.heads, "L": case.length, "D": case.head_dim, "P": padded}
         self._width = case.element_bytes
         self.causal = case.causal
@@ -124,7 +122,7 @@ class _Counter:
         return self.term("output", "B·H·L·D·w", "the result")
 
 
-def _written_out(count: _Counter) -> tuple[Sequence[Term], Sequence[Term]]:
+def _written_out(count: _TermMaker) -> tuple[Sequence[Term], Sequence[Term]]:
     """As `nn.functional.attention` does it, softmax in fp32. The peak is in the backward of the softmax's division: its
     gradient and the exponentials, and on the way to the two gradients of the division four more of their size. The
     weights are gone by then, and the gradient of v is there."""
@@ -146,21 +144,15 @@ def _written_out(count: _Counter) -> tuple[Sequence[Term], Sequence[Term]]:
     return kept, peak
 
 
-def _keeping_weights(count: _Counter) -> tuple[Sequence[Term], Sequence[Term]]:
+def _keeping_weights(count: _TermMaker) -> tuple[Sequence[Term], Sequence[Term]]:
     weights = count.term("attention weights", "B·H·L·L·w", "product")
     gradient = count.term("gradient of the weights", "B·H·L·L·w", "a product's result")
     return [count.output(), weights], [count.output(), weights, gradient]
 
 
-def _recomputing(count: _Counter, case: AttentionCase) -> tuple[Sequence[Term], Sequence[Term]]:
+def _recomputing(count: _TermMaker, workspaces: Sequence[Workspace]) -> tuple[Sequence[Term], Sequence[Term]]:
     """Flash attention: weights are made again from the log-sum-exp, tile by tile."""
     kept = [count.output(), count.term("log-sum-exp", "B·H·L·4", "scores and these give the weights again")]
     peak = [*kept, count.term("gradients of q, k and v", "B·H·L·D·w", "the result of backward", 3)]
-    match case.implementation:
-        case "tiled":
-            peak.append(count.term("delta", "B·H·L·4", "the softmax's gradient subtracts it"))
-        case "triton" | "hopper":
-            peak.append(count.term("log-sum-exp and delta", "B·H·P·4", "in the order in which tiles are read", 2))
-    if case.implementation == "hopper":
-        peak.append(count.term("gradient of q in fp32", "B·H·L·D·4", "programs add to it from all sides"))
+    peak += [count.term(one.tensor, one.bytes_formula, one.why, one.count) for one in workspaces]
     return kept, peak

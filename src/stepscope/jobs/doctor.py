@@ -26,11 +26,12 @@ from stepscope.jobs.workers.messages import Failed, Inspect, Inspected, OutOfMem
 from stepscope.jobs.workers.process import Died, Workers
 from stepscope.measure.instructions import read_limits, say_limits
 from stepscope.recording.rows.inspection import DeviceState, Inspection
+from stepscope.units import GIB
 
 Verdict = Literal["fine", "limited", "broken"]
 
 _BUSY_LOAD = 0.3  # load average a core, above which timings on the CPU suffer
-_LITTLE_MEMORY = 2 * 2**30
+_LITTLE_MEMORY = 2 * GIB
 _SYS_ADMIN = 21  # the bit of the capability, by Linux's numbering
 
 
@@ -90,7 +91,7 @@ def _check_host() -> list[Check]:
         Check(
             subject="memory",
             verdict="limited" if little else "fine",
-            found=f"{free / 2**30:.1f} GiB free",
+            found=f"{free / GIB:.1f} GiB free",
             advice="small workloads only" if little else "",
         ),
     ]
@@ -184,7 +185,7 @@ def _judge_device(subject: str, device: DeviceState) -> list[Check]:
         Check(
             subject=f"{subject} memory",
             verdict="limited" if used else "fine",
-            found=f"{device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free",
+            found=f"{device.free_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free",
             advice=company if used else "",
         ),
     ]

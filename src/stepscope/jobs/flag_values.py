@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from stepscope.spec import SpecError
-from stepscope.spec.choices import flag_of
+from stepscope.spec.settings import flag_of
 
 T = TypeVar("T")
 

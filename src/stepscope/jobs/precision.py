@@ -19,13 +19,10 @@ from stepscope.jobs.workers.messages import ComparePrecisions, Failed, Precision
 from stepscope.jobs.workers.process import Ended, RefusedError, Workers, require_torch
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.precision import Comparison, PrecisionReport, write_report
-from stepscope.spec import Case, Grid, Precision, Scalar
+from stepscope.spec import SETTINGS, Case, Grid, Precision, Scalar, flag_of
 
 # In the order of the tables.
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
-# A step is run once forward and once or a few times backward, uncompiled: these would change nothing, or hide the
-# modules whose outputs are looked at.
-_WITHOUT_EFFECT = ("mode", "compile", "checkpoint", "optimizer", "warmup", "steps", "memory_limit")
 # fp16 has no fast kernels on most CPUs: the usual 128 tokens take a minute there.
 CONTEXT_ON_CPU = 32
 
@@ -75,9 +72,9 @@ class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
 def check_settings(grid: Grid) -> None:
     """A setting that would be ignored is an error: its user would read another figure than they asked for."""
     for name, _ in grid.axes:
-        if name in _WITHOUT_EFFECT:
+        if not SETTINGS[name].in_precision:
             raise StepscopeError(
-                f"`--{name.replace('_', '-')}` does nothing here",
+                f"`{flag_of(name)}` does nothing here",
                 detail="one step is run forward and backward, uncompiled, in each precision",
                 hint="leave it out",
             )

@@ -9,10 +9,10 @@ from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Table
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import is_recording
-from stepscope.recover.answer import Answer, recover
-from stepscope.recover.answer_tables import answer_page
-from stepscope.recover.evidence import Evidence, gather
-from stepscope.recover.structure import NoTransformerError
+from stepscope.recover.evidence.recording import Evidence, gather
+from stepscope.recover.evidence.structure import NoTransformerError
+from stepscope.recover.solve.recovery import Answer, recover
+from stepscope.recover.solve.recovery_tables import answer_page
 
 
 class Undecided(msgspec.Struct, frozen=True, kw_only=True):

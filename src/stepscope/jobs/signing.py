@@ -14,10 +14,17 @@ import msgspec
 from stepscope import __version__
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
-from stepscope.recover.hashing import hash_file, hash_files, hash_weights
-from stepscope.recover.keys import load_private_key, public_path
-from stepscope.recover.report import Gpu, HashedFile, Report, Statement, check_nonce, check_uuid
-from stepscope.recover.signing import Mismatch, SignatureCheck, Verdict, check_evidence, check_signed, write_signed
+from stepscope.recover.reports.hashing import hash_file, hash_files, hash_weights
+from stepscope.recover.reports.keys import load_private_key, public_path
+from stepscope.recover.reports.signed_report import Gpu, HashedFile, Report, Statement, check_nonce, check_uuid
+from stepscope.recover.reports.signing import (
+    Mismatch,
+    SignatureCheck,
+    Verdict,
+    check_evidence,
+    check_signed,
+    write_signed,
+)
 
 _LIMITS = (
     "a signature proves who signed and that nothing changed since; not that it is true, nor when it was made",

@@ -31,9 +31,9 @@ def tune_tiles(
             detail="tiles are measured on the GPU that they are for",
             hint="stepscope doctor",
         )
-    from stepscope.kernels.attention.choice import has_kernel
+    from stepscope.kernels.attention.backends import has_kernel
+    from stepscope.kernels.attention.triton_launch import tiles_path
     from stepscope.kernels.attention.tune import TuneProblem, tune
-    from stepscope.kernels.attention.tuned import tiles_path
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     if not has_kernel(torch.device("cuda"), dtype):

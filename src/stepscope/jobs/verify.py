@@ -10,11 +10,11 @@ from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Recording
-from stepscope.recover.claim import read_claim
-from stepscope.recover.evidence import Evidence, gather
-from stepscope.recover.structure import NoTransformerError
-from stepscope.recover.verification import Verdict, Verification, describe_interval, undecided
-from stepscope.recover.verifying import verify
+from stepscope.recover.claims.claim import read_claim
+from stepscope.recover.claims.verdict import Verdict, Verification, describe_interval, undecided
+from stepscope.recover.claims.verification import verify
+from stepscope.recover.evidence.recording import Evidence, gather
+from stepscope.recover.evidence.structure import NoTransformerError
 
 _EXITS = {Verdict.CONSISTENT: Exit.OK, Verdict.REFUTED: Exit.GATE_FAILED, Verdict.UNDECIDED: Exit.UNDECIDED}
 _MOST_ROWS = 10

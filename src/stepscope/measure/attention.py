@@ -14,7 +14,7 @@ import torch
 
 from stepscope.cost.attention import need_of_attention
 from stepscope.explain.statistics import summarise
-from stepscope.kernels.attention.problem import RefusedError
+from stepscope.kernels.attention.problem import UnsupportedError
 from stepscope.measure.attention_check import check, say_wrong
 from stepscope.measure.attention_memory import weigh
 from stepscope.measure.attention_problem import make_problem
@@ -24,6 +24,7 @@ from stepscope.measure.memory import limit_memory
 from stepscope.measure.soundness import FEWEST_STEPS, SPREAD_LIMIT, Watch
 from stepscope.recording.rows.attention import NOT_TRIED, AttentionCase, AttentionMeasurement, AttentionOutcome
 from stepscope.recording.rows.bench import Doubt
+from stepscope.units import GIB
 
 Stage = Literal["checking", "weighing", "timing"]
 OnStage = Callable[[Stage], None]
@@ -52,7 +53,7 @@ def _measure_or_explain(case: AttentionCase, device: torch.device, *, on_stage: 
         return AttentionOutcome(status="oom", reason=f"{NOT_TRIED}: {hopeless}")
     try:
         return _measure(case, device, on_stage)
-    except RefusedError as error:
+    except UnsupportedError as error:
         return AttentionOutcome(status="unsupported", reason=str(error))
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):
@@ -106,7 +107,7 @@ def _say_hopeless(case: AttentionCase, device: torch.device) -> str:
     need = need_of_attention(case).peak_bytes + 4 * case.tensor_bytes
     if need <= (HOPELESS_ON_CUDA if on_cuda else HOPELESS_ON_CPU) * there:
         return ""
-    return f"it takes {need / 2**30:,.0f} GiB by the closed form, and there are {there / 2**30:,.0f}"
+    return f"it takes {need / GIB:,.0f} GiB by the closed form, and there are {there / GIB:,.0f}"
 
 
 def _host_bytes() -> int:

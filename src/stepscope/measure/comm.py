@@ -23,6 +23,7 @@ from stepscope.parallel.communicator import Communicator, Pending
 from stepscope.parallel.group import choose_device
 from stepscope.recording.rows.bench import Clock, Doubt
 from stepscope.recording.rows.comm import CommCase, CommMeasurement, CommOutcome
+from stepscope.units import GIB
 
 OnStage = Callable[[Literal["checking", "timing"]], None]
 
@@ -209,7 +210,7 @@ def _say_hopeless(case: CommCase, device: torch.device) -> str:
     need = case.needed_bytes * (case.ranks // case.hosts)
     if need <= there:
         return ""
-    return f"the ranks of a host need {need / 2**30:.1f} GiB together, and {there / 2**30:.1f} are free"
+    return f"the ranks of a host need {need / GIB:.1f} GiB together, and {there / GIB:.1f} are free"
 
 
 def _available_bytes() -> int:

@@ -4,8 +4,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from stepscope.recover.evidence.structure import Role
 from stepscope.recover.shape import Core
-from stepscope.recover.structure import Role
 
 Size = int | None
 # The positions that the head is asked about: all, all but the last of each sequence, the last alone.

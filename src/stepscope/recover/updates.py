@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterator, Sequence
 
+from stepscope.recover.evidence.structure import is_product
 from stepscope.recover.facts import Sighting
-from stepscope.recover.families import update
-from stepscope.recover.structure import is_product
+from stepscope.recover.families import optimizers as update
 
 # A fused step, and the running mean of gradients in a step of many kernels.
 _ONCE = re.compile(r"Fused\w*(?:Adam|Sgd|Adagrad)\w*Functor|LerpFunctor")

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from stepscope.findings import Cell, Column, Table
+from stepscope.units import BINARY_UNITS
 
 MISSING = "–"
 DOUBTED = "?"
@@ -18,7 +19,6 @@ DOUBTED = "?"
 _CLOSE = 100.0
 _SCIENTIFIC_BELOW, _SCIENTIFIC_FROM = 1e-4, 1e9
 _SUFFIX = {"share": "%", "ratio": "×"}
-_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_cells(table: Table, index: int) -> list[str]:
@@ -116,12 +116,12 @@ def _ratio_decimals(value: float) -> int:
 def _format_bytes(value: float) -> str:
     """Three significant digits in binary units, changing at 1000 rather than 1024 so that none has four."""
     unit = 0
-    while abs(value) >= 999.5 and unit < len(_BINARY_UNITS) - 1:
+    while abs(value) >= 999.5 and unit < len(BINARY_UNITS) - 1:
         value /= 1024
         unit += 1
     if unit == 0:
-        return f"{value:z.0f} {_BINARY_UNITS[unit]}"
-    return f"{value:z,.{_byte_decimals(value)}f} {_BINARY_UNITS[unit]}"
+        return f"{value:z.0f} {BINARY_UNITS[unit]}"
+    return f"{value:z,.{_byte_decimals(value)}f} {BINARY_UNITS[unit]}"
 
 
 def _byte_decimals(value: float) -> int:

@@ -1,16 +1,104 @@
-"""Grids: settings with several values each, from flags or from a file."""
+"""A case from flat settings, and grids of cases: settings with several values each, from flags or from a file."""
 
 import itertools
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from stepscope.errors import nearest
 from stepscope.files import read_plain
-from stepscope.spec.choices import Scalar, SpecError, flag_of
-from stepscope.spec.settings import SETTINGS, build_case, check_names
-from stepscope.spec.workload import Case
+from stepscope.spec.settings import Scalar, SpecError, flag_of, require_positive
+from stepscope.spec.workload import (
+    OWN_MODEL_SETTINGS,
+    RUN_SETTINGS,
+    SETTINGS,
+    SHAPE_SETTINGS,
+    SIZES,
+    TIMING_SETTINGS,
+    Case,
+    Factory,
+    HuggingFace,
+    ModelShape,
+    Timing,
+    Workload,
+    parse_size,
+)
+
+T = TypeVar("T")
+Settings = Mapping[str, Scalar | Mapping[str, Scalar] | None]
+
+
+def build_case(settings: Settings) -> Case:
+    """One case from flat settings, `set` being a mapping of arguments for a model of the user's own."""
+    check_names(settings)
+    model = _build_model(settings)
+    workload = {name: settings[name] for name in RUN_SETTINGS if name in settings}
+    if workload.get("context") == 0:  # in a workload it means that none was given
+        require_positive("context", 0)
+    if "checkpoint" in workload:
+        workload["checkpoint"] = str(workload["checkpoint"])
+    return Case(
+        workload=_convert(workload | {"model": model}, Workload),
+        timing=_convert({name: settings[name] for name in TIMING_SETTINGS if name in settings}, Timing),
+    )
+
+
+def _build_model(settings: Settings) -> ModelShape | Factory | HuggingFace:
+    shaped = [name for name in SHAPE_SETTINGS if name in settings]
+    own = [name for name in OWN_MODEL_SETTINGS if name in settings]
+    arguments = settings.get("set", {})
+    assert isinstance(arguments, Mapping)
+    if own and (len(own) > 1 or shaped):
+        other = (own[1:] or shaped)[0]
+        raise SpecError(
+            f"`{flag_of(own[0])}` and `{flag_of(other)}` together",
+            detail="a shape belongs to the built-in model; your own takes arguments by --set",
+            hint=f"{flag_of(own[0])} {settings[own[0]]} --set name=value",
+        )
+    if not own:
+        if arguments:
+            raise SpecError(
+                "`--set` without a model of your own",
+                detail="it gives arguments to a factory or overrides to a transformers config",
+                hint="--model my_model:build --set depth=4",
+            )
+        return _build_shape({name: settings[name] for name in shaped})
+    pairs = tuple(sorted(arguments.items()))
+    if own == ["model"]:
+        return _convert({"type": "factory", "target": settings["model"], "arguments": pairs}, Factory)
+    return _convert({"type": "hf", "config": settings["hf"], "arguments": pairs}, HuggingFace)
+
+
+def _build_shape(settings: Settings) -> ModelShape:
+    fields = msgspec.structs.asdict(SIZES[parse_size(str(settings.get("size", "nano")))])
+    fields |= {name: value for name, value in settings.items() if name != "size"}
+    if "num_heads" in settings and "num_kv_heads" not in settings:
+        fields["num_kv_heads"] = fields["num_heads"]
+    return _convert(fields | {"type": "builtin"}, ModelShape)
+
+
+def _convert(fields: Mapping[str, object], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, SpecError):
+            raise error.__cause__ from None
+        raise SpecError(f"a setting of the wrong kind: {error}") from None
+
+
+def check_names(settings: Iterable[str]) -> None:
+    known = (*SETTINGS, "set")
+    for name in settings:
+        if name not in known:
+            close = nearest(name, known)
+            raise SpecError(
+                f"unknown setting: `{name}`",
+                detail=f"did you mean `{close}`?" if close else f"known: {', '.join(known)}",
+                hint="stepscope bench --help",
+            )
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,34 +1,142 @@
-"""Settings: the flat names that flags and TOML share, and a case made of them."""
+"""What a setting is: a declaration next to a field, from which everything else about the setting follows.
+
+    batch: Annotated[int, Setting(help="Sequences in a step.", in_case="always", in_title="always")] = 4
+
+The flag, the TOML key, the axis of a grid, the parser, the help text, the column of a table and its label, the words
+for it in a title or a sentence, and the flag in a command that reproduces a run: none of these is written anywhere
+else. What the field's type and default already say (an integer is written `N`, a choice has these words) is read from
+them by `declared`.
+"""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar, get_args
+from collections.abc import Callable
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from stepscope.errors import nearest
-from stepscope.spec.choices import CHOICES, Scalar, SpecError, flag_of, require_choice, require_positive
-from stepscope.spec.workload import (
-    SIZES,
-    Case,
-    Factory,
-    HuggingFace,
-    ModelShape,
-    Timing,
-    Workload,
-    canonical_checkpoint,
-)
+from stepscope.errors import StepscopeError, nearest
+from stepscope.spec.backends import Attention as Attention
+from stepscope.units import GIB, KIB, MIB
 
-T = TypeVar("T")
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Mode = Literal["inference", "forward", "forward-backward", "train"]
+Optimizer = Literal["adamw", "adamw-torch", "adamw-fused", "sgd"]
+# `single` is one process and no collective. The next four are ways of data parallelism; `fsdp` shards the weights.
+Strategy = Literal["single", "naive", "flat", "overlap", "bucketed", "fsdp"]
+TOO_LARGE = 2**48  # bytes, tokens or seeds; what is larger overflows somewhere below
+Scalar = bool | int | float | str
+When = Literal["always", "changed", "never"]
+
+
+class SpecError(StepscopeError, ValueError):
+    """A workload that cannot be. A ValueError too, for those who build workloads in Python."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One name a user may set. `parse` turns a flag's text into the value that TOML would have given."""
+    """One name that a user may set. `parse` turns a flag's text into the value that TOML would have given.
 
-    parse: Callable[[str], Scalar | None]
+    In `phrase` and `word`, `{}` stands for the value and `{s}` for the ending of a plural.
+    """
+
     help: str
-    metavar: str
+    name: str = ""
+    metavar: str = ""
+    parse: Callable[[str], Scalar | None] = str
+    default: Scalar | None = None
+    choices: tuple[str, ...] = ()
+    is_switch: bool = False
+    # Of its column in tables of cases.
+    label: str = ""
+    kind: Literal["text", "count", "bytes"] = "text"
+    # The value that the times of others are compared with.
+    baseline: Scalar | None = None
+    # The value that stands for none: an empty cell.
+    absent: Scalar | None = None
+    # In a title or a sentence, and in a case's name where that has a shorter word. "changed" is from the default.
+    phrase: str = ""
+    word: str = ""
+    in_case: When = "changed"
+    in_title: When = "changed"
+    # Whether it makes another program of the model, which the title of a page then says.
+    is_extra: bool = False
+    # The modes in which it has an effect, where those are not all.
+    modes: tuple[Mode, ...] = get_args(Mode)
+    # Whether it has an effect where precisions are compared. There a step is run once forward and once or a few times
+    # backward, uncompiled: some settings would change nothing, or hide the modules whose outputs are looked at.
+    in_precision: bool = True
+
+    def read(self, owner: object) -> Scalar | None:
+        """The value as a cell of a table; None where there is none, or `owner` has no such setting."""
+        return self.show(getattr(owner, self.name, None))
+
+    def show(self, value: Scalar | None) -> Scalar | None:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return None if value == self.absent else value
+
+    def say(self, value: Scalar | None, template: str = "") -> str:
+        """The value in words, by `template` or else as in a sentence."""
+        shown = f"{value / 1e9:g} GB" if self.kind == "bytes" and isinstance(value, int) else value
+        return (template or self.phrase).format(shown, s="" if value == 1 else "s")
+
+
+def declared(struct: type[msgspec.Struct]) -> dict[str, Setting]:
+    """The settings among a struct's fields by name, with what their types and defaults say filled in."""
+    return {
+        field.name: complete(found, field.name, base, None if field.required else field.default)
+        for field in msgspec.structs.fields(struct)
+        if get_origin(field.type) is Annotated
+        for base, found in [get_args(field.type)]
+        if isinstance(found, Setting)
+    }
+
+
+def complete(setting: Setting, name: str, kind: object = str, default: Any = None) -> Setting:
+    """A setting with its name, and with what was left out of it."""
+    kind = _without_none(kind)
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    label = setting.label or name.replace("_", " ")
+    phrase = setting.phrase or f"{label} {{}}"
+    is_count = kind is int and setting.kind == "text"
+    return msgspec.structs.replace(
+        setting,
+        name=name,
+        metavar=setting.metavar or ("|".join(choices) if choices else {int: "N", bool: "yes|no"}.get(kind, "TEXT")),  # type: ignore[call-overload]
+        parse=setting.parse if setting.parse is not str else _parser(name, kind, choices),
+        default=default,
+        choices=choices,
+        is_switch=kind is bool,
+        label=label,
+        kind="count" if is_count else setting.kind,
+        phrase=phrase,
+        word=setting.word or phrase,
+    )
+
+
+def _without_none(kind: object) -> object:
+    if get_origin(kind) not in (Union, UnionType):
+        return kind
+    (kind,) = (one for one in get_args(kind) if one is not type(None))
+    return kind
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# --- Texts to values --------------------------------------------------------------------------------------------------
+
+
+def _parser(name: str, kind: object, choices: tuple[str, ...]) -> Callable[[str], Scalar | None]:
+    def parse_choice(text: str) -> str:
+        require_choice(name, text, choices)
+        return text
+
+    if choices:
+        return parse_choice
+    return parse_integer if kind is int else parse_yes_or_no if kind is bool else str
 
 
 def parse_integer(text: str) -> int:
@@ -36,14 +144,6 @@ def parse_integer(text: str) -> int:
         return int(text.replace("_", ""))
     except ValueError:
         raise SpecError(f"not a whole number: `{text}`", hint="digits only, such as 1024") from None
-
-
-def _choice(name: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        require_choice(name, text)
-        return text
-
-    return parse
 
 
 def parse_yes_or_no(text: str) -> bool:
@@ -55,10 +155,10 @@ def parse_yes_or_no(text: str) -> bool:
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024 * GIB}
 
 
-def _limit(text: str) -> int | None:
+def parse_limit(text: str) -> int | None:
     return None if text.lower() == "none" else parse_bytes(text)
 
 
@@ -76,127 +176,26 @@ def parse_bytes(text: str) -> int:
     return round(number * _UNITS[(match[2] or "B").upper()])
 
 
-def _options(name: str) -> str:
-    return "|".join(get_args(CHOICES[name]))
+# --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def _named_size(text: str) -> str:
-    if text not in SIZES:
-        close = nearest(text, SIZES)
+def require_choice(name: str, value: str, options: tuple[str, ...]) -> None:
+    """A workload made in Python passes through no parser; a word that nobody knows must not run as something else."""
+    if value not in options:
+        close = nearest(str(value), options)
         raise SpecError(
-            f"unknown size: `{text}`",
-            detail=f"expected one of {', '.join(SIZES)}" + (f"; did you mean `{close}`?" if close else ""),
-            hint="stepscope bench --list",
+            f"unknown {name}: `{value}`",
+            detail=f"expected one of {', '.join(options)}",
+            hint=f"did you mean `{close}`?" if close else "",
         )
-    return text
 
 
-SHAPE_SETTINGS: dict[str, Setting] = {
-    "size": Setting(parse=_named_size, metavar="NAME", help="A named size of the built-in model (see --list)."),
-    "vocab": Setting(parse=parse_integer, metavar="N", help="Vocabulary of the built-in model."),
-    "d_model": Setting(parse=parse_integer, metavar="N", help="Width, in place of the size's."),
-    "d_ff": Setting(parse=parse_integer, metavar="N", help="Feed-forward width, in place of the size's."),
-    "num_layers": Setting(parse=parse_integer, metavar="N", help="Layers, in place of the size's."),
-    "num_heads": Setting(parse=parse_integer, metavar="N", help="Attention heads, in place of the size's."),
-    "num_kv_heads": Setting(parse=parse_integer, metavar="N", help="Key/value heads (grouped attention)."),
-    "tie_embeddings": Setting(parse=parse_yes_or_no, metavar="yes|no", help="Head and embedding share one weight."),
-}
-OWN_MODEL_SETTINGS: dict[str, Setting] = {
-    "model": Setting(
-        parse=str, metavar="MODULE:FACTORY", help="Your own model: the function that builds it, or FILE.py:FACTORY."
-    ),
-    "hf": Setting(parse=str, metavar="CONFIG", help="A transformers model type or local config file."),
-}
-RUN_SETTINGS: dict[str, Setting] = {
-    "batch": Setting(parse=parse_integer, metavar="N", help="Sequences in a step."),
-    "context": Setting(parse=parse_integer, metavar="N", help="Tokens in a sequence."),
-    "precision": Setting(parse=_choice("precision"), metavar=_options("precision"), help="Arithmetic of the step."),
-    "mode": Setting(parse=_choice("mode"), metavar=_options("mode"), help="What a step is."),
-    "attention": Setting(parse=_choice("attention"), metavar=_options("attention"), help="Attention implementation."),
-    "compile": Setting(parse=parse_yes_or_no, metavar="yes|no", help="torch.compile the model; alone it means yes."),
-    "checkpoint": Setting(
-        parse=canonical_checkpoint, metavar="none|K|nested:K", help="Recompute activations of every K blocks."
-    ),
-    "optimizer": Setting(parse=_choice("optimizer"), metavar=_options("optimizer"), help="Who updates the weights."),
-    "device": Setting(parse=str, metavar="auto|cpu|cuda|cuda:N", help="Where to run."),
-    "seed": Setting(parse=parse_integer, metavar="N", help="Seed of weights and tokens."),
-}
-TIMING_SETTINGS: dict[str, Setting] = {
-    "warmup": Setting(parse=parse_integer, metavar="N", help="Steps before the clock starts."),
-    "steps": Setting(parse=parse_integer, metavar="N", help="Steps that are timed."),
-    "memory_limit": Setting(parse=_limit, metavar="SIZE|none", help="Cap on memory, such as 24GB."),
-}
-WORKLOAD_SETTINGS = SHAPE_SETTINGS | OWN_MODEL_SETTINGS | RUN_SETTINGS
-SETTINGS = WORKLOAD_SETTINGS | TIMING_SETTINGS
-
-Settings = Mapping[str, Scalar | Mapping[str, Scalar] | None]
-
-
-def build_case(settings: Settings) -> Case:
-    """One case from flat settings, `set` being a mapping of arguments for a model of the user's own."""
-    check_names(settings)
-    model = _build_model(settings)
-    workload = {name: settings[name] for name in RUN_SETTINGS if name in settings}
-    if workload.get("context") == 0:  # in a workload it means that none was given
-        require_positive("context", 0)
-    if "checkpoint" in workload:
-        workload["checkpoint"] = str(workload["checkpoint"])
-    return Case(
-        workload=_convert(workload | {"model": model}, Workload),
-        timing=_convert({name: settings[name] for name in TIMING_SETTINGS if name in settings}, Timing),
-    )
-
-
-def _build_model(settings: Settings) -> ModelShape | Factory | HuggingFace:
-    shaped = [name for name in SHAPE_SETTINGS if name in settings]
-    own = [name for name in OWN_MODEL_SETTINGS if name in settings]
-    arguments = settings.get("set", {})
-    assert isinstance(arguments, Mapping)
-    if own and (len(own) > 1 or shaped):
-        other = (own[1:] or shaped)[0]
+def require_positive(name: str, value: int, *, too_large: int = TOO_LARGE) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SpecError(f"{name} `{value}` is not a whole number", hint=f"{flag_of(name)} 1")
+    if value < 1:
+        raise SpecError(f"{name} `{value}` is not positive", detail="expected 1 or more", hint=f"{flag_of(name)} 1")
+    if value >= too_large:
         raise SpecError(
-            f"`{flag_of(own[0])}` and `{flag_of(other)}` together",
-            detail="a shape belongs to the built-in model; your own takes arguments by --set",
-            hint=f"{flag_of(own[0])} {settings[own[0]]} --set name=value",
+            f"{name} `{value}` is too large", detail="no machine has room for it", hint=f"{flag_of(name)} 1"
         )
-    if not own:
-        if arguments:
-            raise SpecError(
-                "`--set` without a model of your own",
-                detail="it gives arguments to a factory or overrides to a transformers config",
-                hint="--model my_model:build --set depth=4",
-            )
-        return _build_shape({name: settings[name] for name in shaped})
-    pairs = tuple(sorted(arguments.items()))
-    if own == ["model"]:
-        return _convert({"type": "factory", "target": settings["model"], "arguments": pairs}, Factory)
-    return _convert({"type": "hf", "config": settings["hf"], "arguments": pairs}, HuggingFace)
-
-
-def _build_shape(settings: Settings) -> ModelShape:
-    fields = msgspec.structs.asdict(SIZES[_named_size(str(settings.get("size", "nano")))])
-    fields |= {name: value for name, value in settings.items() if name != "size"}
-    if "num_heads" in settings and "num_kv_heads" not in settings:
-        fields["num_kv_heads"] = fields["num_heads"]
-    return _convert(fields | {"type": "builtin"}, ModelShape)
-
-
-def _convert(fields: Mapping[str, object], kind: type[T]) -> T:
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, SpecError):
-            raise error.__cause__ from None
-        raise SpecError(f"a setting of the wrong kind: {error}") from None
-
-
-def check_names(settings: Iterable[str]) -> None:
-    known = (*SETTINGS, "set")
-    for name in settings:
-        if name not in known:
-            close = nearest(name, known)
-            raise SpecError(
-                f"unknown setting: `{name}`",
-                detail=f"did you mean `{close}`?" if close else f"known: {', '.join(known)}",
-                hint="stepscope bench --help",
-            )

@@ -1,10 +1,11 @@
 """A `Training`: a workload stepped many times, by one rank or several."""
 
 import math
+from typing import get_args
 
 import msgspec
 
-from stepscope.spec.choices import SpecError, Strategy, require_choice, require_positive
+from stepscope.spec.settings import SpecError, Strategy, require_choice, require_positive
 from stepscope.spec.workload import ModelShape, Workload
 
 
@@ -25,7 +26,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     save_every: int = 50
 
     def __post_init__(self) -> None:
-        require_choice("strategy", self.strategy)
+        require_choice("strategy", self.strategy, get_args(Strategy))
         for name in ("ranks", "steps", "accumulate", "save_every"):
             require_positive(name, getattr(self, name))
         if self.warmup_steps < 0:

@@ -1,21 +1,29 @@
-"""The `Workload`: a model and how to step it, with the named sizes."""
+"""The `Workload`: a model and how to step it, with the named sizes.
+
+A field is declared together with its `Setting`. A new setting is a field here and the code that acts on it.
+"""
 
 import math
 import re
 import shlex
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from stepscope.errors import nearest
-from stepscope.spec.choices import (
+from stepscope.spec.settings import (
     TOO_LARGE,
     Attention,
     Mode,
     Optimizer,
     Precision,
     Scalar,
+    Setting,
     SpecError,
+    complete,
+    declared,
+    parse_limit,
     require_choice,
     require_positive,
 )
@@ -78,13 +86,13 @@ def canonical_checkpoint(text: str) -> str:
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, tag="builtin", forbid_unknown_fields=True):
     """The shape of the built-in Transformer: pre-norm, RoPE, SwiGLU, no biases, untied head unless told otherwise."""
 
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    vocab: int = 10_000
-    tie_embeddings: bool = False
+    vocab: Annotated[int, Setting(help="Vocabulary of the built-in model.", in_title="never")] = 10_000
+    d_model: Annotated[int, Setting(help="Width, in place of the size's.")]
+    d_ff: Annotated[int, Setting(help="Feed-forward width, in place of the size's.")]
+    num_layers: Annotated[int, Setting(help="Layers, in place of the size's.")]
+    num_heads: Annotated[int, Setting(help="Attention heads, in place of the size's.")]
+    num_kv_heads: Annotated[int, Setting(help="Key/value heads (grouped attention).")]
+    tie_embeddings: Annotated[bool, Setting(help="Head and embedding share one weight.")] = False
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_heads", "num_kv_heads", "vocab"):
@@ -204,32 +212,78 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One thing to run: a model and how to step it."""
 
     model: ModelShape | Factory | HuggingFace
-    batch: int = 4
+    batch: Annotated[int, Setting(help="Sequences in a step.", in_case="always", in_title="always")] = 4
     # 0 leaves it open: `DEFAULT_CONTEXT` where the model takes tokens. It stays 0 where the model takes none.
-    context: int = 0
-    precision: Precision = "fp32"
+    context: Annotated[int, Setting(help="Tokens in a sequence.", absent=0, in_case="always", in_title="always")] = 0
+    precision: Annotated[
+        Precision,
+        Setting(help="Arithmetic of the step.", baseline="fp32", phrase="{}", in_case="always", in_title="always"),
+    ] = "fp32"
     # `inference` builds no graph; `forward` keeps it; the last two go on to gradients and to an update.
-    mode: Mode = "train"
+    mode: Annotated[
+        Mode,
+        Setting(help="What a step is.", phrase="{}", in_case="always", in_title="always", in_precision=False),
+    ] = "train"
     # None leaves a user's own model as it is; the built-in model always says which one it runs.
-    attention: Attention | None = None
-    compile: bool = False
-    checkpoint: str = "none"  # as `parse_checkpoint` reads it
+    attention: Annotated[
+        Attention | None,
+        Setting(
+            help="Attention implementation.",
+            baseline="naive",
+            phrase="{} attention",
+            word="{}",
+            in_case="always",
+            in_title="always",
+            is_extra=True,
+        ),
+    ] = None
+    compile: Annotated[
+        bool,
+        Setting(
+            help="torch.compile the model; alone it means yes.",
+            baseline=False,
+            phrase="compiled",
+            is_extra=True,
+            in_precision=False,
+        ),
+    ] = False
+    checkpoint: Annotated[
+        str,  # as `parse_checkpoint` reads it
+        Setting(
+            help="Recompute activations of every K blocks.",
+            metavar="none|K|nested:K",
+            parse=canonical_checkpoint,
+            baseline="none",
+            is_extra=True,
+            modes=("forward-backward", "train"),
+            in_precision=False,
+        ),
+    ] = "none"
     # None leaves it to a factory, which may return its own; without one, and for transformers, it is PyTorch's AdamW.
-    optimizer: Optimizer | None = None
-    device: str = "auto"
-    seed: int = 0
+    optimizer: Annotated[
+        Optimizer | None,
+        Setting(
+            help="Who updates the weights.",
+            label="optimized by",
+            baseline="adamw",
+            phrase="{}",
+            in_title="always",
+            modes=("train",),
+            in_precision=False,
+        ),
+    ] = None
+    device: Annotated[
+        str, Setting(help="Where to run.", metavar="auto|cpu|cuda|cuda:N", in_case="never", in_title="never")
+    ] = "auto"
+    seed: Annotated[int, Setting(help="Seed of weights and tokens.", in_title="never")] = 0
 
     def __post_init__(self) -> None:
         for name, value in _defaults(self.model).items():
             if getattr(self, name) in (None, 0):
                 msgspec.structs.force_setattr(self, name, value)
-        for name in ("precision", "mode"):
-            require_choice(name, getattr(self, name))
+        check_choices(self, RUN_SETTINGS)
         # A whole number is as good as its digits: TOML and Python write it so.
         msgspec.structs.force_setattr(self, "checkpoint", canonical_checkpoint(str(self.checkpoint)))
-        for name in ("attention", "optimizer"):
-            if getattr(self, name) is not None:
-                require_choice(name, getattr(self, name))
         require_positive("batch", self.batch)
         if self.context != 0 or isinstance(self.context, bool):
             require_positive("context", self.context)
@@ -267,9 +321,33 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a workload is timed. Part of a case, because it changes the figures: warm-up is an axis like any other."""
 
-    warmup: int = 5
-    steps: int = 10
-    memory_limit: int | None = None  # bytes
+    steps: Annotated[
+        int, Setting(help="Steps that are timed.", phrase="{} step{s}", in_title="always", in_precision=False)
+    ] = 10
+    warmup: Annotated[
+        int,
+        Setting(
+            help="Steps before the clock starts.",
+            label="warm-up",
+            phrase="{} warm-up{s}",
+            word="warm-up {}",
+            in_title="always",
+            in_precision=False,
+        ),
+    ] = 5
+    memory_limit: Annotated[
+        int | None,  # bytes
+        Setting(
+            help="Cap on memory, such as 24GB.",
+            metavar="SIZE|none",
+            parse=parse_limit,
+            label="limit",
+            kind="bytes",
+            phrase="held to {}",
+            word="limit {}",
+            in_precision=False,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
@@ -284,3 +362,42 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     workload: Workload
     timing: Timing
+
+
+def parse_size(text: str) -> str:
+    if text not in SIZES:
+        close = nearest(text, SIZES)
+        raise SpecError(
+            f"unknown size: `{text}`",
+            detail=f"expected one of {', '.join(SIZES)}" + (f"; did you mean `{close}`?" if close else ""),
+            hint="stepscope bench --list",
+        )
+    return text
+
+
+# The model has three kinds of settings, which are not fields of one struct: those that shape the built-in one, and
+# those that name another.
+_SIZE = Setting(parse=parse_size, metavar="NAME", help="A named size of the built-in model (see --list).")
+_FACTORY = Setting(metavar="MODULE:FACTORY", help="Your own model: the function that builds it, or FILE.py:FACTORY.")
+_CONFIG = Setting(metavar="CONFIG", help="A transformers model type or local config file.")
+SHAPE_SETTINGS: dict[str, Setting] = {"size": complete(_SIZE, "size"), **declared(ModelShape)}
+OWN_MODEL_SETTINGS: dict[str, Setting] = {"model": complete(_FACTORY, "model"), "hf": complete(_CONFIG, "hf")}
+RUN_SETTINGS: dict[str, Setting] = declared(Workload)
+TIMING_SETTINGS: dict[str, Setting] = declared(Timing)
+SETTINGS = SHAPE_SETTINGS | OWN_MODEL_SETTINGS | RUN_SETTINGS | TIMING_SETTINGS
+
+
+def check_choices(struct: msgspec.Struct, settings: Mapping[str, Setting]) -> None:
+    """Words that a setting does not know raise SpecError; None, where it is allowed, is not a word."""
+    for name, setting in settings.items():
+        value = getattr(struct, name)
+        if setting.choices and value is not None:
+            require_choice(name, value, setting.choices)
+
+
+def for_precisions(workload: Workload) -> Workload:
+    """The workload whose precisions are compared: by themselves, in one uncompiled forward and backward pass each. What
+    has no effect on that is at its default for this kind of model."""
+    plain = Workload(model=workload.model)
+    names = [name for name, setting in RUN_SETTINGS.items() if name == "precision" or not setting.in_precision]
+    return msgspec.structs.replace(workload, **{name: getattr(plain, name) for name in names})

@@ -252,8 +252,8 @@ def _choose_arguments(
     plain = Workload(model=factory)
     unknown += [
         name
-        for name in ("batch", "context", "attention", "seed")
-        if name not in parameters and not takes_any and getattr(workload, name) != getattr(plain, name)
+        for name in offered
+        if name not in ("device", *parameters) and not takes_any and getattr(workload, name) != getattr(plain, name)
     ]
     if unknown:
         raise StepscopeError(

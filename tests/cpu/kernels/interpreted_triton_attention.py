@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stepscope.kernels.attention import triton_backward, triton_forward
 from stepscope.kernels.attention import triton_launch as launch
 from stepscope.kernels.attention.tiles import Tile
 from stepscope.nn import functional
@@ -43,14 +42,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        o, lse = triton_forward.forward(q, k, v, causal=causal, scale=scale, tf32=False)
+        o, lse = launch.forward(q, k, v, causal=causal, scale=scale, tf32=False)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.settings = {"causal": causal, "scale": scale, "tf32": False}
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        return *triton_backward.backward(do, *ctx.saved_tensors, **ctx.settings), None, None
+        return *launch.backward(do, *ctx.saved_tensors, **ctx.settings), None, None
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +107,8 @@ def check(inputs: list[Tensor], *, dtype: torch.dtype, causal: bool, scale: floa
 
 def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> list[Tensor]:
     """o, the log-sum-exp, and the gradients."""
-    o, lse = triton_forward.forward(q, k, v, causal=causal, scale=0.25, tf32=False)
-    return [o, lse, *triton_backward.backward(do, q, k, v, o, lse, causal=causal, scale=0.25, tf32=False)]
+    o, lse = launch.forward(q, k, v, causal=causal, scale=0.25, tf32=False)
+    return [o, lse, *launch.backward(do, q, k, v, o, lse, causal=causal, scale=0.25, tf32=False)]
 
 
 @every_dtype
@@ -164,7 +163,7 @@ def test_any_small_shape_matches_the_reference(
 @pytest.mark.usefixtures("small_tiles")
 def test_log_sum_exp_is_natural_and_as_accurate_as_torchs(causal: bool) -> None:
     q, k, v = (x.float() for x in make_inputs((1, 2, 1, 40, 60, 40)))
-    _, ours = triton_forward.forward(q, k, v, causal=causal, scale=0.2, tf32=False)
+    _, ours = launch.forward(q, k, v, causal=causal, scale=0.2, tf32=False)
 
     def log_sum_exp(q: Tensor, k: Tensor) -> Tensor:
         scores = q * 0.2 @ k.transpose(-2, -1)
@@ -178,12 +177,12 @@ def test_log_sum_exp_is_natural_and_as_accurate_as_torchs(causal: bool) -> None:
 @pytest.mark.usefixtures("small_tiles")
 def test_rows_that_see_nothing_give_zero_and_no_gradient() -> None:
     q, k, v = (x.float() for x in make_inputs((1, 1, 1, 40, 3, 16)))
-    o, lse = triton_forward.forward(q, k, v, causal=True, scale=1.0, tf32=False)
+    o, lse = launch.forward(q, k, v, causal=True, scale=1.0, tf32=False)
     assert not o[:, :, :37].any()
     assert torch.isposinf(lse[:, :, :37]).all()
     assert torch.isfinite(lse[:, :, 37:]).all()
     do = torch.full_like(o, 1e30)
-    dq, dk, dv = triton_backward.backward(do, q, k, v, o, lse, causal=True, scale=1.0, tf32=False)
+    dq, dk, dv = launch.backward(do, q, k, v, o, lse, causal=True, scale=1.0, tf32=False)
     assert not dq[:, :, :37].any()
     assert torch.isfinite(torch.stack([dk, dv])).all()
 
@@ -223,7 +222,7 @@ def test_no_nan_is_lost(where: int, bits: int) -> None:
 def test_extreme_scales_match_the_reference(scale: float, causal: bool) -> None:
     q, k, v = make_inputs((1, 1, 1, 40, 50, 16))
     values = [x.float() for x in (q, k, v)]
-    o, lse = triton_forward.forward(*values, causal=causal, scale=scale, tf32=False)
+    o, lse = launch.forward(*values, causal=causal, scale=scale, tf32=False)
     plain = functional.attention(*values, causal=causal, scale=scale)
     truth = functional.attention(*(x.double() for x in values), causal=causal, scale=scale)
     assert_as_accurate(o, plain, truth)
@@ -233,10 +232,10 @@ def test_extreme_scales_match_the_reference(scale: float, causal: bool) -> None:
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 5), (5, 0), (0, 0)])
 def test_empty_inputs_launch_nothing(num_queries: int, num_keys: int) -> None:
     q, k, v = (x.float() for x in make_inputs((2, 2, 1, num_queries, num_keys, 16)))
-    o, lse = triton_forward.forward(q, k, v, causal=True, scale=1.0, tf32=False)
+    o, lse = launch.forward(q, k, v, causal=True, scale=1.0, tf32=False)
     assert o.shape == q.shape
     assert not o.any()
     assert torch.isposinf(lse).all()
-    gradients = triton_backward.backward(o, q, k, v, o, lse, causal=True, scale=1.0, tf32=False)
+    gradients = launch.backward(o, q, k, v, o, lse, causal=True, scale=1.0, tf32=False)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
     assert not any(x.any() for x in gradients)

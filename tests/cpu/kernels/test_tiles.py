@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stepscope.errors import StepscopeError
-from stepscope.kernels.attention import tiles, triton_launch, tune, tuned
+from stepscope.kernels.attention import tiles, triton_launch, tune
 from stepscope.kernels.attention.tiles import ARITHMETICS, PASSES, WIDTHS, Architecture, Tile, TileKey
 from stepscope.kernels.attention.tune import Trial, TuneProblem
 
@@ -18,7 +18,7 @@ KEY = TileKey(stage="forward", arithmetic="half", width=64, causal=True, archite
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path))
-    tuned.tuned_tiles.cache_clear()
+    triton_launch.tuned_tiles.cache_clear()
     return tmp_path
 
 
@@ -44,40 +44,40 @@ def test_a_gpu_without_hoppers_shared_memory_gets_small_tiles(capability: tuple[
 
 
 def test_tuned_tiles_come_back_for_the_same_gpu_only(cache_folder: Path) -> None:
-    path = tuned.keep("NVIDIA H200", {KEY: Tile(64, 32, 4, 2)})
+    path = triton_launch.keep_tuned("NVIDIA H200", {KEY: Tile(64, 32, 4, 2)})
     assert path == cache_folder / "tiles.json"
-    assert tuned.tuned_tiles("NVIDIA H200") == {KEY: Tile(64, 32, 4, 2)}
-    assert tuned.tuned_tiles("NVIDIA A100") == {}
+    assert triton_launch.tuned_tiles("NVIDIA H200") == {KEY: Tile(64, 32, 4, 2)}
+    assert triton_launch.tuned_tiles("NVIDIA A100") == {}
 
 
 def test_tiles_that_cannot_be_kept_are_an_error_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file"))
     with pytest.raises(StepscopeError) as failed:
-        tuned.keep("NVIDIA H200", {KEY: Tile(64, 32, 4, 2)})
+        triton_launch.keep_tuned("NVIDIA H200", {KEY: Tile(64, 32, 4, 2)})
     assert "STEPSCOPE_CACHE" in failed.value.hint
 
 
 def test_a_second_tuning_replaces_its_keys_and_keeps_the_others(cache_folder: Path) -> None:
     other = TileKey(stage="backward_keys", arithmetic="tf32", width=64, causal=True, architecture="hopper")
-    tuned.keep("a", {KEY: Tile(64, 32, 4, 2), other: Tile(16, 16, 4, 1)})
-    tuned.keep("b", {KEY: Tile(32, 32, 4, 1)})
-    tuned.keep("a", {KEY: Tile(128, 64, 8, 3)})
-    assert tuned.tuned_tiles("a") == {KEY: Tile(128, 64, 8, 3), other: Tile(16, 16, 4, 1)}
-    assert tuned.tuned_tiles("b") == {KEY: Tile(32, 32, 4, 1)}
+    triton_launch.keep_tuned("a", {KEY: Tile(64, 32, 4, 2), other: Tile(16, 16, 4, 1)})
+    triton_launch.keep_tuned("b", {KEY: Tile(32, 32, 4, 1)})
+    triton_launch.keep_tuned("a", {KEY: Tile(128, 64, 8, 3)})
+    assert triton_launch.tuned_tiles("a") == {KEY: Tile(128, 64, 8, 3), other: Tile(16, 16, 4, 1)}
+    assert triton_launch.tuned_tiles("b") == {KEY: Tile(32, 32, 4, 1)}
 
 
 @pytest.mark.parametrize("content", [b"not JSON", b"[{}]", b'[{"gpu": 3}]', b'[{"gpu": "\xff"}]', b"[" * 100_000])
 def test_a_damaged_file_is_an_error_and_not_passed_over(cache_folder: Path, content: bytes) -> None:
     (cache_folder / "tiles.json").write_bytes(content)
     with pytest.raises(StepscopeError, match="cannot read the tuned tiles"):
-        tuned.tuned_tiles("NVIDIA H200")
+        triton_launch.tuned_tiles("NVIDIA H200")
 
 
 def test_a_tuned_tile_comes_before_the_tables(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    tuned.keep("NVIDIA H200", {KEY: Tile(16, 16, 1, 1)})
+    triton_launch.keep_tuned("NVIDIA H200", {KEY: Tile(16, 16, 1, 1)})
     device = torch.device("cuda", 7)
     try:
         assert triton_launch.tile_for("forward", "half", 60, device, causal=True) == Tile(16, 16, 1, 1)

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 from stepscope.explain.kernel_names import decode
-from stepscope.recover.claim import Claim, make_claim
-from stepscope.recover.evidence import Evidence
+from stepscope.recover.claims.claim import Claim, make_claim
+from stepscope.recover.claims.verdict import Verification
+from stepscope.recover.claims.verification import verify
+from stepscope.recover.evidence.recording import Evidence
 from stepscope.recover.facts import Sighting
-from stepscope.recover.verification import Verification
-from stepscope.recover.verifying import verify
 from tests.unit.recover.evidence_runs import read_evidence, truth_of, with_kernels
 
 _CLAIMED = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "vocab_size", "batch", "context")

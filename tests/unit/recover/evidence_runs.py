@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recover.answer import Answer, recover
-from stepscope.recover.evidence import Evidence, gather
+from stepscope.recover.evidence.recording import Evidence, gather
 from stepscope.recover.facts import Sighting
+from stepscope.recover.solve.recovery import Answer, recover
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "evidence"
 TRUTHS: dict[str, dict[str, Any]] = json.loads((FOLDER / "truth.json").read_text())

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from stepscope.recover.keys import PublicKey, new_key
-from stepscope.recover.report import Gpu, HashedFile, Report, Statement
-from stepscope.recover.signing import sign_report
+from stepscope.recover.reports.keys import PublicKey, new_key
+from stepscope.recover.reports.signed_report import Gpu, HashedFile, Report, Statement
+from stepscope.recover.reports.signing import sign_report
 
 STATEMENT: Statement = {"verdict": "consistent", "layers": 12, "ratio": 0.1, "rest": [None, True, "naïve"]}
 

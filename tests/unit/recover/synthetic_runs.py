@@ -15,9 +15,9 @@ from math import ceil
 import msgspec
 
 from stepscope.explain.kernel_names import decode
-from stepscope.recover.evidence import Evidence
+from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.evidence.structure import find_structure, is_product
 from stepscope.recover.facts import Sighting, Triple
-from stepscope.recover.structure import find_structure, is_product
 from tests.unit.recover.evidence_runs import read_evidence, truth_of
 
 SMS = 132

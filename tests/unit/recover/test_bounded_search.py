@@ -6,17 +6,20 @@ import msgspec
 import pytest
 
 from stepscope.explain.kernel_names import decode
-from stepscope.recover import answer, claimed_run, reaching, solving
-from stepscope.recover.answer import recover
-from stepscope.recover.effort import Effort
-from stepscope.recover.evidence import Evidence
+from stepscope.recover.claims import claimed_run
+from stepscope.recover.claims.verdict import Verdict
+from stepscope.recover.claims.verification import verify
+from stepscope.recover.evidence.observation import Observation, observe
+from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.evidence.structure import find_structure
 from stepscope.recover.facts import exactly
-from stepscope.recover.observation import Observation, observe
 from stepscope.recover.shape import divisors
-from stepscope.recover.solving import find_tokens, solve
-from stepscope.recover.structure import find_structure
-from stepscope.recover.verification import Verdict
-from stepscope.recover.verifying import verify
+from stepscope.recover.solve import candidates as solving
+from stepscope.recover.solve import recovery as answer
+from stepscope.recover.solve import search as reaching
+from stepscope.recover.solve.candidates import find_tokens, solve
+from stepscope.recover.solve.effort import Effort
+from stepscope.recover.solve.recovery import recover
 from tests.unit.recover.claims import true_claim
 from tests.unit.recover.evidence_runs import COUNTERS, TRACES, read_evidence, recovered, with_kernels
 from tests.unit.recover.synthetic_runs import launch, model_of

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stepscope.recover.claims.verdict import Verdict, Verification
+from stepscope.recover.claims.verification import verify
+from stepscope.recover.evidence.structure import NoTransformerError, is_product
 from stepscope.recover.facts import Sighting
-from stepscope.recover.structure import NoTransformerError, is_product
-from stepscope.recover.verification import Verdict, Verification
-from stepscope.recover.verifying import verify
 from tests.unit.recover.claims import edit, find, rename, spoil, time, true_claim, verified
 from tests.unit.recover.evidence_runs import read_evidence
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.recover.claim import make_claim, read_claim
+from stepscope.recover.claims.claim import make_claim, read_claim
 
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_inner": None, "vocab_size": 50257}
 LLAMA = {

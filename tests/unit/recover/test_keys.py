@@ -12,12 +12,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from stepscope.errors import StepscopeError
-from stepscope.recover.keys import load_private_key, new_key, public_key_of, read_public_key
+from stepscope.recover.reports.keys import load_private_key, new_key, public_key_of, read_public_key
 
 WATCHED = """
 import os, sys
 from pathlib import Path
-from stepscope.recover import keys
+from stepscope.recover.reports import keys
 os.umask(0)
 opened = os.open
 def watch(path, flags, mode=0o777, **rest):

@@ -1,7 +1,6 @@
 """The notes' tables, to be printed."""
 
-from stepscope.recover.families.fmha_notes import NOTES
-from stepscope.recover.notes import notes_tables
+from notes_tables import NOTES, notes_tables
 
 
 def test_the_notes_are_reproduced_whatever_the_number_of_layers() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recover.answer import FIELDS, Field, recover
-from stepscope.recover.evidence import gather
+from stepscope.recover.evidence.recording import gather
+from stepscope.recover.solve.recovery import FIELDS, Field, recover
 from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, recovered, truth_of
 
 EXACT = ("num_layers", "d_model", "num_heads", "num_kv_heads", "batch", "context", "dtype", "d_head")

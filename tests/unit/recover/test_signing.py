@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
-from stepscope.recover import signing
-from stepscope.recover.keys import PublicKey, load_private_key, parse_public_key, read_public_key
-from stepscope.recover.report import HashedFile, Report, canonical_bytes, parse_report
-from stepscope.recover.signing import (
+from stepscope.recover.reports import signing
+from stepscope.recover.reports.keys import PublicKey, load_private_key, parse_public_key, read_public_key
+from stepscope.recover.reports.signed_report import HashedFile, Report, canonical_bytes, parse_report
+from stepscope.recover.reports.signing import (
     Verdict,
     check_evidence,
     check_signed,
@@ -270,7 +270,7 @@ def test_a_report_larger_than_any_is_not_read(tmp_path: Path, monkeypatch: pytes
 
 
 def test_files_given_again_are_held_against_the_report(tmp_path: Path) -> None:
-    from stepscope.recover.hashing import hash_files
+    from stepscope.recover.reports.hashing import hash_files
 
     trace, folder = tmp_path / "trace.json", tmp_path / "run"
     (folder / "deep").mkdir(parents=True)
@@ -303,7 +303,7 @@ def _read(path: Path, public: PublicKey) -> Report:
 
 
 def test_names_in_a_report_leave_out_where_files_lie(tmp_path: Path) -> None:
-    from stepscope.recover.hashing import hash_files
+    from stepscope.recover.reports.hashing import hash_files
 
     (tmp_path / "trace").write_text("a")
     (hashed,) = hash_files([tmp_path / "trace"])

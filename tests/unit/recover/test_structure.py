@@ -7,10 +7,10 @@ import polars as pl
 import pytest
 
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recover.answer import recover
-from stepscope.recover.evidence import gather
+from stepscope.recover.evidence.recording import gather
+from stepscope.recover.evidence.structure import NoTransformerError, find_structure, is_product
 from stepscope.recover.facts import Sighting
-from stepscope.recover.structure import NoTransformerError, find_structure, is_product
+from stepscope.recover.solve.recovery import recover
 from tests.unit.recover.evidence_runs import FOLDER, read_evidence, recovered, with_kernels
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from notes_tables import NOTES
 from stepscope.findings import Figure, Table
 from stepscope.recording.readers import ncu
-from stepscope.recover.families.fmha_notes import NOTES
 from stepscope.recover.study import study
 from stepscope.recover.study.elasticity import Point, compare_groups
 from stepscope.report.formats import Format

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from stepscope.recover.answer import Field, recover
 from stepscope.recover.facts import Sighting
+from stepscope.recover.solve.recovery import Field, recover
 from tests.unit.recover.evidence_runs import read_evidence
 from tests.unit.recover.synthetic_runs import Model, launch, model_of
 

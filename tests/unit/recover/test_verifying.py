@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recover.claim import make_claim
 from stepscope.recover.claimed_shape import Shape
-from stepscope.recover.evidence import gather
+from stepscope.recover.claims.claim import make_claim
+from stepscope.recover.claims.prediction import admits_attention
+from stepscope.recover.claims.sensitivity import is_narrowed, is_tested
+from stepscope.recover.claims.verdict import Verdict, describe_interval, undecided
+from stepscope.recover.claims.verification import verify
+from stepscope.recover.evidence.recording import gather
 from stepscope.recover.facts import Sighting, exactly
-from stepscope.recover.families.attention_problem import Rule, build_fact
-from stepscope.recover.predicting import admits_attention
-from stepscope.recover.sensitivity import is_narrowed, is_tested
-from stepscope.recover.verification import Verdict, describe_interval, undecided
-from stepscope.recover.verifying import verify
+from stepscope.recover.families.attention_rules import Rule, build_fact
 from tests.unit.recover.claims import find, spoil, true_claim, verified
 from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, truth_of, with_kernels
 

@@ -2,13 +2,12 @@
 
 import pytest
 
-from stepscope.explain.questions.answers import say_flops, say_share, say_time
 from stepscope.explain.story import Materials, tell
-from stepscope.explain.story.phrases import say_percent, say_size
 from stepscope.explain.story.run import list_advice
 from stepscope.findings import Breakdown, Fact, Report, Table
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
+from stepscope.units import say_flops, say_percent, say_share, say_size, say_time
 from tests.unit.story.story_materials import addition, product, record_ours, section, small_row
 
 MS = 1_000_000

@@ -6,9 +6,9 @@ import polars as pl
 import pytest
 
 from stepscope.explain.story import lanes
-from stepscope.explain.story.kernel_details import LONGEST_NAME
 from stepscope.explain.story.lanes import MOST_STREAMS, draw_step
 from stepscope.explain.trace.compare import step_windows
+from stepscope.explain.trace.names import LONGEST_NAME
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Lanes, Track
 from stepscope.recording.store import Overhead

@@ -11,14 +11,13 @@ from stepscope.explain.rules import RULES
 from stepscope.explain.story import Materials
 from stepscope.explain.story.commands import add_settings, write_command
 from stepscope.explain.story.missing import command_for
-from stepscope.explain.story.remedies import advise
-from stepscope.explain.story.run import list_advice
+from stepscope.explain.story.run import advise, list_advice
 from stepscope.findings import Advice, Finding
 from stepscope.spec import Case, Scalar, build_case, grid_from_flags
 from tests.unit.recordings import Timeline
 from tests.unit.story.story_materials import product, record, record_ours
 
-CODES = [rule.code for rule in RULES]
+CODES = list(RULES)
 SETTINGS: dict[str, dict[str, Scalar]] = {
     "named size": {"size": "small", "context": 256, "precision": "bf16"},
     "own widths": {"d_model": 96, "d_ff": 256, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "vocab": 500},

@@ -9,9 +9,9 @@ from typing import Literal
 from stepscope.explain.experiments.attention_tables import in_order, say_shared, summary_ms, tell_apart, tflops_of
 from stepscope.findings import Axis, Figure, Point
 from stepscope.recording.rows.attention import IMPLEMENTATIONS, AttentionRow
+from stepscope.units import MIB
 
 Quantity = Literal["forward", "backward", "both", "forward-rate", "backward-rate", "before-backward", "peak"]
-MIB = 2**20
 
 _TIME = Axis(label="time", unit="ms", log=True)
 # Linear, from zero: a rate comes to rest as lengths grow, and how far apart two lines lie there is what matters.

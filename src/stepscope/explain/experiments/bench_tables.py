@@ -228,7 +228,7 @@ def _speedup_columns(setting: CaseSetting, rows: Sequence[BenchRow]) -> _Ratio:
     """Step time of the baseline over this row's, all else equal. Without the usual baseline the first value is it."""
     values = [setting.read(row) for row in rows]
     baseline = setting.baseline if setting.baseline in values else values[0]
-    named = baseline if setting.kind == "text" and setting.key != "compile" else f"{setting.label} {baseline}"
+    named = f"{setting.label} {baseline}" if setting.needs_label else baseline
     column = Column(key=f"speedup_{setting.key}", label=f"vs {named}", kind="ratio")
     return _ratio_columns(column, setting, rows, baseline, lambda base, step: base.median / step.median)
 

@@ -4,48 +4,93 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from stepscope.findings import Cell
 from stepscope.recording.rows.bench import CaseRow, Environment, Row
-from stepscope.spec import SIZES, Case, Timing, Workload
+from stepscope.spec import (
+    RUN_SETTINGS,
+    SHAPE_SETTINGS,
+    SIZES,
+    TIMING_SETTINGS,
+    Case,
+    Setting,
+    Timing,
+    Workload,
+    complete,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseSetting:
-    """A setting that may be an axis of the grid. `baseline` is the value that others are compared with."""
+    """A setting that may be an axis of the grid, with the value that a row has of it."""
 
-    key: str
-    label: str
+    setting: Setting
     read: Callable[[CaseRow], Cell]
-    kind: Literal["text", "count", "bytes"] = "text"
-    baseline: Cell = None
+
+    @property
+    def key(self) -> str:
+        return self.setting.name + ("_bytes" if self.setting.kind == "bytes" else "")
+
+    @property
+    def label(self) -> str:
+        return self.setting.label
+
+    @property
+    def kind(self) -> Literal["text", "count", "bytes"]:
+        return self.setting.kind
+
+    @property
+    def baseline(self) -> Cell:
+        """The value that others are compared with."""
+        return self.setting.show(self.setting.baseline)
+
+    @property
+    def needs_label(self) -> bool:
+        """Whether its values say nothing without it: a number, a yes or a no."""
+        return self.kind == "count" or self.setting.is_switch
 
 
+# What a row knows better than its case. A factory may bring its own optimizer, and `auto` is some device.
+_AS_RUN: dict[str, Callable[[CaseRow], Cell]] = {
+    "optimizer": lambda row: row.optimizer,
+    "device": lambda row: row.environment.device,
+}
+# Columns begin with what a step is; how it is computed follows, in the order of declaration.
+_LEADING = ("batch", "context", "mode")
+_TRAILING = ("device", "seed")
+
+
+def _of_workload(setting: Setting) -> CaseSetting:
+    as_run = _AS_RUN.get(setting.name)
+    return CaseSetting(setting=setting, read=as_run or (lambda row: setting.read(row.case.workload)))
+
+
+def _of_timing(setting: Setting) -> CaseSetting:
+    return CaseSetting(setting=setting, read=lambda row: setting.read(row.case.timing))
+
+
+def _of_environment(name: str, label: str, read: Callable[[CaseRow], Cell], **words: Any) -> CaseSetting:
+    """Not a setting to anybody but tables: what differs between machines is told apart like what was set."""
+    return CaseSetting(setting=complete(Setting(help="", label=label, **words), name), read=read)
+
+
+_VOCAB = CaseSetting(
+    setting=SHAPE_SETTINGS["vocab"], read=lambda row: SHAPE_SETTINGS["vocab"].read(row.case.workload.model)
+)
 CASE_SETTINGS = (
-    CaseSetting(key="model", label="size", read=lambda row: row.case.workload.model.name),
-    CaseSetting(key="batch", label="batch", read=lambda row: row.case.workload.batch, kind="count"),
-    CaseSetting(key="context", label="context", read=lambda row: row.case.workload.context or None, kind="count"),
-    CaseSetting(key="mode", label="mode", read=lambda row: row.case.workload.mode),
-    CaseSetting(key="precision", label="precision", read=lambda row: row.case.workload.precision, baseline="fp32"),
-    CaseSetting(key="attention", label="attention", read=lambda row: row.case.workload.attention, baseline="naive"),
-    CaseSetting(key="compile", label="compile", read=lambda r: _yes_no(r.case.workload.compile), baseline="no"),
-    CaseSetting(key="checkpoint", label="checkpoint", read=lambda row: row.case.workload.checkpoint, baseline="none"),
-    CaseSetting(key="optimizer", label="optimized by", read=lambda row: row.optimizer, baseline="adamw"),
-    CaseSetting(key="device", label="device", read=lambda row: row.environment.device),
-    CaseSetting(key="device_name", label="device name", read=lambda row: row.environment.driver_name),
-    CaseSetting(key="torch", label="torch", read=lambda row: row.environment.torch),
-    CaseSetting(key="cpu_limits", label="CPU limits", read=lambda row: row.environment.cpu_limits or None),
     CaseSetting(
-        key="vocab",
-        label="vocab",
-        read=lambda row: getattr(row.case.workload.model, "vocab", None),
-        kind="count",
+        setting=complete(Setting(help="", label="size"), "model"), read=lambda row: row.case.workload.model.name
     ),
-    CaseSetting(key="seed", label="seed", read=lambda row: row.case.workload.seed, kind="count"),
-    CaseSetting(key="memory_limit_bytes", label="limit", read=lambda row: row.case.timing.memory_limit, kind="bytes"),
-    CaseSetting(key="steps", label="steps", read=lambda row: row.case.timing.steps, kind="count"),
-    CaseSetting(key="warmup", label="warm-up", read=lambda row: row.case.timing.warmup, kind="count"),
+    *(_of_workload(RUN_SETTINGS[name]) for name in _LEADING),
+    *(_of_workload(one) for name, one in RUN_SETTINGS.items() if name not in (*_LEADING, *_TRAILING)),
+    _of_workload(RUN_SETTINGS["device"]),
+    _of_environment("device_name", "device name", lambda row: row.environment.driver_name, phrase="{}"),
+    _of_environment("torch", "torch", lambda row: row.environment.torch),
+    _of_environment("cpu_limits", "CPU limits", lambda row: row.environment.cpu_limits or None, in_title="never"),
+    _VOCAB,
+    _of_workload(RUN_SETTINGS["seed"]),
+    *map(_of_timing, sorted(TIMING_SETTINGS.values(), key=lambda one: one.kind != "bytes")),
 )
 ALWAYS_SHOWN = ("model", "context", "precision")
 
@@ -60,27 +105,22 @@ def doubt_notes(rows: Iterable[Row], meanings: Mapping[str, str]) -> list[str]:
 
 def describe_case(case: Case) -> str:
     """A case in a few words: its model and what of it is not the default."""
-    workload, timing = case.workload, case.timing
-    words = [
-        workload.model.name,
-        *say_sizes(workload),
-        workload.precision,
-    ]
-    words.append(workload.mode)
-    if workload.attention is not None:
-        words.append(workload.attention)
-    if workload.compile:
-        words.append("compiled")
-    if workload.checkpoint != "none":
-        words.append(f"checkpoint {workload.checkpoint}")
-    if workload.mode == "train" and workload.optimizer not in (None, Workload(model=workload.model).optimizer):
-        words.append(str(workload.optimizer))
-    vocab = getattr(workload.model, "vocab", SIZES["nano"].vocab)
-    words += [f"vocab {vocab}"] * (vocab != SIZES["nano"].vocab) + [f"seed {workload.seed}"] * (workload.seed != 0)
-    words += [f"{timing.steps} step{'s' * (timing.steps != 1)}"] * (timing.steps != Timing().steps)
-    words += [f"warm-up {timing.warmup}"] * (timing.warmup != Timing().warmup)
-    words += [f"limit {timing.memory_limit / 1e9:g} GB"] if timing.memory_limit else []
-    return " ".join(words)
+    workload, plain = case.workload, Workload(model=case.workload.model)
+    last = RUN_SETTINGS["seed"]
+    words = [workload.model.name]
+    words += [_describe(one, workload, plain) for one in RUN_SETTINGS.values() if one is not last]
+    words.append(_describe(SHAPE_SETTINGS["vocab"], workload.model, SIZES["nano"]))
+    words.append(_describe(last, workload, plain))
+    words += [_describe(one, case.timing, Timing()) for one in TIMING_SETTINGS.values()]
+    return " ".join(word for word in words if word)
+
+
+def _describe(setting: Setting, owner: object, plain: object) -> str:
+    value = setting.read(owner)
+    is_idle = setting.in_case == "never" or getattr(owner, "mode", "train") not in setting.modes
+    if value is None or is_idle or (setting.in_case == "changed" and value == setting.read(plain)):
+        return ""
+    return setting.say(value, setting.word)
 
 
 def limit_notes(environments: Iterable[Environment]) -> list[str]:
@@ -91,7 +131,15 @@ def limit_notes(environments: Iterable[Environment]) -> list[str]:
 
 def say_sizes(workload: Workload) -> list[str]:
     """What a step works on; without a context where the model has no tokens."""
-    return [f"batch {workload.batch}"] + ([f"context {workload.context}"] if workload.context else [])
+    plain = Workload(model=workload.model)
+    words = [_describe(RUN_SETTINGS[name], workload, plain) for name in ("batch", "context")]
+    return [word for word in words if word]
+
+
+def say_extras(workload: Workload) -> list[str]:
+    """Settings that make another program of a model, as far as they are not the plain ones."""
+    extras = [(one, one.read(workload)) for one in RUN_SETTINGS.values() if one.is_extra]
+    return [one.say(value) for one, value in extras if value not in (None, one.show(one.baseline))]
 
 
 def brief(reason: str) -> str:
@@ -108,36 +156,17 @@ def say_shared(rows: Sequence[CaseRow], *, without: Sequence[str] = ()) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _say(setting: CaseSetting, row: CaseRow) -> str:
-    value = setting.read(row)
-    match setting.key:
-        case "device_name":
-            return str(value)
-        case "device" | "seed" | "vocab" | "cpu_limits":
-            return ""
-        case "compile":
-            return "compiled" if value == "yes" else ""
-        case "checkpoint":
-            return "" if value == "none" else f"checkpoint {value}"
-        case "attention":
-            return f"{value} attention" if value else ""
-        case "mode":
-            return str(value)
-        case "optimizer":
-            return str(value) if value and row.case.workload.mode == "train" else ""
-        case "memory_limit_bytes":
-            return f"held to {value / 1e9:g} GB" if isinstance(value, int) else ""
-        case "steps":
-            return f"{value} step{'s' * (value != 1)}"
-        case "warmup":
-            return f"{value} warm-up{'s' * (value != 1)}"
-        case _:
-            return f"{setting.label} {value}"
+def _say(one: CaseSetting, row: CaseRow) -> str:
+    setting, value = one.setting, one.read(row)
+    is_idle = setting.in_title == "never" or row.case.workload.mode not in setting.modes
+    if value is None or is_idle or (setting.in_title == "changed" and value == setting.show(setting.default)):
+        return ""
+    return setting.say(value)
 
 
 def say_setting(setting: CaseSetting, row: CaseRow) -> str:
     value = setting.read(row)
-    return f"{setting.label} {value}" if setting.kind == "count" or setting.key == "compile" else str(value)
+    return f"{setting.label} {value}" if setting.needs_label else str(value)
 
 
 def find_setting(key: str) -> CaseSetting:
@@ -146,7 +175,7 @@ def find_setting(key: str) -> CaseSetting:
 
 def varies(setting: CaseSetting, rows: Sequence[CaseRow]) -> bool:
     values = {setting.read(row) for row in rows}
-    if setting.key == "optimizer" and any(row.optimizer is not None for row in rows):
+    if setting.key in _AS_RUN:
         values.discard(None)  # a failed case does not know what its factory would have brought
     return len(values) > 1
 
@@ -155,7 +184,3 @@ def all_else(row: CaseRow, setting: CaseSetting) -> tuple[Cell, ...]:
     """All else that tells rows apart, the environment and a model's source included."""
     settings = tuple(other.read(row) for other in CASE_SETTINGS if other is not setting)
     return (*settings, *row.environment.identity, row.source)
-
-
-def _yes_no(value: bool) -> str:
-    return "yes" if value else "no"

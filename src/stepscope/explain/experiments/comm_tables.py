@@ -15,6 +15,7 @@ from stepscope.explain.statistics import Summary, summarise
 from stepscope.findings import Cell, Column, Table
 from stepscope.recording.rows.comm import CommCase, CommRow
 from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, Links, Place
+from stepscope.units import say_message_bytes
 
 DOUBTS = {
     "few": "too few repetitions for a spread",
@@ -28,7 +29,7 @@ Kind = Literal["text", "ms", "count", "number", "share"]
 def describe_comm(case: CommCase) -> str:
     """A case in a few words."""
     dtype = "" if case.dtype == "fp32" else f" {case.dtype}"
-    return f"{case.collective} {say_size(case.message_bytes)}{dtype}, {case.ranks} ranks, {case.backend}"
+    return f"{case.collective} {say_message_bytes(case.message_bytes)}{dtype}, {case.ranks} ranks, {case.backend}"
 
 
 def outcome_of_comm(row: CommRow) -> str:
@@ -37,14 +38,6 @@ def outcome_of_comm(row: CommRow) -> str:
     if slowest is None:
         return row.status
     return f"{slowest.median:.4g} ms" + (f", {bus:.3g} GB/s on the bus" if bus else "")
-
-
-def say_size(num_bytes: int) -> str:
-    """Decimal, as messages are counted here: 1 MB, 1.5 GB, 400 kB."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:g} {unit}"
-    return f"{num_bytes} B"
 
 
 # --- Figures of a row -------------------------------------------------------------------------------------------------
@@ -167,7 +160,7 @@ def _case_fields(rows: Sequence[CommRow]) -> list[_Field]:
         field("dtype", "dtype", lambda row: row.case.dtype),
         field("collective", "collective", lambda row: row.case.collective),
         field("ranks", "ranks", lambda row: row.case.ranks, "count"),
-        field("message", "message", lambda row: say_size(row.case.message_bytes)),
+        field("message", "message", lambda row: say_message_bytes(row.case.message_bytes)),
         field("message_bytes", "bytes", lambda row: row.case.message_bytes, "count"),
         field("repetitions", "at most", lambda row: row.case.repetitions, "count"),
         field("seconds", "seconds", lambda row: f"{row.case.seconds:g}"),

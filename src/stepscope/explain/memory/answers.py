@@ -9,20 +9,13 @@ from stepscope.explain.memory.leaks import leaks_table
 from stepscope.explain.memory.profile import MemoryProfile
 from stepscope.explain.memory.saved import saved_in_block
 from stepscope.explain.memory.summary import summarise_memory
-from stepscope.explain.memory.tables import (
-    categories_table,
-    freed_table,
-    largest_table,
-    phases_table,
-    say_bytes,
-    steps_table,
-)
+from stepscope.explain.memory.tables import categories_table, freed_table, largest_table, phases_table, steps_table
 from stepscope.explain.questions.answers import Answer, missing
 from stepscope.findings import Column, Table
 from stepscope.recording.rows.memory import MemorySummary, PhaseBytes
 from stepscope.spec import ModelShape
+from stepscope.units import MIB, say_bytes
 
-_MIB = 2**20
 # The feed-forward that a set of course notes counts by hand: the first example of why counting by hand goes wrong.
 _BATCH, _CONTEXT, _WIDTH, _INNER = 10, 200, 512, 1344
 _TRAIN = "stepscope memory --mode train"
@@ -213,9 +206,9 @@ def _residual(profile: MemoryProfile) -> Answer:
     return Answer(
         key=key,
         question=question,
-        figure=f"{size / _MIB:,.4g} MiB",
+        figure=f"{size / MIB:,.4g} MiB",
         sentence=f"batch × context × width × 4 bytes = {workload.batch} × {workload.context} × {shape.d_model} × 4 "
-        f"= {size:,} bytes, {size / _MIB:,.4g} MiB in fp32.",
+        f"= {size:,} bytes, {size / MIB:,.4g} MiB in fp32.",
     )
 
 
@@ -227,9 +220,9 @@ def _example() -> Answer:
     return Answer(
         key="by-hand",
         question="How much does a feed-forward keep, counted by hand and counted right?",
-        figure=f"{kept / _MIB:,.2f} MiB",
+        figure=f"{kept / MIB:,.2f} MiB",
         sentence=f"For batch {_BATCH}, context {_CONTEXT}, width {_WIDTH} and inner width {_INNER} the inputs of its "
-        f"three products are {by_hand / _MIB:,.2f} MiB by hand; autograd keeps {kept / _MIB:,.2f} MiB. Gate and up "
+        f"three products are {by_hand / MIB:,.2f} MiB by hand; autograd keeps {kept / MIB:,.2f} MiB. Gate and up "
         "read one x, which is kept once, not twice; and every product by element in between keeps its factors, which "
         "the hand count leaves out.",
         evidence=Table(

@@ -16,12 +16,12 @@ from stepscope.explain.experiments.cases import (
     varies,
 )
 from stepscope.explain.memory.categories import CATEGORIES
-from stepscope.explain.memory.tables import say_bytes
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.rows.bench import CaseRow
 from stepscope.recording.rows.memory import MemoryRow, MemorySummary
 from stepscope.spec import ModelShape, Workload
+from stepscope.units import GIB, say_bytes
 
 _ALWAYS = (*ALWAYS_SHOWN, "mode")
 _NO_PART = ("warmup",)  # steps are recorded from the first
@@ -179,7 +179,7 @@ def grid_figure(rows: Sequence[MemoryRow]) -> Figure:
                 panel=row.case.workload.mode,
                 series=" · ".join(str(setting.read(row)) for setting in series),
                 x=row.case.workload.context if by_context else row.run.parameters,
-                y=row.summary.peak_bytes / 2**30,
+                y=row.summary.peak_bytes / GIB,
             )
         )
     return Figure(

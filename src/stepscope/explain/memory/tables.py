@@ -13,6 +13,7 @@ from stepscope.explain.memory.timeline import label_of
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.rows.memory import Allocation, MemorySummary
 from stepscope.spec import ModelShape
+from stepscope.units import say_bytes
 
 _ON_A_PAGE = 8
 _SIZE = Column(key="bytes", label="size", kind="bytes")
@@ -58,13 +59,6 @@ def _say_cached(allocated: int, reserved: int | None) -> str:
     if reserved is None:
         return ""
     return f" ({say_bytes(reserved)} reserved, so {say_bytes(reserved - allocated)} cached by the allocator)"
-
-
-def say_bytes(size: int) -> str:
-    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= limit:
-            return f"{size / limit:,.4g} {unit}"
-    return f"{size} bytes"
 
 
 def categories_table(profile: MemoryProfile) -> Table:

@@ -10,10 +10,9 @@ import polars as pl
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Column, Table
+from stepscope.units import say_count
 
 Status = Literal["answered", "not in this recording"]
-LEAST_PERCENT = 0.01  # a smaller share is said to be under it
-ROUNDS_UP = 0.9995  # of a unit: three digits make one of it
 _INDENT = "   "
 
 
@@ -87,36 +86,7 @@ def _paragraph(number: int, one: Answer, room: int) -> str:
     return "\n".join([head, *lines]) + "\n"
 
 
-# --- Words for numbers ----------------------------------------------------------------------------------------------
-
-
-def say_digits(value: float) -> str:
-    """Three digits, and from a thousand on all of them: never `1e+03`."""
-    return f"{value:.3g}" if abs(value) < 1000 * ROUNDS_UP else f"{value:,.0f}"
-
-
-def say_time(ns: float) -> str:
-    for limit, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
-        if abs(ns) >= ROUNDS_UP * limit:
-            return f"{say_digits(ns / limit)} {unit}"
-    return f"{ns:.3g} ns"
-
-
-def say_share(share: float) -> str:
-    if 0 < 100 * share < LEAST_PERCENT:
-        return f"under {LEAST_PERCENT} %"
-    return f"{share * 100:.3g} %" if share < 0.0995 else f"{share * 100:.1f} %"
-
-
-def say_count(count: float) -> str:
-    return f"{count:,.0f}" if count == round(count) else f"{count:,.1f}"
-
-
-def say_flops(flops: float) -> str:
-    for limit, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
-        if flops >= ROUNDS_UP * limit:
-            return f"{say_digits(flops / limit)} {unit}"
-    return f"{flops:,.0f} FLOP"
+# --- Words ----------------------------------------------------------------------------------------------------------
 
 
 def say_list(words: Iterable[str]) -> str:

@@ -10,22 +10,12 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from stepscope.explain.kernel_names import decode
-from stepscope.explain.questions.answers import (
-    Answer,
-    device_word,
-    in_phases,
-    missing,
-    say_flops,
-    say_share,
-    say_time,
-    share_by,
-    time_of,
-)
+from stepscope.explain.questions.answers import Answer, device_word, in_phases, missing, share_by, time_of
 from stepscope.explain.questions.matmuls import SCORES, SOFTMAX, VALUES, Extent, extents, find_products
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.spec import ModelShape
+from stepscope.units import say_flops, say_share, say_time
 
 _KEY = "softmax"
 _QUESTION = "How does softmax compare with the two matrix products of attention, in time and in operations?"
@@ -182,8 +172,8 @@ def _precision(profile: Profile, forward: pl.DataFrame) -> str | None:
     case = profile.recording.manifest.case
     if case is not None:
         return case.workload.precision
-    names = share_by(forward.filter(pl.col("class") == "gemm"), "name")["name"]
-    return next((kind for name in names if (kind := decode(name).dtype)), None)
+    dtypes = share_by(forward.filter(pl.col("class") == "gemm"), "name", "dtype")["dtype"].drop_nulls()
+    return dtypes[0] if dtypes.len() else None
 
 
 def _without_parts(profile: Profile) -> Answer:

@@ -4,21 +4,12 @@ import re
 
 import polars as pl
 
-from stepscope.explain.questions.answers import (
-    Answer,
-    in_phases,
-    kernel_word,
-    missing,
-    say_count,
-    say_share,
-    say_time,
-    share_by,
-    time_of,
-)
+from stepscope.explain.questions.answers import Answer, in_phases, kernel_word, missing, share_by, time_of
 from stepscope.explain.trace.attribution import EVALUATE
 from stepscope.explain.trace.nesting import innermost
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Column, Table
+from stepscope.units import say_count, say_share, say_time
 
 _KEY, _QUESTION = "copies", "Why are there copies in backward?"
 _COPIES = ("copy", "memcpy")

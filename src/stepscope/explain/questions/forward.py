@@ -11,10 +11,7 @@ from stepscope.explain.questions.answers import (
     in_phases,
     kernel_word,
     missing,
-    say_count,
     say_list,
-    say_share,
-    say_time,
     say_times,
     share_by,
     stepped,
@@ -22,6 +19,7 @@ from stepscope.explain.questions.answers import (
 )
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
+from stepscope.units import say_count, say_share, say_time
 
 _AGREE = 0.05  # two clocks within this say the same
 _MATTERS = 0.01

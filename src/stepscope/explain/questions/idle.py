@@ -2,10 +2,11 @@
 
 import polars as pl
 
-from stepscope.explain.questions.answers import Answer, device_word, missing, say_share, say_time, share_by
+from stepscope.explain.questions.answers import Answer, device_word, missing, share_by
 from stepscope.explain.questions.gaps import CAUSES, find_gaps
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
+from stepscope.units import say_share, say_time
 
 _LONGEST = 8
 

@@ -2,11 +2,12 @@
 
 import polars as pl
 
-from stepscope.explain.questions.answers import Answer, missing, say_count, say_list, share_by, stepped, time_of
+from stepscope.explain.questions.answers import Answer, missing, say_list, share_by, stepped, time_of
 from stepscope.explain.questions.matmuls import ROLES, SCORES, UNKNOWN_ROLE, VALUES, extents, find_products
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.spec import ModelShape
+from stepscope.units import say_count
 
 _KEY = "products"
 _QUESTION = "Which matrix products does a block make, and are they as many as expected?"

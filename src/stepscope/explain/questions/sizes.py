@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from stepscope.explain.kernel_names import decode
 from stepscope.explain.questions.answers import (
     Answer,
     device_word,
@@ -12,14 +11,13 @@ from stepscope.explain.questions.answers import (
     missing,
     name_profile,
     say_list,
-    say_share,
-    say_time,
     share_by,
     stepped,
     time_of,
 )
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
+from stepscope.units import say_share, say_time
 
 _TWO_SIZES = (
     "stepscope profile --size small --out runs/small && stepscope profile --size large --out runs/large && "
@@ -158,13 +156,9 @@ def _traits(profile: Profile) -> dict[str, Cell]:
 
 def _tiles(kernels: pl.DataFrame) -> str | None:
     """The commonest tiles of matrix products by time. None where names tell no tile."""
-    times: dict[str, int] = {}
-    for row in share_by(kernels.filter(pl.col("class") == "gemm"), "name").iter_rows(named=True):
-        tile = decode(row["name"]).tile
-        if tile:
-            text = "×".join(map(str, tile[:2]))
-            times[text] = times.get(text, 0) + row["time_ns"]
-    return max(times, key=lambda tile: times[tile]) if times else None
+    tiled = kernels.filter((pl.col("class") == "gemm") & pl.col("tile_m").is_not_null())
+    tiles = share_by(tiled, "tile_m", "tile_n").select("tile_m", "tile_n")
+    return "×".join(map(str, tiles.row(0))) if tiles.height else None
 
 
 def _traits_table(small: Profile, large: Profile, a: dict[str, Cell], b: dict[str, Cell]) -> Table:

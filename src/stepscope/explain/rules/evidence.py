@@ -12,12 +12,11 @@ from typing import Literal
 import numpy as np
 import polars as pl
 
-from stepscope.explain.kernel_names import decode
 from stepscope.explain.rules.replay import Bools, Change, Floats, Replay
 from stepscope.explain.trace.nesting import innermost
 from stepscope.explain.trace.phases import step_ranges
 from stepscope.explain.trace.profile import Profile
-from stepscope.explain.trace.roofline import operator_calls, unit_dtype
+from stepscope.explain.trace.roofline import operator_calls
 from stepscope.hardware import Hardware
 from stepscope.spec import Case, ModelShape
 
@@ -87,17 +86,16 @@ class Evidence:
 
     @cached_property
     def kernels(self) -> pl.DataFrame:
-        """In the order of their start, with `row`, what their names say (dtype, tensor_cores, tile_m, tile_n, library)
-        and what their operator costs (flops, bytes, spread over its kernels by time). Without warm-up and without what
-        was launched between steps; what was launched before the window is there."""
+        """In the order of their start, with `row` and what their operator costs (flops, bytes, spread over its kernels
+        by time); `dtype` is the operator's where their name has none. Without warm-up and without what was launched
+        between steps; what was launched before the window is there."""
         kernels = self._on_device.filter(pl.col("phase").fill_null("") != "warm-up")
         if self.steps.height:
             kernels = kernels.filter(
                 pl.col("step").is_in(self.steps["step"].to_list())
                 | (pl.col("launch_ns").is_null() & (pl.col("start_ns") < self.steps["end_ns"].max()))
             )
-        kernels = self._with_costs(kernels).sort("start_ns", "end_ns", maintain_order=True).with_row_index("row")
-        return kernels.join(_read_names(kernels), on="name", how="left", maintain_order="left")
+        return self._with_costs(kernels).sort("start_ns", "end_ns", maintain_order=True).with_row_index("row")
 
     def _with_costs(self, kernels: pl.DataFrame) -> pl.DataFrame:
         calls = operator_calls(replace(self.profile, kernels=kernels)).select(
@@ -107,7 +105,11 @@ class Evidence:
         return (
             kernels.drop("bytes")
             .join(calls, on="op_row", how="left", maintain_order="left")
-            .with_columns(flops=pl.col("flops") * share, bytes=pl.col("bytes") * share)
+            .with_columns(
+                flops=pl.col("flops") * share,
+                bytes=pl.col("bytes") * share,
+                dtype=pl.when(pl.col("kind") != "cpu").then(pl.coalesce("dtype", "op_dtype")),
+            )
         )
 
     @cached_property
@@ -257,37 +259,6 @@ def _with_steps(waits: pl.DataFrame, steps: pl.DataFrame, kernels: pl.DataFrame)
             final_ns=pl.lit(launches["launch_ns"].max() if launches.height else None, pl.Int64),
         )
     return waits.with_columns(last=(pl.col("end_ns") >= pl.col("final_ns")).fill_null(value=True)).drop("final_ns")
-
-
-def _read_names(kernels: pl.DataFrame) -> pl.DataFrame:
-    rows: list[tuple[str | int | bool | None, ...]] = []
-    for name, kind, op_dtype in kernels.unique("name").select("name", "kind", "op_dtype").iter_rows():
-        if kind == "cpu":
-            rows.append((name, None, None, None, None, None, False))
-            continue
-        decoded = decode(name)
-        tile = decoded.tile or (None, None)
-        rows.append(
-            (
-                name,
-                unit_dtype(name, op_dtype),
-                decoded.tensor_cores,
-                tile[0],
-                tile[1],
-                decoded.library,
-                bool(decoded.fused),
-            )
-        )
-    schema = {
-        "name": pl.String,
-        "dtype": pl.String,
-        "tensor_cores": pl.Boolean,
-        "tile_m": pl.Int64,
-        "tile_n": pl.Int64,
-        "library": pl.String,
-        "is_fused": pl.Boolean,
-    }
-    return pl.DataFrame(rows, schema=schema, orient="row")
 
 
 def ms(time_ns: float) -> str:

@@ -5,7 +5,8 @@ import polars as pl
 
 from stepscope.explain.rules.evidence import WORTH_SAYING, Evidence, Gain, ms, often
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Ints
-from stepscope.explain.rules.types import Hit, Rule, settle
+from stepscope.explain.rules.rule import Hit, Rule, compile_model, grow_batch, settle, workload_of
+from stepscope.recording.store import Manifest
 
 LEAST_IDLE = 0.03
 _INPUT = r"(?i)enumerate\(DataLoader\)|\bdata ?load(?:er|ing)?\b|\bnext_batch\b|^phase:input$"
@@ -177,11 +178,147 @@ def find_host_absence(evidence: Evidence) -> Hit | None:
     return settle(evidence, Gain(gpu_ns=0.0, step_ns=gain), text)
 
 
+def _compile_or_grow(manifest: Manifest) -> dict[str, object]:
+    return compile_model(manifest) or grow_batch(manifest)
+
+
+def _leave_fp16(manifest: Manifest) -> dict[str, object]:
+    """Its gradient scaler waits for the GPU once a step."""
+    return {"precision": "bf16"} if workload_of(manifest).precision == "fp16" else {}
+
+
 RULES = (
-    Rule(code="SS001", check=find_launch_bound),
-    Rule(code="SS002", check=find_synchronisation),
-    Rule(code="SS012", check=find_input_stalls),
-    Rule(code="SS017", check=find_pageable_copies),
-    Rule(code="SS018", check=find_step_end_wait),
-    Rule(code="SS019", check=find_host_absence),
+    Rule(
+        code="SS001",
+        title="the GPU waits for the host to launch kernels",
+        check=find_launch_bound,
+        meaning=(
+            "Python and the framework take longer to launch a kernel than the GPU takes to run it. The queue is "
+            "empty, and a faster kernel would only wait longer."
+        ),
+        seen=(
+            "A kernel starts late because its launch came after all work before it was done. The rule fires when a "
+            "faster host would make the step at least 3 % shorter. Gaps of over 1 ms are not launches: see SS019."
+        ),
+        saving=(
+            "The recording is replayed with a host that needs 45 % of its time in forward and backward (25 % in "
+            "inference), as compiled code does on an H200; CUDA graphs leave less. The optimizer's launches stay "
+            "(SS007). Estimated and measured: 19.7 and 18.7 of 50.6 ms; 27.9 and 31.6 of 60.9; inference 11.5 and "
+            "12.3 of 16.0. The shares come from these three, all of a small model: another may differ by a third. A "
+            "recorder slows the host down: where the step was timed without one too, the host is scaled to that."
+        ),
+        builtin="--compile, or a larger --batch",
+        own=(
+            'model = torch.compile(model, mode="reduce-overhead")  # CUDA graphs; shapes must not change',
+            "loader = DataLoader(data, batch_size=2 * batch)  # more work a launch",
+        ),
+        paste='model = torch.compile(model, mode="reduce-overhead")  # CUDA graphs; shapes must not change',
+        change=_compile_or_grow,
+    ),
+    Rule(
+        code="SS002",
+        title="the host waits for the GPU inside the step",
+        check=find_synchronisation,
+        meaning=(
+            "Something needs a value of the GPU's on the host: .item(), .cpu(), print(loss), if tensor:, nonzero(), "
+            "a mask as an index. The host stops, the queue drains, and the GPU idles until new launches arrive."
+        ),
+        seen=(
+            "Calls that synchronise or copy to the host, last over 10 µs, and have launches after them in the same "
+            "step."
+        ),
+        saving=(
+            "The recording is replayed without these waits. 3.1 ms were estimated where 2.4 of 59.4 ms came, a "
+            "difference of 1 % of the step and less than the spread of its times. Where the host is slower than the "
+            "GPU anyway there is little to gain, and the rule is silent."
+        ),
+        builtin=(
+            "--precision bf16 in place of fp16, whose gradient scaler waits once a step; nothing else in it waits"
+        ),
+        own=(
+            "total_loss += loss.detach()  # not loss.item(): ask for the number once in a hundred steps",
+            "x = torch.where(mask, x, 0.0)  # not x[mask], whose size only the GPU knows",
+        ),
+        paste=(
+            "total_loss += loss.detach()  # not loss.item(): ask for the number once in a hundred steps\n"
+            "x = torch.where(mask, x, 0.0)  # not x[mask], whose size only the GPU knows"
+        ),
+        change=_leave_fp16,
+    ),
+    Rule(
+        code="SS012",
+        title="the GPU waits for input",
+        check=find_input_stalls,
+        meaning="The next batch is loaded while the GPU has nothing to do.",
+        seen="The GPU is idle while a data loader's range is open on the host.",
+        saving="The idle time inside of these ranges; right if loading can run beside the step.",
+        builtin="its batch stays on the device",
+        own=(
+            "loader = DataLoader(data, num_workers=8, pin_memory=True, prefetch_factor=4)",
+            'batch = batch.to("cuda", non_blocking=True)',
+        ),
+        paste=(
+            "loader = torch.utils.data.DataLoader(data, batch_size=batch, num_workers=8, pin_memory=True)\n"
+            'x = x.to("cuda", non_blocking=True)'
+        ),
+    ),
+    Rule(
+        code="SS017",
+        title="copies to the GPU from pageable memory",
+        check=find_pageable_copies,
+        meaning=("Memory that is not pinned is first copied to a pinned buffer; the host stands still meanwhile."),
+        seen="Copies named `Pageable` to the device, and the host's calls that made them.",
+        saving=(
+            "The recording is replayed without the copies' time and the host's waits. Pinned copies take time on the "
+            "bus too, beside the kernels."
+        ),
+        builtin="its batch stays on the device",
+        own=(
+            "loader = DataLoader(data, pin_memory=True)",
+            'batch = batch.to("cuda", non_blocking=True)',
+        ),
+        paste=(
+            "loader = torch.utils.data.DataLoader(data, batch_size=batch, pin_memory=True)\n"
+            'x = x.to("cuda", non_blocking=True)'
+        ),
+    ),
+    Rule(
+        code="SS018",
+        title="the host waits for the GPU at the end of each step",
+        check=find_step_end_wait,
+        meaning=("A step that ends with loss.item() or a synchronisation starts the next one with an empty queue."),
+        seen="A wait inside a step with no launch after it, and another step behind it.",
+        saving="The recording is replayed without these waits.",
+        builtin="stepscope's own waits lie between steps and are not counted",
+        own=(
+            "losses.append(loss.detach())  # torch.stack(losses).mean().item() once in a hundred steps",
+            "# no torch.cuda.synchronize() in the training loop",
+        ),
+        paste=(
+            "losses.append(loss.detach())  # no .item() and no torch.cuda.synchronize() in the loop\n"
+            "if step % 100 == 99:\n"
+            "    print(torch.stack(losses).mean().item())"
+        ),
+    ),
+    Rule(
+        code="SS019",
+        title="the host is away for milliseconds",
+        check=find_host_absence,
+        meaning=(
+            "Nothing is launched for so long that it cannot be the cost of launching: loading, logging, saving, "
+            "garbage collection, compiling, another process on the core."
+        ),
+        seen=("Gaps of over 1 ms on the GPU, inside of a step or at its start, that end with a late launch."),
+        saving="The recording is replayed without the host's time before those launches.",
+        builtin="stepscope doctor: is the machine busy?",
+        own=(
+            "# what the host did then: torch.profiler.profile(with_stack=True)",
+            "gc.freeze(); gc.disable()  # if it was the collector: collect between epochs",
+        ),
+        paste=(
+            "with torch.profiler.profile(with_stack=True) as profiler:  # what the host did then\n"
+            "    train_step()\n"
+            'profiler.export_chrome_trace("trace.json")'
+        ),
+    ),
 )

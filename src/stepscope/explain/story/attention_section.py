@@ -6,12 +6,12 @@ import msgspec
 
 from stepscope.explain.experiments.attention_figure import attention_figure
 from stepscope.explain.experiments.attention_tables import describe_attention, make_tables, say_shared, summary_ms
-from stepscope.explain.questions.answers import say_time
 from stepscope.explain.story.missing import explain_absence
-from stepscope.explain.story.phrases import MOST_ROWS, retitle, say_size
+from stepscope.explain.story.phrases import MOST_ROWS, retitle
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Exhibit, Section, Table
 from stepscope.recording.rows.attention import AttentionRow
+from stepscope.units import say_size, say_time
 
 
 def show_attention(materials: Materials) -> Section:

@@ -14,9 +14,10 @@ from typing import Literal
 import polars as pl
 
 from stepscope.explain.questions.gaps import BETWEEN_STEPS, HOST_LATE, SYNCHRONISING, find_gaps
-from stepscope.explain.story.phrases import name_class, say_class_takes, say_percent
+from stepscope.explain.story.phrases import name_class, say_class_takes
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import roofline
+from stepscope.units import say_percent
 
 Limit = Literal["host", "idle", "communication", "compute", "memory", "launch", "class"]
 _KNOWN_ENOUGH = 0.5  # of the kernels' time, to speak of limits

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from stepscope.explain.story.kernel_details import MOST_DESCRIBED, cut_name, describe_kernel, name_layers
+from stepscope.explain.story.kernel_details import MOST_DESCRIBED, name_layers
 from stepscope.explain.trace.breakdown import scope
 from stepscope.explain.trace.compare import REST, align_module
+from stepscope.explain.trace.names import cut_name, describe_kernel
 from stepscope.explain.trace.profile import UNKNOWN, Profile
 from stepscope.findings import Breakdown, Dimension
 

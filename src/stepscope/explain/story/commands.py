@@ -1,18 +1,22 @@
 """Commands to type: a workload as the flags that make it again, for any verb that takes settings."""
 
 import shlex
-
-import msgspec
+from collections.abc import Collection
 
 from stepscope.explain.story.clock import is_same_run
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Copyable
-from stepscope.spec import SIZES, Case, Factory, HuggingFace, ModelShape, Workload
-from stepscope.spec.choices import flag_of
-
-# Settings that a command may name itself, at values for which `write_command` leaves their flags out.
-_CHANGED_BY: dict[str, object] = {"mode": "train", "attention": None, "compile": False, "precision": "fp32"}
-_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+from stepscope.spec import (
+    RUN_SETTINGS,
+    SHAPE_SETTINGS,
+    SIZES,
+    Case,
+    Factory,
+    HuggingFace,
+    ModelShape,
+    Workload,
+    flag_of,
+)
 
 
 def find_case(materials: Materials) -> Case | None:
@@ -36,12 +40,10 @@ def find_strangers(materials: Materials) -> dict[str, Case]:
     return {name: case for name, case in cases.items() if case and run and not is_same_run(case, run)}
 
 
-def write_command(verb: str, workload: Workload, **changes: object) -> str:
-    """The command that runs a workload, with some settings changed. Settings at their defaults are left out; the
-    context is not, because verbs differ in theirs."""
-    changed = msgspec.structs.replace(workload, **changes)
-    flags = [*_model_flags(changed), *_run_flags(changed)]
-    return shlex.join(["stepscope", verb, *flags])
+def write_command(verb: str, workload: Workload, *, without: Collection[str] = ()) -> str:
+    """The command that runs a workload, but for the flags of the settings in `without`. Settings at their defaults are
+    left out too; the context is not, because verbs differ in theirs."""
+    return shlex.join(["stepscope", verb, *_model_flags(workload), *_run_flags(workload, without)])
 
 
 def add_settings(command: str, workload: Workload) -> str:
@@ -53,8 +55,8 @@ def _add_settings(command: str, workload: Workload) -> str:
     words = command.split(" ")
     if words[:1] != ["stepscope"] or words[1:2] not in (["profile"], ["memory"]) or "--size" in words:
         return command
-    changes = {name: value for name, value in _CHANGED_BY.items() if flag_of(name) in words}
-    return " ".join([write_command(words[1], workload, **changes), *words[2:]])
+    named = [name for name in RUN_SETTINGS if flag_of(name) in words]
+    return " ".join([write_command(words[1], workload, without=named), *words[2:]])
 
 
 def _model_flags(workload: Workload) -> list[str]:
@@ -73,22 +75,25 @@ def _shape_flags(shape: ModelShape) -> list[str]:
     if shape.name in SIZES:
         flags = ["--size", shape.name]
     else:
-        flags = [part for name in _SHAPE for part in (flag_of(name), str(getattr(shape, name)))]
-        if shape.num_kv_heads != shape.num_heads:
-            flags += ["--num-kv-heads", str(shape.num_kv_heads)]
-        if shape.tie_embeddings:
-            flags += ["--tie-embeddings", "yes"]
+        usual = {"num_kv_heads": shape.num_heads}  # every head has keys and values of its own unless told otherwise
+        flags = [
+            part
+            for name, setting in SHAPE_SETTINGS.items()
+            if name not in ("size", "vocab") and getattr(shape, name) != usual.get(name, setting.default)
+            for part in (flag_of(name), str(setting.read(shape)))
+        ]
     return flags + (["--vocab", str(shape.vocab)] if shape.vocab != SIZES["nano"].vocab else [])
 
 
-def _run_flags(workload: Workload) -> list[str]:
+def _run_flags(workload: Workload, without: Collection[str]) -> list[str]:
     plain = Workload(model=workload.model)
     flags = []
-    for name in ("batch", "context", "precision", "mode", "attention", "compile", "checkpoint", "optimizer", "seed"):
+    for name in RUN_SETTINGS:
         value = getattr(workload, name)
-        if value and (name == "context" or value != getattr(plain, name)):
+        is_said = value and (name == "context" or value != getattr(plain, name))
+        if is_said and name not in ("device", *without):
             flags += [flag_of(name)] if value is True else [flag_of(name), _say(value)]
-    if workload.device not in ("auto", "cuda", "cuda:0"):
+    if workload.device not in ("auto", "cuda", "cuda:0") and "device" not in without:
         flags += ["--device", workload.device]
     return flags
 

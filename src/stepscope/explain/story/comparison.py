@@ -7,7 +7,6 @@ samples (`compare.judge`), and where that cannot be told the sentence says so in
 from typing import Literal
 
 from stepscope import __version__
-from stepscope.explain.questions.answers import say_time
 from stepscope.explain.story.clock import find_timed
 from stepscope.explain.story.commands import list_commands
 from stepscope.explain.story.comparison_changes import DECIDES_WORK, show_changes, tell_settings
@@ -15,13 +14,13 @@ from stepscope.explain.story.comparison_clocks import judge_steps, say_doubt
 from stepscope.explain.story.comparison_sections import put_beside
 from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
-from stepscope.explain.story.phrases import say_percent, say_size
 from stepscope.explain.story.run import SECTIONS, list_advice
 from stepscope.explain.story.soundness import judge
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import compare_circumstances
 from stepscope.explain.trace.compare import Verdict
 from stepscope.findings import Copyable, Fact, Report, Soundness
+from stepscope.units import say_percent, say_size, say_time
 
 RUNS = ("A", "B")
 _FACTS = ("step", "memory", "bound", "mfu", "busy", "tokens")

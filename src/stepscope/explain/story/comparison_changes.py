@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.explain.questions.answers import say_list, say_time
+from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.clock import NOISE
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.comparison_clocks import find_clock, list_steps
@@ -13,7 +13,7 @@ from stepscope.explain.story.comparison_sections import join_missing
 from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.opening import Opening
-from stepscope.explain.story.phrases import name_class, say_size
+from stepscope.explain.story.phrases import name_class
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import describe_software, list_settings, list_versions
 from stepscope.explain.trace.compare import (
@@ -29,6 +29,7 @@ from stepscope.explain.trace.compare import (
     say_sum,
 )
 from stepscope.findings import Bars, Cell, Column, Exhibit, Missing, Section, Table
+from stepscope.units import say_size, say_time
 
 # Settings that decide how much there is to do, and on what. The others decide how it is done.
 DECIDES_WORK = ("model", "batch", "context", "mode", "device")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stepscope.explain.questions.answers import say_time
 from stepscope.findings import Breakdown, Cell, Column, Dimension, Table
+from stepscope.units import say_time
 
 _MS, _US = 1e6, 1e3
 # Of these a row also says its class, and how long one of them takes.

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 from stepscope.explain.story.commands import find_case
-from stepscope.explain.story.phrases import find_torch, name_source, retitle, say_size, say_started
+from stepscope.explain.story.phrases import find_torch, name_source, retitle, say_started
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.overhead import overhead_table
 from stepscope.findings import Cell, Column, Exhibit, Section, Table
 from stepscope.hardware import Hardware
 from stepscope.recording.rows.bench import Environment
 from stepscope.recording.store import Manifest
+from stepscope.units import say_size
 
 _Row = tuple[str, str]
 

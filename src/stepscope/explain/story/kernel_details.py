@@ -5,32 +5,13 @@ import re
 
 import polars as pl
 
-from stepscope.explain.kernel_names import decode
-from stepscope.explain.kernel_names.describe import describe
+from stepscope.explain.trace.names import cut_name
 from stepscope.explain.trace.profile import UNKNOWN
 
 OUTSIDE_LAYERS = "(outside layers)"
-# Names of C++ templates run to kilobytes, and a page may hold thousands: the front says which kernel it is.
-LONGEST_NAME = 600
 # So many kernels are described; a recording with more names than that is a hostile one or makes a name for each call.
 MOST_DESCRIBED = 2_000
-# Fields of `describe` that are said elsewhere: the short name is the label, the class the colour.
-_SAID = ("part", "short", "kernel_class")
 _NUMBERED = re.compile(r"^(?:.*?\.)??(\d+)(?=\.|$)")
-
-
-def describe_kernel(name: str, *, on_host: bool = False) -> str:
-    """The recorded name, what it says field by field, and what would change it, in lines."""
-    recorded = cut_name(name)
-    if on_host:  # an operator's name is its own description
-        return recorded
-    told = describe(decode(name))
-    fields = "; ".join(f"{row[0]}".removeprefix("= ") + f": {row[1]}" for row in told.rows if row[2] not in _SAID)
-    return "\n".join((recorded, fields, *told.notes))
-
-
-def cut_name(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}… ({len(name):,} characters)"
 
 
 def label_layers(kernels: pl.DataFrame) -> pl.Series:

@@ -13,9 +13,10 @@ from typing import Literal
 import numpy as np
 import polars as pl
 
-from stepscope.explain.story.kernel_details import MOST_DESCRIBED, cut_name, describe_kernel, label_layers
+from stepscope.explain.story.kernel_details import MOST_DESCRIBED, label_layers
 from stepscope.explain.story.spans import NONE, Ints, Stretches, fit, join_runs, lay_out
 from stepscope.explain.trace.compare import step_windows
+from stepscope.explain.trace.names import cut_name, describe_kernel
 from stepscope.explain.trace.nesting import innermost
 from stepscope.explain.trace.phases import named_ranges, step_ranges
 from stepscope.explain.trace.profile import Profile

@@ -20,10 +20,11 @@ from stepscope.explain.memory.timeline import memory_timeline
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.missing import command_for, explain_absence
 from stepscope.explain.story.opening import say_peak
-from stepscope.explain.story.phrases import say_percent, say_size, shorten
+from stepscope.explain.story.phrases import shorten
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Bars, Exhibit, Missing, Section, Table
 from stepscope.spec import ModelShape
+from stepscope.units import say_percent, say_size
 
 _LARGEST = 15
 _MODULES = 25

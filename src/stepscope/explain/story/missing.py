@@ -5,7 +5,7 @@ from typing import Literal
 from stepscope.explain.story.commands import find_case, write_command
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Missing
-from stepscope.spec import Case, Workload
+from stepscope.spec import Case, for_precisions
 
 Stage = Literal["profile", "memory", "precision", "attention"]
 _OWN = "--model my_model:build"  # how a model of one's own is named
@@ -70,9 +70,6 @@ def _command_of(case: Case, stage: Stage) -> str:
             sizes = f" --head-dim {head_dim} --length {workload.context}" if head_dim else ""
             return f"stepscope attention{sizes}"
         case "precision":
-            # It compares all precisions by itself, in one forward and backward pass.
-            usual = Workload(model=workload.model)
-            plain = {name: getattr(usual, name) for name in ("precision", "mode", "compile", "checkpoint", "optimizer")}
-            return write_command(stage, workload, **plain)
+            return write_command(stage, for_precisions(workload))
         case _:
             return write_command(stage, workload)

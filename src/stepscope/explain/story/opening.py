@@ -4,29 +4,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms, tokens_per_s
+from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.memory.summary import summarise_memory
-from stepscope.explain.questions.answers import say_list, say_time
+from stepscope.explain.questions.answers import say_list
 from stepscope.explain.statistics import Summary
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.story.clock import find_timed
 from stepscope.explain.story.commands import find_case, find_strangers
 from stepscope.explain.story.environment_section import find_environment
-from stepscope.explain.story.phrases import (
-    find_torch,
-    name_model,
-    name_step,
-    say_extras,
-    say_percent,
-    say_size,
-    say_started,
-    with_article,
-)
+from stepscope.explain.story.phrases import find_torch, name_model, name_step, say_started, with_article
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.roofline import measure_use
 from stepscope.findings import Fact
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.spec import Case, ModelShape
+from stepscope.units import say_percent, say_size, say_time
 
 _MS = 1e6
 

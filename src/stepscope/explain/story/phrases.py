@@ -2,8 +2,7 @@
 
 import msgspec
 
-from stepscope.explain.experiments.cases import say_sizes
-from stepscope.explain.questions.answers import LEAST_PERCENT, ROUNDS_UP, say_digits
+from stepscope.explain.experiments.cases import say_extras, say_sizes
 from stepscope.findings import Table
 from stepscope.recording.store import Manifest
 from stepscope.spec import Case, Workload
@@ -48,22 +47,6 @@ def say_class_takes(kernel_class: str) -> str:
     return f"{name} {'take' if name.endswith('s') and name != 'the loss' else 'takes'}"
 
 
-def say_percent(share: float) -> str:
-    """Whole per cents, and two digits below ten: 1.2 %."""
-    percent = 100 * share
-    if 0 < percent < LEAST_PERCENT:
-        return f"under {LEAST_PERCENT} %"
-    return f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.2g} %"
-
-
-def say_size(size: float) -> str:
-    """Three digits in the largest unit of which there is one when rounded, and from a thousand on whole numbers."""
-    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= ROUNDS_UP * limit:
-            return f"{say_digits(size / limit)} {unit}"
-    return f"{size:.0f} bytes"
-
-
 def name_step(workload: Workload) -> str:
     return _STEPS[workload.mode]
 
@@ -77,13 +60,6 @@ def name_model(case: Case) -> str:
     workload = case.workload
     settings = [*say_sizes(workload), workload.precision, *say_extras(workload)]
     return f"{workload.model.name} ({', '.join(settings)})"
-
-
-def say_extras(workload: Workload) -> list[str]:
-    """Settings that make another program of a model, as far as they are not the plain ones."""
-    words = [f"{workload.attention} attention"] if workload.attention not in (None, "naive") else []
-    words += ["compiled"] if workload.compile else []
-    return words + ([f"checkpoint {workload.checkpoint}"] if workload.checkpoint != "none" else [])
 
 
 def say_started(started: str) -> str:

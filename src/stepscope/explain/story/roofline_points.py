@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import polars as pl
 
-from stepscope.explain.story.kernel_details import cut_name
+from stepscope.explain.trace.names import cut_name
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import roofline, shorten_shapes
 from stepscope.findings import Missing, Roof, Roofline, RoofPoint

@@ -8,19 +8,20 @@ from collections.abc import Callable
 import msgspec
 
 from stepscope import __version__
-from stepscope.explain.rules.kept import find_once
+from stepscope.explain.rules import RULES, find_once
 from stepscope.explain.story.attention_section import show_attention
-from stepscope.explain.story.commands import list_commands
+from stepscope.explain.story.commands import list_commands, write_command
 from stepscope.explain.story.environment_section import show_environment
 from stepscope.explain.story.memory_section import show_memory, show_saved
 from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
 from stepscope.explain.story.precision_section import show_precision
 from stepscope.explain.story.questions_section import answer_questions
-from stepscope.explain.story.remedies import advise
 from stepscope.explain.story.soundness import judge
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.story.time_sections import show_ranks, show_roofline, show_time, show_timeline
-from stepscope.findings import Advice, Finding, Report, Section
+from stepscope.explain.trace.profile import Profile
+from stepscope.findings import Advice, Copyable, Finding, Report, Section
+from stepscope.spec import ModelShape
 
 # In the order of the page. `ranks` is there for several of them only.
 SECTIONS: dict[str, Callable[[Materials], Section]] = {
@@ -74,3 +75,22 @@ def _share_of(finding: Finding, step_ns: float) -> Finding:
     if finding.saving_ns is None:
         return finding
     return msgspec.structs.replace(finding, share=min(1.0, finding.saving_ns / max(1.0, step_ns)))
+
+
+def advise(finding: Finding, profile: Profile) -> Advice:
+    """A finding with what to copy: for a run of ours the whole command with the setting that fixes it, where it is not
+    set already, and for anybody's own code the lines to paste. `stepscope rule CODE` explains."""
+    rule, manifest = RULES[finding.code], profile.recording.manifest
+    workload = manifest.case.workload if manifest.case else None
+    changes = rule.change(manifest) if rule.change and workload is not None else {}
+    fixes = []
+    if workload is not None and changes:
+        changed = msgspec.structs.replace(workload, **changes)
+        fixes.append(Copyable(label="the same run with it", text=write_command("report", changed)))
+    if rule.look_up is not None:
+        fixes.append(rule.look_up(profile))
+    # The built-in model is not the user's to edit; where a flag fixes it, Python to paste would be beside the point.
+    is_builtin = workload is not None and isinstance(workload.model, ModelShape)
+    if rule.paste and not (fixes and is_builtin):
+        fixes.append(Copyable(label="in your own code", text=rule.paste))
+    return Advice(finding=finding, fixes=tuple(fixes))

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from stepscope.explain.experiments.attention_tables import DOUBTS
 from stepscope.explain.experiments.bench_tables import step_ms
 from stepscope.explain.experiments.cases import describe_case, limit_notes
-from stepscope.explain.questions.answers import say_time
 from stepscope.explain.story.clock import find_timed, has_steps, is_too_short, median_ns
 from stepscope.explain.story.commands import find_strangers
 from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.opening import Opening
-from stepscope.explain.story.phrases import name_source, say_percent, say_size
+from stepscope.explain.story.phrases import name_source
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.compare import step_windows
 from stepscope.findings import Soundness
 from stepscope.recording.rows.bench import Doubt
+from stepscope.units import say_percent, say_size, say_time
 
 NO_DOUBT = ("host-bound", "uncounted")  # codes that say something of the step, and nothing against its figures
 DISAGREE = 0.05  # two clocks of one step, before it is worth a word

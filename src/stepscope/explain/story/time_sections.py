@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from stepscope.explain.experiments.bench_tables import bench_table
-from stepscope.explain.questions.answers import say_list, say_share, say_time
+from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.breakdown import TITLE, break_down
 from stepscope.explain.story.clock import has_steps
 from stepscope.explain.story.lanes import draw_step
 from stepscope.explain.story.missing import explain_absence
-from stepscope.explain.story.phrases import name_class, retitle, say_percent, shorten
+from stepscope.explain.story.phrases import name_class, retitle, shorten
 from stepscope.explain.story.ranks import share_exposed, tell_ranks
 from stepscope.explain.story.roofline_points import draw_roofline
 from stepscope.explain.story.sources import Materials
@@ -17,6 +17,7 @@ from stepscope.explain.trace.counters import kernels_table as counters_table
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import roofline_table
 from stepscope.findings import Exhibit, Missing, Section
+from stepscope.units import say_percent, say_share, say_time
 
 _ROOFLINE_ROWS = 20
 _COUNTED_ROWS = 25

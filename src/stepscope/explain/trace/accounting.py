@@ -5,6 +5,8 @@ something starts or ends, either nothing runs (idle), or one thing (its class), 
 The rows add up to the wall time to the nanosecond, for a device as a whole and for each of its streams.
 """
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,20 +43,70 @@ class DeviceAccount:
 
 def account_devices(kernels: pl.DataFrame, window: tuple[int, int]) -> tuple[DeviceAccount, ...]:
     """One account a device and process, over one window that holds every kernel."""
-    accounts = []
-    for (process, device), group in sorted(
-        kernels.partition_by("process", "device", as_dict=True).items(), key=lambda item: str(item[0])
-    ):
-        streams = group.partition_by("stream", as_dict=True)
-        accounts.append(
+    sweep = Sweep()
+    sweep.add(kernels, None)
+    return sweep.accounts(window[1] - window[0])
+
+
+class Sweep:
+    """Devices' time, swept in portions of kernels that each begin before the `border` which the portion ends at. What
+    runs across a border is swept up to it, and from it on with the next portion."""
+
+    def __init__(self) -> None:
+        self._carried: list[pl.DataFrame] = []
+        self._devices: dict[tuple[int | None, int], list[Account]] = defaultdict(list)
+        self._streams: dict[tuple[int | None, int, int], list[Account]] = defaultdict(list)
+
+    def add(self, kernels: pl.DataFrame, border: int | None) -> None:
+        """Kernels with `process`, `device`, `stream`, `class` and their times; no border ends the last portion."""
+        columns = ("process", "device", "stream", "class", "start_ns", "end_ns")
+        running = pl.concat([*self._carried, kernels.select(columns)])
+        if border is not None:
+            later = running.filter(pl.col("end_ns") > border)
+            self._carried = [later.with_columns(start_ns=pl.lit(border, pl.Int64))]
+            running = running.with_columns(end_ns=pl.min_horizontal("end_ns", pl.lit(border, pl.Int64)))
+        for (process, device), group in running.partition_by("process", "device", as_dict=True).items():
+            _add_up(self._devices[process, device], group)
+            for (stream,), part in group.partition_by("stream", as_dict=True).items():
+                _add_up(self._streams[process, device, stream], part)
+
+    def accounts(self, wall_ns: int) -> tuple[DeviceAccount, ...]:
+        return tuple(
             DeviceAccount(
                 process=process,
                 device=device,
-                whole=account(group, window),
-                streams={key[0]: account(part, window) for key, part in sorted(streams.items())},
+                whole=_total(parts, wall_ns),
+                streams={
+                    key[2]: _total(some, wall_ns)
+                    for key, some in sorted(self._streams.items(), key=lambda item: item[0][2])
+                    if key[:2] == (process, device)
+                },
             )
+            for (process, device), parts in sorted(self._devices.items(), key=lambda item: str(item[0]))
         )
-    return tuple(accounts)
+
+
+def _add_up(accounts: list[Account], kernels: pl.DataFrame) -> None:
+    start, end = kernels["start_ns"].min(), kernels["end_ns"].max()
+    assert isinstance(start, int)
+    assert isinstance(end, int)
+    accounts[:] = [_total([*accounts, account(kernels, (start, end))], 0)]
+
+
+def _total(accounts: Sequence[Account], wall_ns: int) -> Account:
+    """Of accounts that follow one another, over a wall time that holds them all."""
+    classes: Counter[str] = Counter()
+    for one in accounts:
+        classes.update(one.classes)  # keeps those at zero
+    overlap = sum(one.overlap_ns for one in accounts)
+    return Account(
+        wall_ns=wall_ns,
+        classes={name: classes[name] for name in sorted(classes)},
+        overlap_ns=overlap,
+        idle_ns=wall_ns - classes.total() - overlap,
+        communication_hidden_ns=sum(one.communication_hidden_ns for one in accounts),
+        communication_exposed_ns=sum(one.communication_exposed_ns for one in accounts),
+    )
 
 
 def account(kernels: pl.DataFrame, window: tuple[int, int]) -> Account:

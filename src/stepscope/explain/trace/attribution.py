@@ -6,17 +6,24 @@ of the node it evaluates, the operator that made the node carries the same numbe
 that one is the module the kernel belongs to. This is why envelopes of ranges in time, which other tools use, lose the
 backward pass.
 
+What belongs together by a number (a launch, an autograd node) is joined in windows of the number, and what belongs
+together by time in windows of time (`recording.windows`). In memory there is one window, and the tables of a trace that
+is larger than memory pass by in many; the functions are the same.
+
 Nothing is invented: what the recording does not say stays null, and the shares that are known are reported.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 import polars as pl
 
-from stepscope.explain.trace.classes import classify
-from stepscope.explain.trace.modules import module_paths, number_layers
-from stepscope.explain.trace.nesting import innermost
-from stepscope.explain.trace.phases import find_phases, find_steps
+from stepscope.explain.trace.modules import is_module_call, is_own_call, module_paths, number_layers
+from stepscope.explain.trace.names import classify
+from stepscope.explain.trace.nesting import around, innermost, look_up
+from stepscope.explain.trace.phases import find_phases, named_ranges, step_ranges
 from stepscope.recording.store import Recording
+from stepscope.recording.windows import Disk, EventTable, bordered_windows, in_windows, make_table
 
 EVALUATE = "autograd::engine::evaluate_function: "
 # What belongs to no module and is known all the same.
@@ -27,35 +34,182 @@ OPTIMIZER_MODULE, LOSS_MODULE, INPUT_MODULE, COMMUNICATION_MODULE = (
     "(communication)",
 )
 _PARTS = "part:"
+_THREAD = ("process", "thread")
+_INTERVAL = (*_THREAD, "start_ns", "end_ns", "name")
+_NODE = (*_INTERVAL, "sequence", "forward_thread", "node")
 
 
 def attribute_kernels(recording: Recording) -> pl.DataFrame:
-    """The kernels with, beside their own columns: class, short, is_cast, launched (`op`, `graph` or `before` the
+    """The kernels with, beside their own columns: `names.NAME_COLUMNS`, launched (`op`, `graph` or `before` the
     window), launch_name, launch_ns, launch_end_ns, thread, op_row (in `recording.ops`), op, module, layer, part, phase,
     step, recomputed."""
-    launched = _join_launches(recording)
-    kernels = _attribute_points(recording, launched, innermost(recording.ops, launched)).drop("ns")
-    names = recording.ops["name"]
-    named = kernels.with_columns(op=names.gather(kernels["op_row"]) if names.len() else pl.lit(None, pl.String))
-    return set_communication_apart(classify(named))
+    attribution = Attribution()
+    attribution.add(recording)
+    (kernels,) = attribution.kernel_windows()
+    return attribution.finish(kernels, modules_recorded=recording.manifest.modules_recorded).drop("ns")
 
 
 def attribute_ops(recording: Recording) -> pl.DataFrame:
     """The operators, in their order, with module, layer, part, phase, step and recomputed."""
-    ops = recording.ops.with_columns(ns="start_ns")
-    return _attribute_points(recording, ops, pl.Series(np.arange(ops.height))).drop("ns", "op_row")
+    attribution = Attribution()
+    attribution.add(recording)
+    points = EventTable(pl.col("ns"))
+    points.add(recording.ops.with_columns(ns="start_ns", op_row=pl.Series(np.arange(recording.ops.height))))
+    (ops,) = attribution.point_windows(points)
+    return attribution.name(ops, modules_recorded=recording.manifest.modules_recorded).drop("ns", "op_row", "op")
 
 
-def set_communication_apart(kernels: pl.DataFrame) -> pl.DataFrame:
+class Attribution:
+    """The tables of a recording as attribution wants them, in memory or on disk: `add` all of it, go through its
+    `kernel_windows` once, and `finish` what they were made into."""
+
+    def __init__(self, disk: Disk | None = None) -> None:
+        self._disk = disk
+        by_start = pl.col("start_ns")
+        launched = (*_INTERVAL, "correlation")
+        on_device = ("start_ns", "end_ns", "name", "kind", "process", "device", "stream", "correlation", "graph")
+        # Where there is no number, any window is right, and time spreads such rows over many.
+        by_correlation, by_sequence = pl.coalesce("correlation", by_start), pl.coalesce("sequence", by_start)
+        self.kernels = make_table(disk, "kernels", by_correlation, on_device)
+        self._launches = make_table(disk, "launches", by_correlation, launched)
+        self.ops = make_table(disk, "ops", by_start, (*_INTERVAL, "sequence"), _THREAD)
+        # Operators that may have made a node, and the evaluations of nodes.
+        self._forward = make_table(disk, "forward", by_sequence, (*_THREAD, "start_ns", "sequence"))
+        self._unmade = make_table(disk, "unmade", by_sequence, _NODE)
+        self._evaluated = make_table(disk, "evaluated", by_start, _NODE, _THREAD)
+        link = ("backward_ns", "backward_thread", "forward_thread", "process")
+        self.links = make_table(disk, "links", pl.col("backward_ns"), link)
+        self._calls = make_table(disk, "calls", by_start, (*_INTERVAL, "source"), _THREAD)
+        # A range with the name of a phase may count for its whole process.
+        self._named = make_table(disk, "named", by_start, (*_INTERVAL, "phase"), ("process",))
+        self._parts = make_table(disk, "parts", by_start, _INTERVAL, _THREAD)
+        self._steps: list[pl.DataFrame] = []
+        self._forward_work: list[pl.DataFrame] = []
+        self._first_calls = pl.DataFrame(schema={"path": pl.String, "name": pl.String, "start_ns": pl.Int64})
+        self._has_own_calls = False  # by our annotation, which wins over the profiler's stacks
+        self._says_backward = False  # in a range's name
+
+    @property
+    def steps(self) -> pl.DataFrame:
+        """`phases.step_ranges` of all that was added."""
+        return pl.concat(self._steps).sort("start_ns", maintain_order=True)
+
+    def add(self, recording: Recording) -> None:
+        """A whole recording, or one part of it after another."""
+        ops, ranges = recording.ops, recording.ranges
+        self.kernels.add(recording.kernels)
+        self.links.add(recording.links)
+        self._launches.add(recording.launches.filter(pl.col("correlation").is_not_null()))
+        evaluates = pl.col("name").str.starts_with(EVALUATE)
+        is_node = evaluates | pl.col("forward_thread").is_not_null()
+        forward = ops.filter(pl.col("sequence").is_not_null() & ~is_node)
+        first = self._unmade.num_rows
+        nodes = ops.filter(is_node).with_columns(node=first + pl.int_range(pl.len(), dtype=pl.Int64)).select(_NODE)
+        self.ops.add(ops)
+        self._forward.add(forward.select(*_THREAD, "start_ns", "sequence"))
+        self._forward_work.append(forward.group_by(_THREAD).len())
+        self._unmade.add(nodes)
+        self._evaluated.add(nodes)
+        calls, named = ranges.filter(is_module_call()), named_ranges(ranges)
+        self._has_own_calls |= bool(calls.select(is_own_call().any()).item())
+        self._says_backward |= bool((named["phase"] == "backward").any())
+        self._calls.add(calls)
+        self._named.add(named)
+        self._parts.add(ranges.filter(pl.col("name").str.starts_with(_PARTS)))
+        self._steps.append(step_ranges(recording))
+
+    def kernel_windows(self) -> Iterator[pl.DataFrame]:
+        """The kernels in windows, with all that can be told before the last of them is known. `op_row` is a row of the
+        window."""
+        ns = pl.coalesce("ns", "start_ns")
+        columns = ("ns", "start_ns", "end_ns", "process", "thread", "name", "kind", "launched")
+        points = make_table(self._disk, "points", ns, columns)
+        for kernels, launches in in_windows(self.kernels, self._launches):
+            points.add(_join_launches(kernels, launches))
+        self.kernels.delete()
+        self._launches.delete()
+        yield from self.point_windows(points)
+
+    def point_windows(self, points: EventTable) -> Iterator[pl.DataFrame]:
+        """Adds op_row, op, module, part, phase, step and recomputed to moments on threads."""
+        modules = self._module_calls()
+        autograd, threads = self._survey(points)
+        nodes = self._nodes(modules, threads)
+        nodes.change = _Gradients().fill
+        has_backward = bool(autograd.height) or self._says_backward
+        steps = self.steps
+        tables = (self.ops, modules, nodes, self._named, self._parts, points)
+        for ops, calls, evaluated, named, parts, moments in in_windows(*tables):
+            op_row = moments["op_row"] if "op_row" in moments.columns else innermost(ops, moments)
+            framed = moments.with_columns(_find_modules(moments, evaluated, calls, parts), op_row=op_row)
+            phased = find_phases(framed, ops, named, autograd, has_backward=has_backward)
+            step = around(steps, "step", moments, by_thread=False)
+            yield phased.with_columns(step=step, op=look_up(ops, "name", op_row))
+
+    def name(self, frame: pl.DataFrame, *, modules_recorded: bool) -> pl.DataFrame:
+        """Adds what depends on the names of modules alone: `layer`, and names for what belongs to none."""
+        return number_layers(_name_what_is_no_module(frame) if modules_recorded else frame, self._first_calls)
+
+    def finish(self, kernels: pl.DataFrame, *, modules_recorded: bool) -> pl.DataFrame:
+        """Kernels, or groups of them, with their layer and class too."""
+        return _set_communication_apart(classify(self.name(kernels, modules_recorded=modules_recorded)))
+
+    def _module_calls(self) -> EventTable:
+        """The calls of modules with their `path`; keeps the first of each."""
+        modules = make_table(self._disk, "modules", pl.col("start_ns"), (*_INTERVAL, "path"), _THREAD)
+        for begin, (calls,) in bordered_windows(self._calls):
+            paths = module_paths(calls.filter(is_own_call()) if self._has_own_calls else calls)
+            new = paths if begin is None else paths.filter(pl.col("start_ns") >= begin)
+            modules.add(new)
+            together = pl.concat([self._first_calls, new.select(self._first_calls.columns)])
+            ordered = together.sort("start_ns", maintain_order=True)
+            self._first_calls = ordered.unique("path", keep="first", maintain_order=True)
+        self._calls.delete()
+        return modules
+
+    def _survey(self, points: EventTable) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """The threads that run backward, and which thread each `forward_thread` of nodes means: process,
+        forward_thread, made_thread."""
+        running, numbers, votes = [], [], []
+        for nodes, links, moments in in_windows(self._evaluated, self.links, points):
+            inside = moments.filter(innermost(nodes, moments).is_not_null())
+            running.append(inside.select(_THREAD).unique())
+            numbers.append(nodes.select("process", "forward_thread").unique())
+            at = links.select("process", thread="backward_thread", ns="backward_ns")
+            voted = links.with_columns(forward_number=around(nodes, "forward_thread", at))
+            votes.append(voted.group_by("process", "forward_number", "forward_thread").len())
+        autograd = pl.concat(running).unique()
+        if self.links.num_rows:
+            return autograd, _threads_by_arrows(pl.concat(votes))
+        return autograd, _threads_by_work(pl.concat(numbers).unique(), pl.concat(self._forward_work))
+
+    def _nodes(self, modules: EventTable, threads: pl.DataFrame) -> EventTable:
+        """The evaluations of autograd nodes, with the module and part around the operator that made each."""
+        at_maker = pl.coalesce("made_ns", "start_ns")
+        made = make_table(self._disk, "made", at_maker, (*_INTERVAL, "node", "made_thread", "made_ns"))
+        for forward, nodes in in_windows(self._forward, self._unmade):
+            made.add(_find_makers(forward, nodes, threads))
+        self._forward.delete()
+        self._unmade.delete()
+        found = make_table(self._disk, "nodes", pl.col("start_ns"), (*_INTERVAL, "node", "module", "part"), _THREAD)
+        for calls, named, parts, nodes in in_windows(modules, self._named, self._parts, made):
+            at = nodes.select("process", thread="made_thread", ns="made_ns")
+            in_loss = innermost(named.filter(pl.col("name") == "phase:loss"), at).is_not_null()
+            module = pl.when(in_loss).then(pl.lit(LOSS_MODULE)).otherwise(around(calls, "path", at))
+            found.add(nodes.with_columns(module=module, part=_around_parts(parts, at)))
+        made.delete()
+        return found
+
+
+def _set_communication_apart(kernels: pl.DataFrame) -> pl.DataFrame:
     """Gradients are exchanged in buckets, from the hook of whichever parameter came last: its module did not ask."""
     in_hook = (pl.col("class") == "communication") & (pl.col("phase") == "backward") & pl.col("module").is_not_null()
     module = pl.when(in_hook).then(pl.lit(COMMUNICATION_MODULE)).otherwise("module")
     return kernels.with_columns(module=module, layer=pl.when(~in_hook.fill_null(value=False)).then("layer"))
 
 
-def _join_launches(recording: Recording) -> pl.DataFrame:
+def _join_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
     """Kernels with when and on which thread the host asked for them."""
-    launches = recording.launches.filter(pl.col("correlation").is_not_null())
     # A correlation names one call; a trace that repeats one (two processes merged into one file) is not resolved.
     launches = launches.unique(["process", "correlation"], keep="first", maintain_order=True).select(
         "process",
@@ -65,9 +219,7 @@ def _join_launches(recording: Recording) -> pl.DataFrame:
         launch_ns="start_ns",
         launch_end_ns="end_ns",
     )
-    joined = recording.kernels.join(
-        launches, on=["process", "correlation"], how="left", nulls_equal=True, maintain_order="left"
-    )
+    joined = kernels.join(launches, on=["process", "correlation"], how="left", nulls_equal=True, maintain_order="left")
     on_host = pl.col("kind") == "cpu"
     graph = pl.col("graph").fill_null(value=False) | pl.col("launch_name").str.contains("GraphLaunch").fill_null(
         value=False
@@ -83,42 +235,29 @@ def _join_launches(recording: Recording) -> pl.DataFrame:
     ).with_columns(ns="launch_ns")
 
 
-def _attribute_points(recording: Recording, points: pl.DataFrame, op_row: pl.Series) -> pl.DataFrame:
-    """Adds op_row, module, layer, part, phase, step and recomputed to moments on threads."""
-    ranges = recording.ranges
-    nodes = _autograd_nodes(recording)
-    modules = module_paths(ranges)
-    found = find_modules(points, nodes, modules)
-    parts = ranges.filter(pl.col("name").str.starts_with(_PARTS))
-    part = _part(parts, nodes, points, found["node_row"], found["recomputed"])
-    framed = points.with_columns(
-        found.select("module", "recomputed", "in_backward"),
-        op_row=op_row,
-        part=part,
-    )
-    framed = find_steps(recording, find_phases(recording, framed))
-    return number_layers(name_what_is_no_module(recording, framed), modules)
-
-
-def find_modules(points: pl.DataFrame, nodes: pl.DataFrame, modules: pl.DataFrame) -> pl.DataFrame:
-    """For each moment: module, node_row (of the autograd node under evaluation), in_backward and recomputed."""
+def _find_modules(
+    points: pl.DataFrame, nodes: pl.DataFrame, modules: pl.DataFrame, parts: pl.DataFrame
+) -> pl.DataFrame:
+    """For each moment: module, part, in_backward and recomputed."""
     node_row, module_row = innermost(nodes, points), innermost(modules, points)
-    here = modules["path"].gather(module_row) if modules.height else _nulls(points.height)
-    made_by = nodes["module"].gather(node_row) if nodes.height else _nulls(points.height)
     in_backward = node_row.is_not_null()
     # A module that was called inside the node under evaluation is being run again: activation checkpointing.
-    if modules.height and nodes.height:
-        called = modules["start_ns"].gather(module_row) > nodes["start_ns"].gather(node_row)
-        recomputed = in_backward & called.fill_null(value=False)
-    else:
-        recomputed = pl.repeat(False, points.height, dtype=pl.Boolean, eager=True)  # noqa: FBT003
-    frame = pl.DataFrame({"node_row": node_row, "in_backward": in_backward, "recomputed": recomputed})
-    return frame.with_columns(module=pl.when(recomputed | ~in_backward).then(here).otherwise(made_by))
+    called = look_up(modules, "start_ns", module_row) > look_up(nodes, "start_ns", node_row)
+    recomputed = in_backward & called.fill_null(value=False)
+    here = recomputed | ~in_backward
+    return pl.select(
+        module=pl.when(here).then(look_up(modules, "path", module_row)).otherwise(look_up(nodes, "module", node_row)),
+        part=pl.when(here).then(_around_parts(parts, points)).otherwise(look_up(nodes, "part", node_row)),
+        in_backward=in_backward,
+        recomputed=recomputed,
+    )
 
 
-def name_what_is_no_module(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
-    if not recording.manifest.modules_recorded:
-        return frame
+def _around_parts(parts: pl.DataFrame, points: pl.DataFrame) -> pl.Series:
+    return around(parts, "name", points).str.strip_prefix(_PARTS)
+
+
+def _name_what_is_no_module(frame: pl.DataFrame) -> pl.DataFrame:
     phase = pl.col("phase")
     named = (
         pl.when(pl.col("module").is_not_null())
@@ -133,91 +272,47 @@ def name_what_is_no_module(recording: Recording, frame: pl.DataFrame) -> pl.Data
     return frame.with_columns(module=named)
 
 
-def _part(
-    parts: pl.DataFrame, nodes: pl.DataFrame, points: pl.DataFrame, node_row: pl.Series, recomputed: pl.Series
-) -> pl.Series:
-    if not parts.height:
-        return _nulls(points.height)
-    here = parts["name"].str.strip_prefix(_PARTS).gather(innermost(parts, points))
-    if not nodes.height:
-        return here
-    made_by = nodes["part"].gather(node_row)
-    return pl.select(pl.when(node_row.is_not_null() & ~recomputed).then(made_by).otherwise(here)).to_series()
+class _Gradients:
+    """The engine adds up a parameter's gradient right after the node that produced it, on the same thread: it belongs
+    to the module of the last node that has one, which may be in an earlier window."""
+
+    def __init__(self) -> None:
+        self._last: list[pl.DataFrame] = []
+
+    def fill(self, nodes: pl.DataFrame) -> pl.DataFrame:
+        ordered = nodes.sort(*_THREAD, "start_ns", "node")
+        together = pl.concat([*self._last, ordered], how="diagonal")
+        together = together.with_columns(known=pl.col("module").forward_fill().over(_THREAD))
+        known = together.filter(pl.col("known").is_not_null())
+        self._last = [known.group_by(_THREAD).agg(module=pl.col("known").last())]
+        gathers = pl.col("name").str.contains("AccumulateGrad") & pl.col("module").is_null()
+        filled = together.with_columns(module=pl.when(gathers).then("known").otherwise("module"))
+        return filled.filter(pl.col("node").is_not_null()).sort("node").select(nodes.columns)
 
 
-def _autograd_nodes(recording: Recording) -> pl.DataFrame:
-    """The evaluations of autograd nodes, with the module and part around the operator that made each node."""
-    ops = recording.ops
-    is_node = pl.col("name").str.starts_with(EVALUATE) | pl.col("forward_thread").is_not_null()
-    nodes = ops.filter(is_node).select("name", "process", "thread", "start_ns", "end_ns", "sequence", "forward_thread")
-    if not nodes.height:
-        return nodes.with_columns(module=pl.lit(None, pl.String), part=pl.lit(None, pl.String))
-    made = _makers(recording, nodes)
-    modules = module_paths(recording.ranges)
-    at = made.select("process", thread="made_thread", ns="made_ns")
-    module = modules["path"].gather(innermost(modules, at)) if modules.height else _nulls(nodes.height)
-    parts = recording.ranges.filter(pl.col("name").str.starts_with(_PARTS))
-    part = parts["name"].str.strip_prefix(_PARTS).gather(innermost(parts, at)) if parts.height else _nulls(nodes.height)
-    loss = recording.ranges.filter(pl.col("name") == "phase:loss")
-    in_loss = innermost(loss, at).is_not_null() if loss.height else pl.Series([False] * nodes.height)
-    nodes = nodes.with_columns(
-        module=pl.when(pl.Series(in_loss)).then(pl.lit(LOSS_MODULE)).otherwise(pl.Series(module, dtype=pl.String)),
-        part=part,
-    )
-    # The engine adds up a parameter's gradient right after the node that produced it, on the same thread.
-    ordered = nodes.with_row_index("row").sort("process", "thread", "start_ns")
-    gathers = pl.col("name").str.contains("AccumulateGrad")
-    filled = ordered.with_columns(
-        module=pl.when(gathers & pl.col("module").is_null())
-        .then(pl.col("module").forward_fill().over("process", "thread"))
-        .otherwise("module")
-    )
-    return filled.sort("row").drop("row")
-
-
-def _makers(recording: Recording, nodes: pl.DataFrame) -> pl.DataFrame:
-    """For each node, where and when the operator ran that made it: by the profiler's own arrows where it drew them,
-    else by sequence number on the forward thread."""
-    ops = recording.ops
-    forward = (
-        ops.filter(pl.col("sequence").is_not_null() & pl.col("forward_thread").is_null())
-        .filter(~pl.col("name").str.starts_with(EVALUATE))
-        .sort("start_ns")
-    )
-    threads = _forward_threads(recording, nodes, forward)
+def _find_makers(forward: pl.DataFrame, nodes: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
+    """Adds where and when the operator ran that made each node: made_thread, made_ns."""
     # Operators that make no node carry the number of the next node to be made: the last one is the maker.
-    makers = forward.unique(["process", "thread", "sequence"], keep="last", maintain_order=True).select(
-        "process", "sequence", made_thread="thread", made_ns="start_ns"
-    )
+    makers = forward.group_by("process", "sequence", made_thread="thread").agg(made_ns=pl.col("start_ns").max())
     known = nodes.join(threads, on=["process", "forward_thread"], how="left", nulls_equal=True, maintain_order="left")
-    return known.join(makers, on=["process", "sequence", "made_thread"], how="left", maintain_order="left").select(
-        "process", "made_thread", "made_ns"
-    )
+    return known.join(makers, on=["process", "sequence", "made_thread"], how="left", maintain_order="left")
 
 
-def _forward_threads(recording: Recording, nodes: pl.DataFrame, forward: pl.DataFrame) -> pl.DataFrame:
-    """PyTorch numbers threads its own way in `Fwd thread id`. The arrows tell which thread a number means; without
-    arrows, a number that is a thread's own (Nsight's) means itself, and otherwise the busiest forward thread."""
-    links = recording.links
-    if links.height:
-        at = links.select("process", thread="backward_thread", ns="backward_ns")
-        number = nodes["forward_thread"].gather(innermost(nodes, at))
-        counted = links.with_columns(forward_number=number).group_by("process", "forward_number", "forward_thread")
-        ranked = counted.len().sort("len", "forward_thread", descending=[True, False])
-        seen = ranked.unique(["process", "forward_number"], keep="first")
-        return seen.select("process", made_thread="forward_thread", forward_thread="forward_number")
-    numbers = nodes.select("process", "forward_thread").unique()
-    own = numbers.join(
-        forward.select("process", forward_thread="thread").unique().with_columns(made_thread="forward_thread"),
-        on=["process", "forward_thread"],
-        how="left",
-    )
-    by_work = forward.group_by("process", "thread").len().sort("len", "thread", descending=[True, False])
-    busiest = by_work.unique("process", keep="first")
-    return own.join(busiest.select("process", busiest="thread"), on="process", how="left").select(
+def _threads_by_arrows(votes: pl.DataFrame) -> pl.DataFrame:
+    """PyTorch numbers threads its own way in `Fwd thread id`; the profiler's arrows tell which thread is meant."""
+    counted = votes.group_by("process", "forward_number", "forward_thread").agg(pl.col("len").sum())
+    ranked = counted.sort("len", "forward_thread", descending=[True, False])
+    seen = ranked.unique(["process", "forward_number"], keep="first")
+    return seen.select("process", made_thread="forward_thread", forward_thread="forward_number")
+
+
+def _threads_by_work(numbers: pl.DataFrame, forward: pl.DataFrame) -> pl.DataFrame:
+    """Without arrows, a number that is a thread's own (Nsight's) means itself, and otherwise the busiest forward
+    thread."""
+    work = forward.group_by(_THREAD).agg(pl.col("len").sum()).sort("len", "thread", descending=[True, False])
+    busiest = work.unique("process", keep="first").select("process", busiest="thread")
+    threads = work.select("process", forward_thread="thread", made_thread="thread")
+    own = numbers.join(threads, on=["process", "forward_thread"], how="left")
+    return own.join(busiest, on="process", how="left").select(
         "process", "forward_thread", made_thread=pl.coalesce("made_thread", "busiest")
     )
-
-
-def _nulls(length: int) -> pl.Series:
-    return pl.Series([None] * length, dtype=pl.String)

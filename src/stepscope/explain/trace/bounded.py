@@ -1,65 +1,53 @@
 """A trace of PyTorch's profiler that is larger than memory, explained all the same.
 
-What `explain.profile` does on tables in memory is done here in passes over tables on disk (`recording.spill`), each a
-window at a time:
-
-1. `bounded_intake` reads the file once and spills its rows.
-2. `bounded_joins` brings together what belongs together by number: kernels and launches, nodes and their makers.
-3. `bounded_windows` brings together what belongs together by time, adds kernels up by what they belong to, and sweeps
-   each device's time.
+The file is read once, and its tables go to disk (`recording.windows`). `attribution` goes through them a window at a
+time, as it does in memory with a single one; what it finds is added up here by what kernels belong to, and `accounting`
+sweeps each device's time in windows too.
 
 The figures are those of the normal mode to the nanosecond. What stays in memory grows with the number of distinct
 names, modules, threads and steps, and not with the number of events. Findings and questions look at single kernels
 beside each other and are not made.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
 import polars as pl
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.trace import breakdown
-from stepscope.explain.trace.accounting import DeviceAccount
-from stepscope.explain.trace.attribution import name_what_is_no_module, set_communication_apart
-from stepscope.explain.trace.bounded_intake import Facts, Spills, take_in
-from stepscope.explain.trace.bounded_joins import (
-    choose_forward_threads,
-    join_flows,
-    join_launches,
-    join_makers,
-    take_operators_for_kernels,
-)
-from stepscope.explain.trace.bounded_windows import (
-    FirstCalls,
-    Groups,
-    attribute_windows,
-    find_made_modules,
-    survey_nodes,
-    sweep_windows,
-)
-from stepscope.explain.trace.classes import classify
-from stepscope.explain.trace.modules import number_layers
-from stepscope.explain.trace.profile import UNKNOWN, Profile, no_time
-from stepscope.explain.trace.summary import KernelTime, Summary, summarise
+from stepscope.explain.trace.accounting import DeviceAccount, Sweep
+from stepscope.explain.trace.attribution import Attribution
+from stepscope.explain.trace.names import classify
+from stepscope.explain.trace.profile import Profile, no_kernels, no_time
 from stepscope.findings import Page, Table
 from stepscope.folders import cache_folder
-from stepscope.recording.readers.kineto import device_is_cut_off
-from stepscope.recording.readers.spill import spill_folder
+from stepscope.recording.readers.kineto import CallTrees, TraceReader, join_flows
 from stepscope.recording.store import Recording
+from stepscope.recording.windows import (
+    WINDOW_ROWS,
+    Disk,
+    EventTable,
+    choose_borders,
+    in_windows,
+    make_table,
+    spilling,
+)
 
 NOTE = "read in bounded memory: the breakdown is whole; findings, questions and single kernels are not available"
 # The parts of the page that can be asked for alone in this mode.
 PARTS = ("classes", "phases", "kernels", "modules", "layers", "ops", "streams")
 _ON_A_PAGE = 6
+_GROUPED = ("name", "kind", "launched", "op", "module", "phase")
+_MOST_GROUPS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedProfile(Profile):
-    """A profile whose `kernels` are one row for all that share a name and what they belong to, with `count`, `min_ns`
-    and `max_ns`; its recording holds the manifest alone."""
+    """A profile whose `kernels` are one row for all that share a name and what they belong to; its recording holds the
+    manifest alone, so that what a profile finds out about single kernels is given."""
 
     bounds: tuple[int, int]
     accounts: tuple[DeviceAccount, ...]
@@ -77,139 +65,110 @@ class BoundedProfile(Profile):
     def steps(self) -> pl.DataFrame:
         return self.marked_steps
 
-    def time_by(self, *columns: str, kernels: pl.DataFrame | None = None) -> pl.DataFrame:
-        source = self.kernels if kernels is None else kernels
-        named = [pl.col(c).fill_null(UNKNOWN) if source.schema[c] == pl.String else pl.col(c) for c in columns]
-        grouped = source.group_by(*named).agg(pl.col("time_ns", "count").sum())
-        share = pl.col("time_ns") / max(1, self.gpu_time_ns)
-        ordered = grouped.sort("time_ns", *columns, descending=[True, *([False] * len(columns))])
-        return ordered.with_columns(share=share).select(*columns, "time_ns", "count", "share")
-
 
 def make_bounded_profile(path: Path, beside: Path | None = None) -> BoundedProfile:
     """Spills to a folder inside `beside`, else inside the cache, and removes it. Raises StepscopeError for what cannot
     be read and for a disk that is full."""
-    with spill_folder(beside or cache_folder()) as folder:
-        spills = Spills(folder)
-        facts = take_in(path, spills)
-        return _explain(facts, spills)
+    with spilling(beside or cache_folder()) as disk:
+        return _explain(path, disk)
 
 
-def summarise_bounded(path: Path, beside: Path | None = None) -> Summary:
-    return summarise_profile(make_bounded_profile(path, beside))
-
-
-def summarise_profile(profile: BoundedProfile) -> Summary:
-    """`summary.summarise` for a profile of this mode."""
-    return msgspec.structs.replace(summarise(profile, ()), kernels=kernel_times(profile))
-
-
-def _explain(facts: Facts, spills: Spills) -> BoundedProfile:
-    groups = Groups()
-    on_host = not (spills.kernels.num_rows or facts.repairs.lost_rows["kernels"])
-    if on_host and not device_is_cut_off(facts.manifest.device, facts.manifest.notes):
-        take_operators_for_kernels(facts, spills)
-    else:
-        for alone in join_launches(facts, spills):
-            nothing = pl.lit(None, pl.String)
-            name = facts.names.spell(alone["name"])
-            groups.add(alone.with_columns(name=name, op=nothing, module=nothing, phase=nothing))
-    if not spills.swept.num_rows:
-        raise StepscopeError(
-            "the recording holds no kernel timeline",
-            detail="; ".join(
-                (f"`{facts.manifest.file}` has {facts.num_ops} operators and no kernels", *facts.manifest.notes)
-            ),
-            hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
-        )
-    join_flows(spills)
-    survey = survey_nodes(facts, spills)
-    has_links = bool(spills.links.num_rows)
-    join_makers(spills, choose_forward_threads(facts, survey.numbers, survey.votes, has_links=has_links))
-    find_made_modules(facts, spills)
-    first_calls = attribute_windows(facts, spills, survey, groups)
-    steps = _steps(facts)
-    kind = "cpu" if on_host else "kernel"
-    accounts, bounds = sweep_windows(facts, spills, kind, steps)
+def _explain(path: Path, disk: Disk) -> BoundedProfile:
+    attribution = Attribution(disk)
+    columns = ("start_ns", "end_ns", "name", "kind", "process", "device", "stream")
+    swept = make_table(disk, "swept", pl.col("start_ns"), columns)
+    recording = _take_in(path, disk, attribution, swept)
+    if not attribution.kernels.num_rows:
+        raise no_kernels(recording, attribution.ops.num_rows)
+    kernels = _group(attribution.kernel_windows())
+    steps = attribution.steps.select("step", "start_ns", "end_ns")
+    accounts, bounds = _sweep(swept, steps)
     if not any(account.whole.busy_ns for account in accounts):
-        raise no_time(Recording(manifest=facts.manifest))
-    recording = Recording(manifest=msgspec.structs.replace(facts.manifest, notes=(*facts.manifest.notes, NOTE)))
+        raise no_time(recording)
+    manifest = recording.manifest
     return BoundedProfile(
-        recording=recording,
-        kernels=_finish(recording, groups, first_calls, kind),
+        recording=recording.with_manifest(notes=(*manifest.notes, NOTE)),
+        kernels=attribution.finish(kernels, modules_recorded=manifest.modules_recorded),
         bounds=bounds,
         accounts=accounts,
         marked_steps=steps,
     )
 
 
-def _steps(facts: Facts) -> pl.DataFrame:
-    schema = {"step": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64}
-    return pl.concat([pl.DataFrame(schema=schema), *facts.steps]).sort("start_ns", maintain_order=True)
+def _take_in(path: Path, disk: Disk, attribution: Attribution, swept: EventTable) -> Recording:
+    """Reads the file once; what comes back has the manifest alone."""
+    reader = TraceReader(path, is_bounded=True)
+    flow = ("id", "kind", "process", "thread", "ns")
+    starts, ends = (make_table(disk, f"flow {end}", pl.col("id"), flow) for end in ("starts", "ends"))
+    for block, flows in reader:
+        known = flows.filter(pl.col("id").is_not_null())
+        starts.add(known.filter(pl.col("kind") == "flow s"))
+        ends.add(known.filter(pl.col("kind") == "flow f"))
+        attribution.add(block)
+        swept.add(block.kernels)
+    manifest = reader.finish()
+    for begun, ended in in_windows(starts, ends):
+        attribution.links.add(join_flows(begun, ended))
+    starts.delete()
+    ends.delete()
+    if reader.is_on_host:
+        for kernels in _host_kernels(attribution.ops):
+            attribution.kernels.add(kernels)
+            swept.add(kernels)
+    else:
+        attribution.kernels.change = swept.change = reader.place_kernels
+    return Recording(manifest=manifest)
 
 
-def _finish(recording: Recording, groups: Groups, first_calls: FirstCalls, kind: str) -> pl.DataFrame:
-    """What depends on names alone is found once a group instead of once a kernel."""
-    grouped = groups.together().with_columns(kind=pl.lit(kind))
-    layered = number_layers(name_what_is_no_module(recording, grouped), first_calls.modules)
-    return set_communication_apart(classify(layered))
+def _host_kernels(ops: EventTable) -> Iterator[pl.DataFrame]:
+    calls = CallTrees()
+    for window in ops.windows(choose_borders((ops,), WINDOW_ROWS)):
+        yield calls.take(window)
+    yield calls.finish()
 
 
-def kernel_times(profile: BoundedProfile) -> tuple[KernelTime, ...]:
-    """One row a kernel name, the largest time first."""
-    grouped = profile.kernels.group_by("name", "short", "class").agg(
-        pl.col("time_ns", "count").sum(), pl.col("min_ns").min(), pl.col("max_ns").max()
-    )
-    rows = grouped.sort("time_ns", "name", descending=[True, False]).iter_rows(named=True)
-    return tuple(
-        KernelTime(
-            name=row["name"],
-            short=row["short"],
-            kernel_class=row["class"],
-            count=row["count"],
-            time_ns=row["time_ns"],
-            share=row["time_ns"] / max(1, profile.gpu_time_ns),
-            min_ns=row["min_ns"],
-            mean_ns=row["time_ns"] / row["count"],
-            max_ns=row["max_ns"],
-        )
-        for row in rows
-    )
+def _group(windows: Iterable[pl.DataFrame]) -> pl.DataFrame:
+    """Kernels added up by what they belong to."""
+    parts: list[pl.DataFrame] = []
+    time = pl.col("end_ns") - pl.col("start_ns")
+    for kernels in windows:
+        one = kernels.select(*_GROUPED, time_ns=time, min_ns=time, max_ns=time, count=pl.lit(1, pl.Int64))
+        parts.append(_add_up(one))
+        if len(parts) > 1 and sum(part.height for part in parts) > _MOST_GROUPS:
+            parts = [_add_up(pl.concat(parts))]
+    return _add_up(pl.concat(parts))
+
+
+def _add_up(kernels: pl.DataFrame) -> pl.DataFrame:
+    sums = pl.col("time_ns", "count").sum()
+    return kernels.group_by(_GROUPED).agg(sums, pl.col("min_ns").min(), pl.col("max_ns").max())
+
+
+def _sweep(swept: EventTable, steps: pl.DataFrame) -> tuple[tuple[DeviceAccount, ...], tuple[int, int]]:
+    """The account of each device, and the window from the first thing to the last."""
+    sweep = Sweep()
+    borders = choose_borders((swept,), WINDOW_ROWS)
+    first, last = [steps["start_ns"].min()], [steps["end_ns"].max()]
+    for border, kernels in zip((*borders, None), swept.windows(borders), strict=True):
+        sweep.add(classify(kernels), border)
+        first.append(kernels["start_ns"].min())
+        last.append(kernels["end_ns"].max())
+    start = min(one for one in first if isinstance(one, int))
+    end = max(one for one in last if isinstance(one, int))
+    return sweep.accounts(end - start), (start, end)
 
 
 def make_part(profile: BoundedProfile, name: str, *, top: int | None = None) -> Table:
     """One of `PARTS`. Raises StepscopeError for a part that needs single kernels."""
-    match name:
-        case "classes":
-            return breakdown.classes_table(profile)
-        case "phases":
-            return breakdown.phases_table(profile)
-        case "streams":
-            return breakdown.streams_table(profile)
-        case "kernels":
-            return _kernels_table(profile, top)
-        case "modules":
-            return breakdown.modules_table(profile, top=top)
-        case "layers":
-            return breakdown.layers_table(profile, top=top)
-        case "ops":
-            return breakdown.ops_table(profile, top=top)
-        case _:
-            raise StepscopeError(
-                f"`{name}` is not available in bounded memory",
-                detail=f"available: {', '.join(PARTS)}",
-                hint=f"stepscope explain FILE --table {name}",
-            )
+    if name not in PARTS:
+        raise StepscopeError(
+            f"`{name}` is not available in bounded memory",
+            detail=f"available: {', '.join(PARTS)}",
+            hint=f"stepscope explain FILE --table {name}",
+        )
+    return breakdown.make_part(profile, name, top=top)
 
 
 def make_page(profile: BoundedProfile) -> Page:
     tables = tuple(make_part(profile, name, top=_ON_A_PAGE) for name in ("classes", "phases", "kernels"))
     return Page(headline=breakdown.headline(profile), tables=tables, findings=None)
-
-
-def _kernels_table(profile: BoundedProfile, top: int | None) -> Table:
-    kernels = kernel_times(profile)
-    empty = breakdown.kernels_table(profile, top=0)
-    rows = tuple(breakdown.kernel_row(profile, one) for one in kernels[:top])
-    notes = (breakdown.scope(profile), *breakdown.left_out(kernels[:top], kernels))
-    return Table(title=empty.title, columns=empty.columns, rows=rows, notes=notes)

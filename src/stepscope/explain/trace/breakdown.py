@@ -311,14 +311,17 @@ def left_out(shown: Sequence[KernelTime], kernels: Sequence[KernelTime]) -> tupl
     return (f"{len(rest)} more kernels, {share:.1%} of the time: --table kernels --top {len(kernels)}",) if rest else ()
 
 
-# The parts that can be asked for alone.
-PARTS: dict[str, Callable[[Profile], Table]] = {
+# The parts that can be asked for alone: those as long as the recording makes them, and those of which `top` rows are.
+_WHOLE: dict[str, Callable[[Profile], Table]] = {
     "classes": classes_table,
     "phases": phases_table,
-    "kernels": kernels_table,
-    "modules": modules_table,
-    "layers": layers_table,
-    "ops": ops_table,
     "steps": steps_table,
     "streams": streams_table,
 }
+_RANKED = {"kernels": kernels_table, "modules": modules_table, "layers": layers_table, "ops": ops_table}
+PARTS = (*_WHOLE, *_RANKED)
+
+
+def make_part(profile: Profile, name: str, *, top: int | None = None) -> Table:
+    """One of `PARTS`."""
+    return _RANKED[name](profile, top=top) if name in _RANKED else _WHOLE[name](profile)

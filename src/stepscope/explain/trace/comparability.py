@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 
-import msgspec
-
 from stepscope.explain.trace.profile import Profile
+from stepscope.findings import Cell
 from stepscope.recording.rows.bench import Environment
 from stepscope.recording.store import Manifest
-from stepscope.spec import Case
+from stepscope.spec import RUN_SETTINGS, Case
 
 
 def compare_circumstances(a: Profile, b: Profile) -> tuple[str, ...]:
@@ -52,20 +51,14 @@ def list_settings(case: Case, optimizer: str | None) -> dict[str, str]:
     the workload leaves it to a factory."""
     workload = case.workload
     settings = {"model": workload.model.name}
-    for field in msgspec.structs.fields(workload):
-        if field.name not in ("model", "device", "seed"):
-            settings[field.name.replace("_", " ")] = _say(getattr(workload, field.name))
-    return settings | {"optimizer": _say(workload.optimizer or optimizer), "context": _say(workload.context or None)}
+    for name, setting in RUN_SETTINGS.items():
+        if name not in ("device", "seed"):
+            settings[name.replace("_", " ")] = _say(setting.read(workload))
+    return settings | {"optimizer": _say(workload.optimizer or optimizer)}
 
 
-def _say(value: object) -> str:
-    match value:
-        case bool():
-            return "yes" if value else "no"
-        case None:
-            return "–"
-        case _:
-            return str(value)
+def _say(value: Cell) -> str:
+    return "–" if value is None else str(value)
 
 
 def _software(a: Manifest, b: Manifest) -> Iterator[str]:

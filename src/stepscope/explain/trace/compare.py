@@ -70,6 +70,7 @@ class Comparison:
     parts: tuple[Row, ...]
     gate: Row
     remarks: tuple[str, ...]
+    shorts: dict[str, str]  # of kernels by their names, where it is by kernel
 
 
 def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] = ("A", "B")) -> Comparison:
@@ -94,7 +95,12 @@ def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] 
         parts=tuple(parts),
         gate=gate,
         remarks=compare_circumstances(a, b),
+        shorts=_find_shorts(a) | _find_shorts(b) if by == "kernel" else {},
     )
+
+
+def _find_shorts(profile: Profile) -> dict[str, str]:
+    return dict(profile.kernels.select("name", "short").unique("name").iter_rows())
 
 
 # --- Taking a step apart --------------------------------------------------------------------------------------------
@@ -329,15 +335,8 @@ def _cells(row: Row, total: int | None, comparison: Comparison) -> tuple[Cell, .
     verdict: str = row.verdict
     if not row.a_ns or not row.b_ns:
         verdict += f", only in {'B' if row.b_ns else 'A'}"
-    name = _display(row) if comparison.by == "kernel" else row.name
+    name = comparison.shorts.get(row.name, row.name)
     return (row.group, name, *times, row.ratio, share, verdict, row.a_ns, row.b_ns, row.name)
-
-
-def _display(row: Row) -> str:
-    from stepscope.explain.kernel_names import decode
-
-    plain = row.group != "kernel" or row.name in (IDLE, OVERLAP, REST) or row.name.startswith("aten::")
-    return row.name if plain else decode(row.name).short
 
 
 def _title(comparison: Comparison) -> str:

@@ -12,9 +12,18 @@ _LONGEST_PATH = 4096  # characters; deeper calls go by the path of the last one 
 _CLASS_NUMBER = re.compile(r"^(.*)_(\d+)$")
 
 
+def is_own_call() -> pl.Expr:
+    """Whether a range is a call of a module by our annotation."""
+    return pl.col("name").str.starts_with(_OURS)
+
+
+def is_module_call() -> pl.Expr:
+    return is_own_call() | (pl.col("source") == "module")
+
+
 def module_paths(ranges: pl.DataFrame) -> pl.DataFrame:
     """The calls of modules, with `path`. Ours win where a recording has both."""
-    ours = ranges.filter(pl.col("name").str.starts_with(_OURS))
+    ours = ranges.filter(is_own_call())
     if ours.height:
         return ours.with_columns(path=pl.col("name").str.strip_prefix(_OURS))
     frames = ranges.filter(pl.col("source") == "module").with_columns(label=pl.col("name").str.strip_prefix(_FRAME))

@@ -36,6 +36,18 @@ def innermost(intervals: pl.DataFrame, points: pl.DataFrame, *, by_thread: bool 
     return pl.Series(found).replace(NOWHERE, None)
 
 
+def around(intervals: pl.DataFrame, column: str, points: pl.DataFrame, *, by_thread: bool = True) -> pl.Series:
+    """`column` of the innermost interval around each point, null where there is none."""
+    return look_up(intervals, column, innermost(intervals, points, by_thread=by_thread))
+
+
+def look_up(frame: pl.DataFrame, column: str, rows: pl.Series) -> pl.Series:
+    """`column` in these rows of the frame; a null row is a null value."""
+    if not frame.height:
+        return pl.Series(column, [None] * rows.len(), dtype=frame.schema[column])
+    return frame[column].gather(rows)
+
+
 def enclosing(starts: Ints, ends: Ints, moments: Ints) -> Ints:
     """The same for one thread, in arrays; `NOWHERE` where nothing encloses."""
     result = np.full(len(moments), NOWHERE, np.int64)

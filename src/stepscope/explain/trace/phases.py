@@ -9,7 +9,7 @@ time. A recording in which nothing runs backward is of inference, and what no ot
 
 import polars as pl
 
-from stepscope.explain.trace.nesting import innermost
+from stepscope.explain.trace.nesting import around, innermost, look_up
 from stepscope.recording.store import Recording
 
 PHASES = ("warm-up", "input", "forward", "loss", "backward", "optimizer")
@@ -33,47 +33,41 @@ _LOSS_OPS = (
 )
 
 
-def find_phases(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
-    """Adds `phase` to rows with `in_backward`, `module`, `op_row` and the moment (`process`, `thread`, `ns`); takes
-    `in_backward` away."""
-    named = named_ranges(recording.ranges)
-    here = named["phase"].gather(innermost(named, frame)) if named.height else _nulls(frame.height)
-    anywhere = named["phase"].gather(innermost(named, frame, by_thread=False)) if named.height else here
-    ops = recording.ops
+def find_phases(
+    frame: pl.DataFrame, ops: pl.DataFrame, named: pl.DataFrame, autograd: pl.DataFrame, *, has_backward: bool
+) -> pl.DataFrame:
+    """Adds `phase` to rows with `in_backward`, `module`, `op_row` (of `ops`) and the moment (`process`, `thread`,
+    `ns`); takes `in_backward` away. `named` are the `named_ranges`; `autograd` are the threads (`process`, `thread`)
+    that run backward somewhere in the recording."""
+    here, anywhere = (around(named, "phase", frame, by_thread=by_thread) for by_thread in (True, False))
     loss_ops = ops.filter(pl.col("name").str.contains(_LOSS_OPS))
     in_loss = innermost(loss_ops, frame).is_not_null()
-    has_backward = bool(frame["in_backward"].any()) or bool((named["phase"] == "backward").any())
-    autograd = (
-        frame.filter("in_backward").select("process", "thread").unique().with_columns(autograd=pl.lit(value=True))
-    )
-    framed = frame.join(autograd, on=["process", "thread"], how="left", maintain_order="left", nulls_equal=True)
-    if ops.height:
-        sequence = ops["sequence"].gather(frame["op_row"]).is_not_null()
-        op_known = frame["op_row"].is_not_null()
-    else:
-        sequence = op_known = pl.repeat(False, frame.height, eager=True)  # noqa: FBT003
+    threads = autograd.with_columns(autograd=pl.lit(value=True))
+    framed = frame.join(threads, on=["process", "thread"], how="left", maintain_order="left", nulls_equal=True)
+    sequence = look_up(ops, "sequence", frame["op_row"]).is_not_null()
+    op_known = frame["op_row"].is_not_null()
     copies_in = pl.col("name").str.starts_with("Memcpy HtoD")
     launched = pl.col("ns").is_not_null()
     phase = (
         pl.when("in_backward")
         .then(pl.lit("backward"))
-        .when(pl.Series(here).is_in(["forward"]) & pl.Series(in_loss))
+        .when(here.is_in(["forward"]) & in_loss)
         .then(pl.lit("loss"))
-        .when(pl.Series(here).is_not_null())
-        .then(pl.Series(here))
-        .when(pl.Series(in_loss))
+        .when(here.is_not_null())
+        .then(here)
+        .when(in_loss)
         .then(pl.lit("loss"))
         .when(pl.col("module").is_not_null())
         .then(pl.lit("forward"))
-        .when(pl.Series(anywhere).is_not_null())
-        .then(pl.Series(anywhere))
-        .when(pl.Series(sequence) & copies_in)
+        .when(anywhere.is_not_null())
+        .then(anywhere)
+        .when(sequence & copies_in)
         .then(pl.lit("input"))
-        .when(pl.Series(sequence))
+        .when(sequence)
         .then(pl.lit("forward"))
         .when(pl.col("autograd") & launched)
         .then(pl.lit("backward"))
-        .when(launched & pl.lit(not has_backward) & pl.Series(op_known))
+        .when(launched & pl.lit(not has_backward) & op_known)
         .then(pl.lit("forward"))
     )
     return framed.with_columns(phase=phase).drop("in_backward", "autograd")
@@ -95,15 +89,3 @@ def step_ranges(recording: Recording) -> pl.DataFrame:
     """The ranges that are steps, with `step`, in order; ours or the profiler's first, a person's names otherwise."""
     steps = recording.ranges.with_columns(step=pl.col("name").str.extract(_STEP).cast(pl.Int32, strict=False))
     return steps.filter(pl.col("step").is_not_null()).sort("start_ns")
-
-
-def find_steps(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
-    """Adds `step`, by the moment of the launch: a kernel that runs late belongs to the step that asked for it."""
-    steps = step_ranges(recording)
-    if not steps.height:
-        return frame.with_columns(step=pl.lit(None, pl.Int32))
-    return frame.with_columns(step=steps["step"].gather(innermost(steps, frame, by_thread=False)))
-
-
-def _nulls(length: int) -> pl.Series:
-    return pl.Series([None] * length, dtype=pl.String)

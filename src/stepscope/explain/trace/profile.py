@@ -26,7 +26,8 @@ _WORTH_KEEPING = 20_000  # kernels; fewer are attributed faster than a file is r
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One recording. `kernels` carry the columns of `attribution.attribute_kernels` and a `time_ns`."""
+    """One recording. `kernels` carry the columns of `attribution.attribute_kernels`. A row stands for `count` kernels
+    that took `time_ns` together, each between `min_ns` and `max_ns`: for a single one, unless memory is bounded."""
 
     recording: Recording
     kernels: pl.DataFrame
@@ -120,9 +121,7 @@ class Profile:
         """Per value of `columns`: time_ns, share (of all GPU time) and count, the largest first. Null is `unknown`."""
         source = self.kernels if kernels is None else kernels
         named = [pl.col(c).fill_null(UNKNOWN) if source.schema[c] == pl.String else pl.col(c) for c in columns]
-        grouped = source.group_by(*named, maintain_order=True).agg(
-            time_ns=pl.col("time_ns").sum(), count=pl.len().cast(pl.Int64)
-        )
+        grouped = source.group_by(*named, maintain_order=True).agg(pl.col("time_ns", "count").sum())
         share = pl.col("time_ns") / max(1, self.gpu_time_ns)
         return grouped.with_columns(share=share).sort("time_ns", *columns, descending=[True, *([False] * len(columns))])
 
@@ -140,24 +139,25 @@ class Profile:
 def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
     """`kept_in` is the folder the recording lies in, where a large one's attribution is kept for the next look."""
     if not recording.kernels.height:
-        raise StepscopeError(
-            "the recording holds no kernel timeline",
-            detail="; ".join(
-                (
-                    f"{_name_file(recording)} has {recording.ops.height} operators and no kernels",
-                    *recording.manifest.notes,
-                )
-            ),
-            hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
-        )
+        raise no_kernels(recording, recording.ops.height)
     if kept_in is None or recording.kernels.height < _WORTH_KEEPING:
         kept_in, kernels = None, attribute_kernels(recording)
     else:
         kernels = _attribute_once(recording, kept_in / f"attributed-{code_digest()}.parquet")
-    kernels = kernels.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns"))
+    lasted = pl.col("end_ns") - pl.col("start_ns")
+    kernels = kernels.with_columns(time_ns=lasted, count=pl.lit(1, pl.Int64), min_ns=lasted, max_ns=lasted)
     if not (recording.counters.height or kernels["time_ns"].sum()):
         raise no_time(recording)
     return Profile(recording=recording, kernels=kernels, kept_in=kept_in)
+
+
+def no_kernels(recording: Recording, num_ops: int) -> StepscopeError:
+    has = f"{_name_file(recording)} has {num_ops} operators and no kernels"
+    return StepscopeError(
+        "the recording holds no kernel timeline",
+        detail="; ".join((has, *recording.manifest.notes)),
+        hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
+    )
 
 
 def no_time(recording: Recording) -> StepscopeError:

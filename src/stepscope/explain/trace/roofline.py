@@ -17,7 +17,6 @@ import msgspec
 import polars as pl
 
 from stepscope import cost
-from stepscope.explain.kernel_names import decode
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.hardware import Hardware
@@ -42,7 +41,8 @@ class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
 
 def operator_calls(profile: Profile) -> pl.DataFrame:
     """One row a call that launched something: op_row, op, shapes, class, short and kernel (of the longest of its
-    kernels), step, recomputed, kernels, time_ns, and flops, bytes and op_dtype, null where the cost is not known."""
+    kernels), step, recomputed, kernels, time_ns, and flops, bytes and op_dtype, null where the cost is not known; and
+    unit, the precision whose peak it is held against: what that kernel's name says of the arithmetic, else op_dtype."""
     ops = profile.recording.ops
     owned = profile.kernels.filter(pl.col("op_row").is_not_null() & ~pl.col("class").is_in(["memcpy", "memset"]))
     calls = (
@@ -50,7 +50,7 @@ def operator_calls(profile: Profile) -> pl.DataFrame:
         .group_by("op_row", maintain_order=True)
         .agg(
             pl.col("op", "class", "short", "phase", "step", "recomputed").first(),
-            kernel=pl.col("name").first(),
+            unit=pl.col("dtype").first(),
             kernels=pl.len().cast(pl.Int64),
             time_ns=pl.col("time_ns").sum(),
         )
@@ -65,7 +65,8 @@ def operator_calls(profile: Profile) -> pl.DataFrame:
         orient="row",
     )
     keys = ["op", "shapes", "dtypes", "arguments"]
-    return calls.join(known, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    costed = calls.join(known, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    return costed.with_columns(unit=pl.coalesce("unit", "op_dtype"))
 
 
 def roofline(profile: Profile) -> pl.DataFrame:
@@ -76,7 +77,7 @@ def roofline(profile: Profile) -> pl.DataFrame:
     grouped = (
         calls.group_by("op", "shapes", "class", "short", maintain_order=True)
         .agg(
-            pl.col("kernel", "op_dtype").first(),
+            pl.col("unit").first(),
             calls=pl.len().cast(pl.Int64),
             kernels=pl.col("kernels").sum(),
             time_ns=pl.col("time_ns").sum(),
@@ -110,11 +111,6 @@ def least_ns(hardware: Hardware | None, dtype: str | None, flops: float, moved_b
     return max(flops / peak if peak else 0.0, moved_bytes / hardware.bandwidth) * 1e9
 
 
-def unit_dtype(kernel: str, op_dtype: str | None) -> str | None:
-    """The precision whose peak a kernel is held against: what its name says of the arithmetic, else its operator's."""
-    return decode(kernel).dtype or op_dtype
-
-
 def measure_use(profile: Profile, step_ns: float | None = None) -> Utilisation | None:
     """By the closed form where the recording is of the built-in model, else counted in the operators' shapes. None
     where neither is known: a share of the work would be a wrong utilisation. `step_ns` is the step's time where a
@@ -134,8 +130,7 @@ def measure_use(profile: Profile, step_ns: float | None = None) -> Utilisation |
     if not counted.height or int(counted["time_ns"].sum()) < COUNTED_ENOUGH * int(costly["time_ns"].sum()):
         return None
     flops = round(counted["flops"].sum() / profile.num_steps)
-    named = counted.with_columns(unit=_unit_dtypes(counted))
-    longest = named.group_by("unit").agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)["unit"][0]
+    longest = counted.group_by("unit").agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)["unit"][0]
     convention = "2 operations a multiply-add, from the shapes of products, convolutions and fused attention"
     return _use(profile, flops, step_ns, longest, "counted", convention)
 
@@ -217,13 +212,11 @@ def _cost_cells(
 
 def _judge(row: dict[str, object], hardware: Hardware | None) -> tuple[str | None, float | None, float | None, str]:
     """dtype, limit_ns, reached, bound."""
-    kernel, op_dtype, flops, moved, time = (row[key] for key in ("kernel", "op_dtype", "flops", "bytes", "time_ns"))
+    dtype, flops, moved, time = (row[key] for key in ("unit", "flops", "bytes", "time_ns"))
     calls = row["calls"]
-    assert isinstance(kernel, str)
-    assert op_dtype is None or isinstance(op_dtype, str)
+    assert dtype is None or isinstance(dtype, str)
     assert isinstance(time, int)
     assert isinstance(calls, int)
-    dtype = unit_dtype(kernel, op_dtype)
     if not isinstance(flops, int) or not isinstance(moved, int):
         return dtype, None, None, "unknown"
     if dtype == "fp32" and hardware and flops / max(1, time) * 1e9 > hardware.peak_flops.get("fp32", math.inf):
@@ -237,12 +230,6 @@ def _judge(row: dict[str, object], hardware: Hardware | None) -> tuple[str | Non
     by_bytes = least_ns(hardware, dtype, 0, moved)
     assert by_bytes is not None
     return dtype, limit, reached, "memory" if by_bytes >= limit else "compute"
-
-
-def _unit_dtypes(calls: pl.DataFrame) -> pl.Series:
-    return pl.Series(
-        [unit_dtype(kernel, dtype) for kernel, dtype in calls.select("kernel", "op_dtype").iter_rows()], dtype=pl.String
-    )
 
 
 def _use(

@@ -169,21 +169,20 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
 
 def kernel_times(profile: Profile) -> tuple[KernelTime, ...]:
     """One row a kernel name, the largest time first."""
-    time = pl.col("time_ns")
     grouped = profile.kernels.group_by("name", "short", "class", maintain_order=True).agg(
-        count=pl.len().cast(pl.Int64), total=time.sum(), min_ns=time.min(), mean_ns=time.mean(), max_ns=time.max()
+        pl.col("time_ns", "count").sum(), pl.col("min_ns").min(), pl.col("max_ns").max()
     )
-    rows = grouped.sort("total", "name", descending=[True, False]).iter_rows(named=True)
+    rows = grouped.sort("time_ns", "name", descending=[True, False]).iter_rows(named=True)
     return tuple(
         KernelTime(
             name=row["name"],
             short=row["short"],
             kernel_class=row["class"],
             count=row["count"],
-            time_ns=row["total"],
-            share=row["total"] / max(1, profile.gpu_time_ns),
+            time_ns=row["time_ns"],
+            share=row["time_ns"] / max(1, profile.gpu_time_ns),
             min_ns=row["min_ns"],
-            mean_ns=row["mean_ns"],
+            mean_ns=row["time_ns"] / row["count"],
             max_ns=row["max_ns"],
         )
         for row in rows

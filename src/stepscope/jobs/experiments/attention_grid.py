@@ -8,14 +8,12 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.flag_values import number, several, word
-from stepscope.recording.rows.attention import AttentionCase, Implementation
+from stepscope.recording.rows.attention import AttentionCase
 from stepscope.spec import Precision, parse_bytes
-from stepscope.spec.choices import flag_of
+from stepscope.spec.backends import BACKENDS, Implementation, compared_on
+from stepscope.spec.settings import flag_of
 
 T = TypeVar("T")
-
-# Python's loop over tiles takes minutes beyond; whoever asks for it by name gets it.
-LONGEST_TILED = 8192
 
 
 class _Defaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +25,7 @@ class _Defaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ON_CUDA = _Defaults(
-    implementation=("naive", "compiled", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "tiled", "triton", "hopper"),
+    implementation=compared_on("cuda"),
     head_dim=(16, 32, 64, 128),
     length=tuple(2**power for power in range(8, 17)),
     precision=("bf16",),
@@ -35,7 +33,7 @@ _ON_CUDA = _Defaults(
 )
 # Seconds on a laptop.
 _ON_CPU = _Defaults(
-    implementation=("naive", "sdpa", "tiled"),
+    implementation=compared_on("cpu"),
     head_dim=(16, 64),
     length=(64, 128, 256, 512),
     precision=("fp32",),
@@ -63,14 +61,14 @@ class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
         """All cases on `device`, each once: those of one implementation together, in the order they were named."""
         defaults = _ON_CPU if device == "cpu" else _ON_CUDA
         product = itertools.product(
-            self.implementation or defaults.implementation,
+            cast(tuple[Implementation, ...], self.implementation) or defaults.implementation,
             self.precision or defaults.precision,
             self.head_dim or defaults.head_dim,
             self.length or defaults.length,
         )
         cases = (
             AttentionCase(
-                implementation=cast(Implementation, implementation),
+                implementation=implementation,
                 precision=cast(Precision, precision),
                 head_dim=head_dim,
                 length=length,
@@ -84,7 +82,8 @@ class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
                 memory_limit=self.memory_limit,
             )
             for implementation, precision, head_dim, length in product
-            if self.implementation or implementation != "tiled" or length <= LONGEST_TILED
+            # Whoever asks for one by name gets it at any length.
+            if self.implementation or length <= (BACKENDS[implementation].longest_compared or length)
         )
         return tuple(dict.fromkeys(cases))
 

@@ -11,7 +11,7 @@ from stepscope.jobs.flag_values import number, several, word
 from stepscope.recording.rows.comm import CommCase
 from stepscope.recording.rows.links import COLLECTIVES, Backend, Collective, Dtype, named_interface
 from stepscope.spec import SpecError, parse_bytes
-from stepscope.spec.choices import flag_of
+from stepscope.spec.settings import flag_of
 
 T = TypeVar("T")
 MB = 10**6

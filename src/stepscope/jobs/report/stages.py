@@ -16,7 +16,6 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.attention_tables import summary_ms
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms
 from stepscope.explain.memory import make_memory_profile
-from stepscope.explain.memory.tables import say_bytes
 from stepscope.explain.precision.tables import find_speeds
 from stepscope.explain.story.commands import write_command
 from stepscope.explain.story.sources import Materials
@@ -28,12 +27,14 @@ from stepscope.jobs.precision import CONTEXT_ON_CPU, PrecisionJob, choose_precis
 from stepscope.jobs.recorders.profile import Profile
 from stepscope.jobs.workers.process import RefusedError, Workers
 from stepscope.recording import store
-from stepscope.recording.rows.attention import AttentionCase, AttentionRow, Implementation
+from stepscope.recording.rows.attention import AttentionCase, AttentionRow
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
 from stepscope.recording.rows.memory import MemoryRow
 from stepscope.recording.rows.precision import read_report
 from stepscope.recording.rows.results_file import R, read_rows_of
-from stepscope.spec import Factory, ModelShape, Precision, Workload
+from stepscope.spec import Factory, ModelShape, Precision, for_precisions
+from stepscope.spec.backends import compared_on
+from stepscope.units import say_bytes
 
 # The case is timed in the other usual precision too where timing it once took no longer than this.
 _LITTLE_S = 60.0
@@ -221,28 +222,13 @@ class PrecisionStage:
         """One step forward and backward, uncompiled: the settings that would change nothing are the usual ones, and a
         CPU, whose fp16 is slow, gets a short context where the model takes any."""
         workload = work.planned.case.workload
-        plain = Workload(model=workload.model)
         context = workload.context
         if workload.device == "cpu" and not isinstance(workload.model, Factory):
             context = min(context, CONTEXT_ON_CPU)
-        chosen = msgspec.structs.replace(
-            workload,
-            context=context,
-            precision=plain.precision,
-            mode=plain.mode,
-            compile=plain.compile,
-            checkpoint=plain.checkpoint,
-            optimizer=plain.optimizer,
-        )
+        chosen = msgspec.structs.replace(for_precisions(workload), context=context)
         return msgspec.structs.replace(work.planned, case=msgspec.structs.replace(work.planned.case, workload=chosen))
 
 
-# No `compiled`, which takes longer than all others, and on a GPU no `tiled`, which is a loop in Python.
-_ON_CPU: tuple[Implementation, ...] = ("naive", "sdpa", "tiled")
-_ON_CUDA: dict[bool, tuple[Implementation, ...]] = {
-    True: ("naive", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "triton", "hopper"),
-    False: ("naive", "sdpa-efficient", "triton"),  # fp32 and tf32, which the others do not take
-}
 _SHORTEST = 16
 
 
@@ -314,7 +300,7 @@ class AttentionStage:
                 ),
                 environment=work.planned.environment,
             )
-            for implementation in (_ON_CPU if on_cpu else _ON_CUDA[half])
+            for implementation in compared_on("cpu" if on_cpu else "cuda", fast=True, half=half)
             for length in lengths
         )
 

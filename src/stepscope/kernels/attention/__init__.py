@@ -1,6 +1,6 @@
 """Attention without its scores in memory: tiled PyTorch to learn from, Triton for every GPU, Gluon for Hopper."""
 
-from stepscope.kernels.attention.choice import BACKENDS, chosen_backends
+from stepscope.kernels.attention.backends import BACKENDS, chosen_backends
 from stepscope.kernels.attention.function import FlashAttention, FlashAttentionTiled, flash_attention
 
 __all__ = ["BACKENDS", "FlashAttention", "FlashAttentionTiled", "chosen_backends", "flash_attention"]

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from stepscope.kernels.attention import choice, plain
+from stepscope.kernels.attention import backends, plain
 from stepscope.kernels.attention.operators import backward_operator, forward_operator
 from stepscope.kernels.attention.problem import as_4d, check, choose_scale, prepare, wants_tf32
 
@@ -41,10 +41,10 @@ def flash_attention(
     follows `torch.use_deterministic_algorithms` unless given. fp32 is computed as accurately as fp32 unless
     `torch.set_float32_matmul_precision` allows tf32. `docs/kernels.md` has the details.
     """
-    choice.check_backend(backend)
+    backends.check_backend(backend)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if backend in plain.PLAIN or (backend == "auto" and not _has_kernel(q)):
+    if backend in backends.PLAIN or (backend == "auto" and not _has_kernel(q)):
         return _run_plain(q, k, v, causal, scale, backend, deterministic)
     return _run_flash(q, k, v, causal, scale, backend, deterministic)
 
@@ -66,7 +66,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 def _has_kernel(q: Tensor) -> bool:
-    return isinstance(q, Tensor) and q.is_cuda and choice.has_kernel(q.device, q.dtype)
+    return isinstance(q, Tensor) and q.is_cuda and backends.has_kernel(q.device, q.dtype)
 
 
 def _run_plain(
@@ -76,13 +76,13 @@ def _run_plain(
     problem = prepare(q, k, v, causal=causal)
     scale = choose_scale(scale, problem.head_dim)
     if backend != "auto":
-        choice.require(backend, problem, deterministic=deterministic)
+        backends.require(backend, problem, deterministic=deterministic)
     elif torch.compiler.is_compiling():
         # The compiler traces this line; a count that changes from call to call would have it compile anew each time.
-        backend = "tiled" if choice.refusal("sdpa", problem, deterministic=deterministic) else "sdpa"
+        backend = "tiled" if backends.refusal("sdpa", problem, deterministic=deterministic) else "sdpa"
     else:
-        backend = choice.choose(problem, deterministic=deterministic)
-    if backend not in plain.PLAIN:
+        backend = backends.choose(problem, deterministic=deterministic)
+    if backend not in backends.PLAIN:
         return _run_flash(q, k, v, causal, scale, backend, deterministic)
     return plain.run(backend, problem, scale).view(q.shape)
 
@@ -105,7 +105,7 @@ class FlashAttention(torch.autograd.Function):
         backend: str = "auto",
         deterministic: bool | None = None,
     ) -> Tensor:
-        choice.check_backend(backend, among=("auto", *choice.FLASH))
+        backends.check_backend(backend, among=("auto", *backends.FLASH))
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         return _forward(ctx, q, k, v, is_causal, scale, backend, deterministic)

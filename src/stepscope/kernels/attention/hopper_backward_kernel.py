@@ -1,4 +1,5 @@
-"""Flash attention backward for Hopper (sm_90a), in Gluon: the kernels alone, so that they compile without torch.
+"""Flash attention backward for Hopper (sm_90a), in Gluon: the kernels and their tiles, without torch, as in
+`hopper_forward_kernel.py`.
 
 A program owns 128 keys, 64 for each of its two consumer warpgroups, and walks over the query tiles that see them.
 Five products a tile: the scores and their gradient, transposed, so that both come out as register operands of dV and
@@ -19,6 +20,9 @@ the mask. FLOPs: 10 L K D a head, half of it under a causal mask.
 # z batch element; H query heads, h one of them; G key/value heads, g one of them; D head dim, padded.
 # A tile has ROWS queries.
 
+from functools import cache
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir
@@ -33,12 +37,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stepscope.kernels.attention.hopper_barriers import make_barriers
-from stepscope.kernels.attention.hopper_visibility import find_last_keys
+from stepscope.kernels.attention.hopper_forward_kernel import LOG2_E, NUM_STAGES, find_last_keys, make_barriers
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-KEYS = gl.constexpr(128)  # of a program
+KEYS_OF_PROGRAM = 128
+KEYS = gl.constexpr(KEYS_OF_PROGRAM)
 OWN_KEYS = gl.constexpr(64)  # of a consumer warpgroup
+ROWS_OF_TILE = {64: 128, 128: 64}  # queries, by the width of a head: what the registers hold
+
+
+@cache
+def backward_settings(width: int, *, causal: bool, whole_keys: bool) -> dict[str, Any]:
+    """The constants and options of the backward kernel, as `forward_settings` has them for forward."""
+    return {
+        "ROWS": ROWS_OF_TILE[width],
+        "D": width,
+        "STAGES": NUM_STAGES,
+        "CAUSAL": causal,
+        "MASK": causal or not whole_keys,
+        "num_warps": 4,
+        "maxnreg": 168,
+    }
 
 
 @builtin

@@ -1,4 +1,5 @@
-"""Flash attention forward for Hopper (sm_90a), in Gluon: the kernel alone, so that it compiles without torch.
+"""Flash attention forward for Hopper (sm_90a), in Gluon: the kernel and the tiles it is compiled with, without torch,
+so that it can be compiled where there is none; `hopper_launch.py` launches it.
 
 A program is one producer warp, which fetches tiles with the bulk copy engine, and two or three consumer warpgroups of
 64 query rows each, which take turns: while one computes its softmax, another has the tensor cores. Within a warpgroup
@@ -20,6 +21,9 @@ their 192 rows waste more of the diagonal (30 % at 2048 keys), and at 128 their 
 # z batch element; H query heads, h one of them; G key/value heads, g one of them; D head dim, padded.
 # Rows are queries. A tile is ROWS of them for each consumer, or KEYS keys.
 
+from functools import cache
+from typing import Any
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,12 +35,55 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stepscope.kernels.attention.hopper_barriers import make_barriers
-from stepscope.kernels.attention.hopper_visibility import find_last_keys
-
 thread_barrier = gl.thread_barrier if triton.__version__.startswith("3.6") else gl.barrier
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+ROWS_OF_CONSUMER = 64
+KEYS_OF_TILE = 128
+NUM_STAGES = 2
+
+
+def padded_head(head_dim: int) -> int:
+    """The width of a tile for this head size; the copy engine fills the rest with zeros."""
+    return 64 if head_dim <= 64 else 128
+
+
+@cache
+def forward_settings(width: int, *, causal: bool, whole_keys: bool) -> dict[str, Any]:
+    """The constants and options of the forward kernel, for its launcher and for `make aot`. There is nothing to tune:
+    at each width one choice fills the registers and the shared memory of an SM. `whole_keys`: the length of the keys is
+    a multiple of a tile's."""
+    consumers = 3 if width == 64 and not causal else 2
+    return {
+        "CONSUMERS": consumers,
+        "ROWS": ROWS_OF_CONSUMER,
+        "KEYS": KEYS_OF_TILE,
+        "D": width,
+        "STAGES": NUM_STAGES,
+        "CAUSAL": causal,
+        "MASK": causal or not whole_keys,
+        "num_warps": 4,
+        # At the start; then the warpgroups trade registers.
+        "maxnreg": {2: 168, 3: 128}[consumers],
+    }
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers, each of which opens when ARRIVALS have come."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def find_last_keys(rows, num_queries, num_keys, CAUSAL: gl.constexpr):
+    """The last key that each row sees. A causal mask is aligned at the end: the last row sees all keys."""
+    if CAUSAL:
+        return gl.minimum(rows + (num_keys - num_queries), num_keys - 1)
+    else:
+        return gl.where(rows >= 0, num_keys - 1, 0)
 
 
 @gluon.jit

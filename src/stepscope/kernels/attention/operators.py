@@ -21,9 +21,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.cost.operators import attention_flops
 from stepscope.cost.products import BACKWARD_PRODUCTS
-from stepscope.kernels.attention import choice, tiled
+from stepscope.kernels.attention import backends
 from stepscope.kernels.attention.problem import Problem
-from stepscope.kernels.attention.tma import is_tma_able
 
 _library = torch.library.Library("stepscope", "DEF")  # type: ignore[no-untyped-call]  # registrations last as long as it does
 _library.define(  # type: ignore[no-untyped-call]
@@ -53,11 +52,11 @@ def _run_forward(
     """Which is deterministic always; backward will ask."""
     problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal)
     if backend == "auto":
-        backend = choice.choose(problem, among=choice.KERNELS)
+        backend = backends.choose(problem, among=backends.KERNELS)
     else:
-        choice.require(backend, problem)
+        backends.require(backend, problem)
     with _device(q_BHLD):
-        output: tuple[Tensor, Tensor] = _load(backend, "forward").forward(
+        output: tuple[Tensor, Tensor] = _load(backend).forward(
             q_BHLD, k_BGKD, v_BGKD, causal=causal, scale=scale, tf32=tf32
         )
     return output
@@ -78,13 +77,11 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "auto":
         problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal)
-        backend = choice.choose(problem, deterministic=deterministic, among=choice.KERNELS)
-    elif backend == "hopper" and deterministic:
+        backend = backends.choose(problem, deterministic=deterministic, among=backends.KERNELS)
+    elif deterministic and backends.FUNCTIONS[backend].repeats == "never":
         backend = "triton"
-    if backend == "hopper" and not is_tma_able(do_BHLD):
-        do_BHLD = do_BHLD.contiguous()  # the gradient of a sum, say, is one number seen many times
     with _device(q_BHLD):
-        gradients: tuple[Tensor, Tensor, Tensor] = _load(backend, "backward").backward(
+        gradients: tuple[Tensor, Tensor, Tensor] = _load(backend).backward(
             do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, causal=causal, scale=scale, tf32=tf32
         )
     return gradients
@@ -99,9 +96,9 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
 
 
 @cache
-def _load(backend: str, direction: str) -> ModuleType:
-    """Triton is not installed everywhere, and takes a while to import."""
-    return tiled if backend == "tiled" else import_module(f"stepscope.kernels.attention.{backend}_{direction}")
+def _load(backend: str) -> ModuleType:
+    """The module with `forward` and `backward`. Triton is not installed everywhere, and takes a while to import."""
+    return import_module(f"stepscope.kernels.attention.{backends.FUNCTIONS[backend].module}")
 
 
 def _fake_forward(q_BHLD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,6 @@
 """Attention by PyTorch's own means, differentiated by autograd: what the kernels are compared with.
 
-| backend | what it is |
-| --- | --- |
-| `naive` | the reference, which writes the scores to memory |
-| `compiled` | the reference under `torch.compile` |
-| `sdpa` | `scaled_dot_product_attention`, which chooses between the four below |
-| `sdpa-flash`, `sdpa-efficient`, `sdpa-cudnn`, `sdpa-math` | one of them, forced |
+`spec.backends` says what each of them is.
 """
 
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
@@ -28,7 +23,6 @@ SDPA = {
     "sdpa-math": SDPBackend.MATH,
 }
 SMALLEST_SCALE = 1e-37
-PLAIN = ("naive", "compiled", "sdpa", *SDPA)
 
 
 def run(backend: str, problem: Problem, scale: float) -> Tensor:

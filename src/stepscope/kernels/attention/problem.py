@@ -20,9 +20,11 @@ from torch import Tensor
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NAMES = ("q", "k", "v")
+TMA_ALIGNMENT = 16  # bytes, for Hopper's bulk copy engine: of the first element and of every stride but the last
+_NEVER_TAKEN = 16  # elements: a stride that passes every check
 
 
-class RefusedError(ValueError):
+class UnsupportedError(ValueError):
     """What was asked for is understood, and cannot be done: by this backend, or by any."""
 
 
@@ -92,7 +94,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() < 2:
         raise ValueError(f"`q` has shape {tuple(q.shape)}; attention takes (..., length, head dim)")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
-        raise RefusedError(f"`q` has head dim {q.shape[-1]}; attention takes 1 to {MAX_HEAD_DIM}")
+        raise UnsupportedError(f"`q` has head dim {q.shape[-1]}; attention takes 1 to {MAX_HEAD_DIM}")
     if q.dim() > 3 and q.shape[-3] == 0:
         raise ValueError(f"`q` has shape {tuple(q.shape)}, which has no heads")
 
@@ -162,3 +164,26 @@ def wants_tf32() -> bool:
     successor, after which PyTorch refuses to answer by the older name. Compiled code is compiled anew when it changes,
     so it may take the answer for a constant."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+# --- What Hopper's bulk copy engine (TMA) asks of a tensor ---
+
+
+def is_tma_able(x: Tensor) -> bool:
+    """Whether the copy engine of Hopper can read x where it lies: rows dense, everything else on 16 bytes. A dimension
+    of one is never stepped over, so its stride does not matter."""
+    sizes, strides = x.shape, x.stride()
+    if (strides[-1] != 1 and sizes[-1] != 1) or x.data_ptr() % TMA_ALIGNMENT:
+        return False
+    elements = TMA_ALIGNMENT // x.element_size()
+    outer = zip(sizes[:-1], strides[:-1], strict=True)
+    return not any(size != 1 and (stride <= 0 or stride % elements) for size, stride in outer)
+
+
+def tma_strides(x: Tensor) -> list[int]:
+    """The strides of such a tensor for a descriptor: that of a dimension of one is never taken, but it is checked."""
+    strides = list(x.stride())
+    if 1 in x.shape:
+        strides = [_NEVER_TAKEN if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True)]
+    strides[-1] = 1
+    return strides

@@ -3,13 +3,13 @@
 What decides is the pass, the arithmetic of the matrix products, the padded head dimension, whether the mask is causal
 and the architecture. Lengths do not: a kernel is compiled once for all of them, and there is no autotuning at first
 use, which would cost minutes in the first step and choose differently from run to run. `tune.py` measures the
-candidates here on the GPU at hand when it is asked to, and what it finds is kept beside this table (`tuned.py`), not
-in it.
+candidates here on the GPU at hand when it is asked to, and what it finds is kept next to this table
+(`triton_launch.py`), not in it.
 
 A tile must not spill registers in its loop, and on Hopper must not make ptxas serialise the matrix products (four
 warps with 128×128 do); `make aot` checks both for the first of each. Of those that pass, several small programs on a
 multiprocessor hide one another's softmax, which is why four warps often beat eight. In fp32 every operand is a high
-and a low part (`triton_product.py`), so tiles are small, and mostly smaller than Hopper's own matrix products, which
+and a low part (`triton_kernels.py`), so tiles are small, and mostly smaller than Hopper's own matrix products, which
 begin at 64 rows.
 """
 

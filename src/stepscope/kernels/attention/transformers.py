@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from stepscope.kernels.attention.choice import check_backend
+from stepscope.kernels.attention.backends import check_backend
 from stepscope.kernels.attention.function import flash_attention
 
 # From the places of batch, head, query and key to whether that query sees that key.

@@ -1,31 +1,47 @@
-"""What the launchers of the Triton kernels share: tiles for a problem, and tensors as a kernel takes them.
+"""Launches the Triton kernels. `triton_kernels.py` holds them and says how they work.
 
 Host time counts: at short lengths a kernel runs for a few microseconds. So what depends on the problem's kind alone is
 looked up once and kept.
+
+Tiles that `tune` found on the user's own GPU are kept in `tiles.json` in the user's cache folder, by the GPU's name,
+and come before the table in `tiles.py`. Nothing is measured when a kernel first runs: a file that is not there is the
+usual case, and one that cannot be read is an error, because to pass over it would run other tiles than the user chose.
 """
 
-# B batch, H heads, L length, D head dim.
+# B batch, H query heads, G key/value heads, L queries, K keys, D head dim.
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from stepscope.errors import StepscopeError
+from stepscope.files import decode, read_plain, write_atomically, writing
+from stepscope.folders import cache_folder
 from stepscope.kernels.attention import tiles
-from stepscope.kernels.attention.tiles import Arithmetic, Pass, Tile, TileKey
-from stepscope.kernels.attention.tma import is_tma_able, tma_strides
-from stepscope.kernels.attention.tuned import tuned_tiles
+from stepscope.kernels.attention.problem import is_tma_able, tma_strides
+from stepscope.kernels.attention.tiles import Architecture, Arithmetic, Pass, Tile, TileKey, padded_width
+from stepscope.kernels.attention.triton_kernels import (
+    attention_backward_keys,
+    attention_backward_queries,
+    attention_forward,
+)
 
 # The interpreter has no architecture; it runs any tile.
-INTERPRETED_AS: tiles.Architecture = "hopper"
+INTERPRETED_AS: Architecture = "hopper"
+ROW_ALIGNMENT = 16  # numbers: what Triton looks for in a stride
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a problem is besides its tensors."""
+class PassSettings:
+    """What a pass is besides its tensors."""
 
     causal: bool
     scale: float
@@ -44,12 +60,12 @@ def input_precision(kind: Arithmetic) -> str:
     return "tf32" if kind == "half" else kind
 
 
-def constants(q_BHLD: Tensor, tile: Tile, settings: Settings) -> dict[str, Any]:
+def constants(q_BHLD: Tensor, tile: Tile, settings: PassSettings) -> dict[str, Any]:
     """What all three kernels are compiled for."""
     head_dim = q_BHLD.shape[-1]
     return {
         "HEAD_DIM": head_dim,
-        "WIDTH": tiles.padded_width(head_dim),
+        "WIDTH": padded_width(head_dim),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "CAUSAL": settings.causal,
@@ -59,22 +75,175 @@ def constants(q_BHLD: Tensor, tile: Tile, settings: Settings) -> dict[str, Any]:
     }
 
 
-@cache
-def tile_for(stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool) -> Tile:
-    """The tile that was tuned on this GPU if there is one, and the table's otherwise."""
-    key = tile_key(stage, kind, head_dim, device, causal=causal)
-    chosen = tuned_tiles(torch.cuda.get_device_name(device)).get(key) if device.type == "cuda" else None
-    return chosen or tiles.choose(key)
+def forward(
+    q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *, causal: bool, scale: float, tf32: bool
+) -> tuple[Tensor, Tensor]:
+    """o, laid out in memory as q is, and the log-sum-exp of the scores (natural logarithm, fp32)."""
+    o_BHLD = torch.empty_like(q_BHLD)
+    lse_BHL = torch.empty(q_BHLD.shape[:-1], dtype=torch.float32, device=q_BHLD.device)
+    if k_BGKD.shape[2] == 0:
+        return o_BHLD.zero_(), lse_BHL.fill_(math.inf)
+    if q_BHLD.numel() == 0:
+        return o_BHLD, lse_BHL
+    kind = arithmetic(q_BHLD.dtype, tf32=tf32)
+    tile = tile_for("forward", kind, q_BHLD.shape[-1], q_BHLD.device, causal=causal)
+    settings = PassSettings(causal=causal, scale=scale, tf32=tf32)
+    launch_forward(q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, tile, settings)
+    return o_BHLD, lse_BHL
 
 
-def tile_key(stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool) -> TileKey:
-    return TileKey(
-        stage=stage,
-        arithmetic=kind,
-        width=tiles.padded_width(head_dim),
-        causal=causal,
-        architecture=_architecture(device),
+def launch_forward(
+    q_BHLD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    o_BHLD: Tensor,
+    lse_BHL: Tensor,
+    tile: Tile,
+    settings: PassSettings,
+) -> None:
+    """Fill o and lse with a given tile."""
+    batch, num_heads, num_queries, head_dim = q_BHLD.shape
+    num_groups, num_keys = k_BGKD.shape[1:3]
+    kind = arithmetic(q_BHLD.dtype, tf32=settings.tf32)
+    width = padded_width(head_dim)
+    attention_forward[(batch * num_heads * -(-num_queries // tile.block_m),)](
+        # In fp32 q is split into two parts, which stay in shared memory only if it came by pointer.
+        source(q_BHLD, tile.block_m, width) if kind == "half" else q_BHLD,
+        source(k_BGKD, tile.block_n, width),
+        source(v_BGKD, tile.block_n, width),
+        o_BHLD,
+        lse_BHL,
+        q_BHLD.stride(),
+        k_BGKD.stride(),
+        v_BGKD.stride(),
+        o_BHLD.stride(),
+        settings.scale,
+        num_heads,
+        num_heads // num_groups,
+        num_queries,
+        num_keys,
+        WHOLE_KEYS=num_keys % tile.block_n == 0,
+        **constants(q_BHLD, tile, settings),
     )
+
+
+def backward(
+    do_BHLD: Tensor,
+    q_BHLD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    o_BHLD: Tensor,
+    lse_BHL: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    tf32: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, each laid out in memory as its input is. The same input gives the same bits: each gradient is
+    written by the one program that computes it."""
+    dq_BHLD, dk_BGKD, dv_BGKD = torch.empty_like(q_BHLD), torch.empty_like(k_BGKD), torch.empty_like(v_BGKD)
+    if q_BHLD.numel() == 0 or k_BGKD.numel() == 0:
+        return dq_BHLD.zero_(), dk_BGKD.zero_(), dv_BGKD.zero_()
+    problem = arithmetic(q_BHLD.dtype, tf32=tf32), q_BHLD.shape[-1], q_BHLD.device
+    queries_tile = tile_for("backward_queries", *problem, causal=causal)
+    keys_tile = tile_for("backward_keys", *problem, causal=causal)
+    settings = PassSettings(causal=causal, scale=scale, tf32=tf32)
+    rows = row_values(lse_BHL)
+    launch_queries(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, dq_BHLD, rows, queries_tile, settings)
+    launch_keys(do_BHLD, q_BHLD, k_BGKD, v_BGKD, dk_BGKD, dv_BGKD, rows, keys_tile, settings)
+    return dq_BHLD, dk_BGKD, dv_BGKD
+
+
+def row_values(lse_BHL: Tensor) -> Tensor:
+    """Room for what the first kernel leaves for the second: (B·H, 2, queries padded so that each row is aligned)."""
+    batch, num_heads, num_queries = lse_BHL.shape
+    padded = -(-num_queries // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return torch.empty(batch * num_heads, 2, padded, dtype=torch.float32, device=lse_BHL.device)
+
+
+def launch_queries(
+    do_BHLD: Tensor,
+    q_BHLD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    o_BHLD: Tensor,
+    lse_BHL: Tensor,
+    dq_BHLD: Tensor,
+    rows: Tensor,
+    tile: Tile,
+    settings: PassSettings,
+) -> None:
+    """Fill dq and rows with a given tile."""
+    batch, num_heads, num_queries, head_dim = q_BHLD.shape
+    num_groups, num_keys = k_BGKD.shape[1:3]
+    width = padded_width(head_dim)
+    attention_backward_queries[(batch * num_heads * -(-num_queries // tile.block_m),)](
+        q_BHLD,
+        source(k_BGKD, tile.block_n, width),
+        source(v_BGKD, tile.block_n, width),
+        o_BHLD,
+        do_BHLD,
+        dq_BHLD,
+        lse_BHL,
+        rows,
+        q_BHLD.stride(),
+        k_BGKD.stride(),
+        v_BGKD.stride(),
+        o_BHLD.stride(),
+        do_BHLD.stride(),
+        dq_BHLD.stride(),
+        settings.scale,
+        num_heads,
+        num_heads // num_groups,
+        num_queries,
+        num_keys,
+        rows.shape[-1],
+        WHOLE_KEYS=num_keys % tile.block_n == 0,
+        **constants(q_BHLD, tile, settings),
+    )
+
+
+def launch_keys(
+    do_BHLD: Tensor,
+    q_BHLD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    dk_BGKD: Tensor,
+    dv_BGKD: Tensor,
+    rows: Tensor,
+    tile: Tile,
+    settings: PassSettings,
+) -> None:
+    """Fill dk and dv with a given tile, from the rows that `launch_queries` left."""
+    batch, num_heads, num_queries, head_dim = q_BHLD.shape
+    num_groups, num_keys = k_BGKD.shape[1:3]
+    width = padded_width(head_dim)
+    attention_backward_keys[(batch * num_groups * -(-num_keys // tile.block_n),)](
+        source(q_BHLD, tile.block_m, width),
+        k_BGKD,
+        v_BGKD,
+        source(do_BHLD, tile.block_m, width),
+        dk_BGKD,
+        dv_BGKD,
+        row_source(rows, num_queries, tile.block_m),
+        q_BHLD.stride(),
+        k_BGKD.stride(),
+        v_BGKD.stride(),
+        do_BHLD.stride(),
+        dk_BGKD.stride(),
+        dv_BGKD.stride(),
+        settings.scale,
+        num_groups,
+        num_heads // num_groups,
+        num_queries,
+        num_keys,
+        rows.shape[-1],
+        WHOLE_QUERIES=num_queries % tile.block_m == 0,
+        **constants(q_BHLD, tile, settings),
+    )
+
+
+# --- Tensors as a kernel takes them ---
 
 
 @cache
@@ -98,7 +267,71 @@ def row_source(rows: Tensor, length: int, block: int) -> Tensor | TensorDescript
     return TensorDescriptor(rows, [rows.numel() // padded, length], [padded, 1], [1, block])
 
 
-def _architecture(device: torch.device) -> tiles.Architecture:
+# --- Tiles ---
+
+
+@cache
+def tile_for(stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool) -> Tile:
+    """The tile that was tuned on this GPU if there is one, and the table's otherwise."""
+    key = tile_key(stage, kind, head_dim, device, causal=causal)
+    chosen = tuned_tiles(torch.cuda.get_device_name(device)).get(key) if device.type == "cuda" else None
+    return chosen or tiles.choose(key)
+
+
+def tile_key(stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool) -> TileKey:
+    return TileKey(
+        stage=stage,
+        arithmetic=kind,
+        width=padded_width(head_dim),
+        causal=causal,
+        architecture=_architecture(device),
+    )
+
+
+def _architecture(device: torch.device) -> Architecture:
     if device.type == "cuda":
         return tiles.architecture(torch.cuda.get_device_capability(device))
     return INTERPRETED_AS
+
+
+class _TunedTile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line of the file."""
+
+    gpu: str
+    key: TileKey
+    tile: Tile
+
+
+def tiles_path() -> Path:
+    return cache_folder() / "tiles.json"
+
+
+@cache
+def tuned_tiles(gpu: str) -> Mapping[TileKey, Tile]:
+    """What was found for this GPU, read once in a process."""
+    return {entry.key: entry.tile for entry in _read_tuned(tiles_path()) if entry.gpu == gpu}
+
+
+def keep_tuned(gpu: str, found: Mapping[TileKey, Tile]) -> Path:
+    """Write what was found for this GPU over what was known of the same keys; returns the file."""
+    path = tiles_path()
+    known = {(entry.gpu, entry.key): entry for entry in _read_tuned(path)}
+    known |= {(gpu, key): _TunedTile(gpu=gpu, key=key, tile=tile) for key, tile in found.items()}
+    with writing(path, if_full="the tiles are not kept", hint="STEPSCOPE_CACHE=FOLDER stepscope tune"):
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1))
+    tuned_tiles.cache_clear()
+    tile_for.cache_clear()
+    return path
+
+
+def _read_tuned(path: Path) -> list[_TunedTile]:
+    try:
+        return decode(read_plain(path), list[_TunedTile])
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, msgspec.DecodeError) as problem:
+        raise StepscopeError(
+            f"cannot read the tuned tiles: `{path}`",
+            detail=str(problem),
+            hint=f"rm {path}    # the built-in tiles are used again",
+        ) from problem

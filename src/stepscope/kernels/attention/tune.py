@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
-from stepscope.kernels.attention import tiles, triton_backward, triton_forward, tuned
+from stepscope.kernels.attention import tiles
 from stepscope.kernels.attention import triton_launch as launch
 from stepscope.kernels.attention.tiles import Arithmetic, Pass, Tile, TileKey
 
@@ -57,14 +57,13 @@ def tune(problem: TuneProblem, *, device: torch.device, report: Callable[[Trial]
             trials.append(trial)
             if report is not None:
                 report(trial)
-    tuned.keep(torch.cuda.get_device_name(device), fastest(trials))
-    launch.tile_for.cache_clear()
+    launch.keep_tuned(torch.cuda.get_device_name(device), fastest(trials))
     return trials
 
 
 def _trials(problem: TuneProblem, device: torch.device) -> Iterator[Trial]:
     kind = launch.arithmetic(problem.dtype, tf32=problem.tf32)
-    run = _Run(problem, device)
+    run = _TunedPass(problem, device)
     for stage in tiles.PASSES:
         key = launch.tile_key(stage, kind, problem.head_dim, device, causal=problem.causal)
         run.launch(stage, tiles.choose(key))
@@ -74,7 +73,7 @@ def _trials(problem: TuneProblem, device: torch.device) -> Iterator[Trial]:
         run.launch(stage, tiles.choose(key))  # whatever the last candidate left: the next pass reads it
 
 
-def _try(run: "_Run", key: TileKey, tile: Tile, expected: list[Tensor]) -> Trial:
+def _try(run: "_TunedPass", key: TileKey, tile: Tile, expected: list[Tensor]) -> Trial:
     results = run.results(key.stage)
     for result in results:
         result.zero_()
@@ -101,7 +100,7 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - wide).norm() / wide.norm())
 
 
-class _Run:
+class _TunedPass:
     """Tensors of a problem, and one pass at a time over them with a given tile."""
 
     def __init__(self, problem: TuneProblem, device: torch.device) -> None:
@@ -109,10 +108,10 @@ class _Run:
         shape = (problem.batch, problem.num_heads, problem.length, problem.head_dim)
         q, k, v, do = (torch.randn(shape, device=device, generator=generator).to(problem.dtype) for _ in range(4))
         self.inputs, self.do = (q, k, v), do
-        self.settings = launch.Settings(causal=problem.causal, scale=problem.head_dim**-0.5, tf32=problem.tf32)
+        self.settings = launch.PassSettings(causal=problem.causal, scale=problem.head_dim**-0.5, tf32=problem.tf32)
         self.o, self.lse = torch.empty_like(q), torch.empty(shape[:-1], device=device)
         self.dq, self.dk, self.dv = (torch.empty_like(x) for x in self.inputs)
-        self.rows = triton_backward.row_values(self.lse)
+        self.rows = launch.row_values(self.lse)
 
     def results(self, stage: Pass) -> list[Tensor]:
         return {"forward": [self.o], "backward_queries": [self.dq], "backward_keys": [self.dk, self.dv]}[stage]
@@ -120,10 +119,8 @@ class _Run:
     def launch(self, stage: Pass, tile: Tile) -> None:
         """Fill the results of a pass. Each pass needs what the one before it in `PASSES` left."""
         if stage == "forward":
-            triton_forward.launch_forward(*self.inputs, self.o, self.lse, tile, self.settings)
+            launch.launch_forward(*self.inputs, self.o, self.lse, tile, self.settings)
         elif stage == "backward_queries":
-            triton_backward.launch_queries(
-                self.do, *self.inputs, self.o, self.lse, self.dq, self.rows, tile, self.settings
-            )
+            launch.launch_queries(self.do, *self.inputs, self.o, self.lse, self.dq, self.rows, tile, self.settings)
         else:
-            triton_backward.launch_keys(self.do, *self.inputs, self.dk, self.dv, self.rows, tile, self.settings)
+            launch.launch_keys(self.do, *self.inputs, self.dk, self.dv, self.rows, tile, self.settings)

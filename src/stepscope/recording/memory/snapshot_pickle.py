@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from stepscope.errors import StepscopeError
+from stepscope.units import GIB
 
 LIMIT_BYTES = 12 << 30  # that a load may add to this process at most
 _EXPECTED = "expected what torch.cuda.memory._dump_snapshot writes"
@@ -139,7 +140,7 @@ def _unpickled(path: Path, file: BinaryIO) -> object:
     except MemoryError:
         raise StepscopeError(
             f"`{path}` does not fit into memory",
-            detail=f"reading it takes more than the {_free_bytes() / 2**30:.1f} GiB there are for it, or it is damaged",
+            detail=f"reading it takes more than the {_free_bytes() / GIB:.1f} GiB there are for it, or it is damaged",
             hint="record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000)",
         ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

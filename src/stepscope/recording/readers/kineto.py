@@ -1,14 +1,14 @@
 """Traces of PyTorch's profiler (Kineto), from JSON to a recording.
 
 Reading is exact to the nanosecond and bounded in memory: the file is cut into blocks (`json_blocks`), blocks become
-columns (`kineto_events`), in several processes where the file is large (`kineto_workers`), and columns become tables
-here.
+columns (`kineto_events`), in several processes where the file is large (`kineto_workers`), columns become tables in
+the file's order (`kineto_stream`), and here these become those of a recording: all at once (`read`), or a block at a
+time for a file that is larger than memory (`TraceReader`).
 """
 
-import itertools
-import os
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -16,210 +16,217 @@ import msgspec
 import polars as pl
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.readers.json_blocks import Blocks
-from stepscope.recording.readers.kineto_events import NONE, Columns, Decoded, EventDecoder
-from stepscope.recording.readers.kineto_workers import decode_block, decode_in_processes
+from stepscope.recording.readers.kineto_stream import TraceStream
 from stepscope.recording.store import Manifest, Recording
-from stepscope.recording.tables import conform
+from stepscope.recording.tables import conform, empty
 from stepscope.recording.validation import Repairs, repair
 
-# Starting processes costs as much as decoding this many blocks.
-_INLINE_BLOCKS = 3
-_MOST_PROCESSES = 4
-_TEXT_COLUMNS = ("name", "shapes", "dtypes", "strides", "arguments")
-_GPU_KINDS = ("kernel", "memcpy", "memset")
 _MODULE_FRAME = "nn.Module: "
 # What autograd wraps around operators: its time is dispatch, not work.
-MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
-HOST_NOTE = "no device activity: operators on the host stand for kernels, idle is the time between them"
+_MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
+_HOST_NOTE = "no device activity: operators on the host stand for kernels, idle is the time between them"
+_UNKNOWN = Manifest(source="pytorch profiler")  # until the whole file was read
+_FLOW = {"id": pl.Int64, "ns": pl.Int64, "process": pl.Int64, "thread": pl.Int64, "kind": pl.String}
 T = TypeVar("T")
 
 
 def read(path: Path) -> Recording:
     """A trace as a recording; `manifest.notes` say what was missing, damaged or set aside."""
-    blocks = Blocks(path)
-    parts = _Parts()
-    numbered = enumerate(blocks)
-    own = EventDecoder()
-    for index, block in itertools.islice(numbered, _INLINE_BLOCKS):
-        parts.add(index, NONE, decode_block(own, block))
-    rest = next(numbered, None)
-    if rest is not None:
-        processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0))))
-        for index, process, decoded in decode_in_processes(itertools.chain([rest], numbered), processes):
-            parts.add(index, process, decoded)
-    parts.mend(own)
-    recording = _assemble(parts, path, blocks)
-    if not any(getattr(recording, name).height for name in ("kernels", "ops", "ranges")):
-        raise StepscopeError(
-            f"`{path}` holds no events that can be read",
-            detail="; ".join(recording.manifest.notes) or "its list of events is empty",
-            hint="was the profiler stopped before its schedule reached an active step?",
+    reader = TraceReader(path, is_bounded=False)
+    blocks: dict[str, list[pl.DataFrame]] = defaultdict(list)
+    for block in reader.stream:
+        for name, frame in block.items():
+            blocks[name].append(frame)
+    recording, flows = reader.conform({name: pl.concat(frames, how="diagonal") for name, frames in blocks.items()})
+    manifest = reader.finish()
+    if reader.is_on_host:
+        kernels = _host_kernels(recording.ops)
+    else:
+        kernels = reader.place_kernels(recording.kernels).sort("start_ns", "end_ns", maintain_order=True)
+    return replace(recording, manifest=manifest, kernels=kernels, links=join_flows(flows, flows))
+
+
+class TraceReader:
+    """Iterate for the recording that each block of the file makes, and the ends of arrows in it, which become links
+    once both are known (`join_flows`); kernels do not know their process yet (`place_kernels`). Then `finish`."""
+
+    def __init__(self, path: Path, *, is_bounded: bool) -> None:
+        self.stream = TraceStream(path, is_bounded=is_bounded)
+        self.is_on_host = False  # operators stand for kernels
+        self._path = path
+        self._repairs = Repairs()
+        self._num_ops = 0
+        self._num_ranges = 0
+        self._launch_processes: Counter[int] = Counter()
+        self._devices: Counter[int] = Counter()
+        self._has_work = False  # operators that could stand for kernels
+        self._has_shapes = False
+        self._has_modules = False
+
+    def __iter__(self) -> Iterator[tuple[Recording, pl.DataFrame]]:
+        for block in self.stream:
+            yield self.conform(block)
+
+    def conform(self, block: Mapping[str, pl.DataFrame]) -> tuple[Recording, pl.DataFrame]:
+        """What the stream brought as tables of a recording, and what the manifest says about them counted."""
+        found = {
+            name: repair(name, block.get(name, pl.DataFrame()), self._repairs)
+            for name in ("ops", "launches", "kernels", "ranges")
+        }
+        recording = Recording(
+            manifest=_UNKNOWN,
+            ops=_ops(found["ops"]),
+            launches=conform("launches", found["launches"].drop("kind", strict=False)),
+            kernels=_kernels(found["kernels"]),
+            ranges=_ranges(found["ranges"]),
         )
-    return recording
+        self._count(recording)
+        return recording, _flows(block.get("flows", pl.DataFrame()), self._repairs)
+
+    def _count(self, recording: Recording) -> None:
+        ops, ranges = recording.ops, recording.ranges
+        self._num_ops += ops.height
+        self._num_ranges += ranges.height
+        self._launch_processes.update(_count(recording.launches["process"]))
+        self._devices.update(_count(recording.kernels["device"]))
+        if not (self._has_work or self._devices):
+            self._has_work = bool((~ops["name"].str.contains(_MACHINERY)).any())
+        self._has_shapes |= bool(ops["shapes"].is_not_null().any())
+        is_module = (ranges["source"] == "module").any() or ranges["name"].str.starts_with("module:").any()
+        self._has_modules |= bool(is_module)
+
+    def finish(self) -> Manifest:
+        """Raises StepscopeError for what holds nothing to read."""
+        notes = self.stream.notes()
+        properties = self.stream.blocks.properties
+        device = _find_device(properties, _most_common(self._devices))
+        no_kernels = not (self._devices or self._repairs.lost_rows["kernels"])
+        self.is_on_host = no_kernels and not _device_is_cut_off(device.name, notes)
+        if self.is_on_host and self._has_work:
+            notes.append(_HOST_NOTE)
+        notes += self._repairs.notes()
+        if not (self._devices or self._num_ops or self._num_ranges):
+            raise StepscopeError(
+                f"`{self._path}` holds no events that can be read",
+                detail="; ".join(notes) or "its list of events is empty",
+                hint="was the profiler stopped before its schedule reached an active step?",
+            )
+        distributed = _as_kind(properties.get("distributedInfo"), _Distributed) or _Distributed()
+        return Manifest(
+            source="pytorch profiler",
+            file=self._path.name,
+            device=device.name[:100],
+            device_sms=device.num_sms,
+            rank=distributed.rank,
+            world_size=distributed.world_size,
+            versions=_versions_of(properties),
+            shapes_recorded=self._has_shapes,
+            modules_recorded=self._has_modules,
+            notes=tuple(notes),
+        )
+
+    def place_kernels(self, kernels: pl.DataFrame) -> pl.DataFrame:
+        """Kernels with the process that is taken to have launched all of them: the one with most calls."""
+        return kernels.with_columns(process=pl.lit(_most_common(self._launch_processes), dtype=pl.Int64))
 
 
-class _Parts:
-    """The decoded blocks, with the texts of the process that decoded each."""
-
-    def __init__(self) -> None:
-        self.decoded: list[tuple[float, int, Decoded]] = []
-        self.texts: dict[int, list[str]] = defaultdict(list)
-        self.lost_events = 0
-        self.lost_bytes = 0
-        self.set_aside = 0
-
-    def add(self, index: float, process: int, decoded: Decoded) -> None:
-        self.texts[process].extend(decoded.new_texts)
-        self.decoded.append((index, process, decoded))
-        self.lost_events += decoded.lost_events
-        self.lost_bytes += decoded.lost_bytes
-        self.set_aside += decoded.set_aside
-
-    def mend(self, decoder: EventDecoder) -> None:
-        """Where a cut went through an event, its halves lie at the edges of two blocks."""
-        self.decoded.sort(key=lambda part: part[0])
-        edges = [(index, decoded.head, decoded.tail) for index, _, decoded in self.decoded]
-        carried = b""
-        for index, head, tail in edges:
-            fragment = b",".join(piece for piece in (carried, head) if piece)
-            carried = tail
-            if fragment:
-                mended = decoder.salvage(fragment)
-                for rest in (mended.head, mended.tail):
-                    mended.lost_events += bool(rest)
-                    mended.lost_bytes += len(rest)
-                self.add(index - 0.5, NONE, mended)
-        if carried:
-            self.lost_events += 1
-            self.lost_bytes += len(carried)
-        # A mended event stands between the blocks it was cut by.
-        self.decoded.sort(key=lambda part: part[0])
-
-    def table(self, kinds: Sequence[str]) -> pl.DataFrame:
-        """All rows of the given kinds, with `kind` as a column and texts in place of their numbers."""
-        texts = {process: pl.Series(values, dtype=pl.String) for process, values in self.texts.items()}
-        frames = []
-        for _, process, decoded in self.decoded:
-            for kind in kinds:
-                if kind in decoded.tables:
-                    frame = _frame(decoded.tables[kind], texts[process])
-                    frames.append(frame.with_columns(kind=pl.lit(kind)))
-        return pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
+def _count(values: pl.Series) -> dict[int, int]:
+    return dict(values.drop_nulls().value_counts().iter_rows())
 
 
-def _frame(columns: Columns, texts: pl.Series) -> pl.DataFrame:
-    made = {}
-    for name, values in columns.items():
-        if name in _TEXT_COLUMNS:
-            made[name] = texts.gather(pl.Series(values, dtype=pl.UInt32))
-        else:
-            made[name] = pl.Series(values, dtype=pl.Int64)
-    frame = pl.DataFrame(made)
-    nullable = [name for name in columns if name not in ("start_ns", "end_ns", "ns", *_TEXT_COLUMNS)]
-    optional_texts = [name for name in columns if name in _TEXT_COLUMNS and name != "name"]
-    return frame.with_columns(
-        *(pl.when(pl.col(name) != NONE).then(pl.col(name)).alias(name) for name in nullable),
-        *(pl.when(pl.col(name) != "").then(pl.col(name)).alias(name) for name in optional_texts),
-    )
+def _most_common(counts: Counter[int]) -> int | None:
+    """The smallest among equals."""
+    return min(counts, key=lambda one: (-counts[one], one), default=None)
 
 
-def _assemble(parts: _Parts, path: Path, blocks: Blocks) -> Recording:
-    notes = left_out_notes(blocks, parts.lost_events, parts.lost_bytes, parts.set_aside)
-    repairs = Repairs()
-    ops = repair("ops", parts.table(["op"]), repairs)
-    ops = conform("ops", ops.drop("kind", strict=False))
-    # `Fwd thread id` is 0 on operators of the forward pass itself.
-    ops = ops.with_columns(forward_thread=pl.when(pl.col("forward_thread") > 0).then(pl.col("forward_thread")))
-    launches = repair("launches", parts.table(["launch"]), repairs)
-    launches = conform("launches", launches.drop("kind", strict=False))
-    kernels = _kernels(repair("kernels", parts.table(_GPU_KINDS), repairs), launches)
-    ranges = _ranges(repair("ranges", parts.table(["user", "python"]), repairs))
-    links = _links(repair_flows(parts.table(["flow s", "flow f"]), repairs))
-    device = find_device(blocks.properties, kernels)
-    if not (kernels.height or repairs.lost_rows["kernels"] or device_is_cut_off(device.name, notes)):
-        kernels = _host_kernels(ops)
-        if kernels.height:
-            notes.append(HOST_NOTE)
-    names = ranges["name"]
-    distributed = as_kind(blocks.properties.get("distributedInfo"), Distributed) or Distributed()
-    manifest = Manifest(
-        source="pytorch profiler",
-        file=path.name,
-        device=device.name[:100],
-        device_sms=device.num_sms,
-        rank=distributed.rank,
-        world_size=distributed.world_size,
-        versions=versions_of(blocks.properties),
-        shapes_recorded=bool(ops["shapes"].is_not_null().any()),
-        modules_recorded=bool((ranges["source"] == "module").any() or names.str.starts_with("module:").any()),
-        notes=(*notes, *repairs.notes()),
-    )
-    return Recording(
-        manifest=manifest,
-        kernels=kernels,
-        launches=launches,
-        ops=ops,
-        ranges=ranges,
-        links=links,
-    )
-
-
-def left_out_notes(blocks: Blocks, lost_events: int, lost_bytes: int, set_aside: int) -> list[str]:
-    notes = list(blocks.notes)
-    if lost_events:
-        notes.append(f"{lost_events} events ({lost_bytes} bytes) could not be read and are left out")
-    if set_aside:
-        notes.append(f"{set_aside} events of kinds that are not known are left out")
-    return notes
-
-
-def device_is_cut_off(device: str, notes: Sequence[str]) -> bool:
+def _device_is_cut_off(device: str, notes: Sequence[str]) -> bool:
     """A file that names a device and ends early may have had its kernels in the part that is missing: the profiler
     writes them after the operators."""
     return bool(device) and any("ends early" in note or "damaged" in note for note in notes)
 
 
-def _kernels(frame: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
+def _ops(frame: pl.DataFrame) -> pl.DataFrame:
+    ops = conform("ops", frame.drop("kind", strict=False))
+    # `Fwd thread id` is 0 on operators of the forward pass itself.
+    return ops.with_columns(forward_thread=pl.when(pl.col("forward_thread") > 0).then(pl.col("forward_thread")))
+
+
+def _kernels(frame: pl.DataFrame) -> pl.DataFrame:
     if not frame.height:
         return conform("kernels", frame)
-    processes = launches["process"].drop_nulls().mode() if launches.height else pl.Series([], dtype=pl.Int64)
     graph = pl.col("graph_node").fill_null(0) > 0
-    frame = frame.with_columns(process=pl.lit(processes.min(), dtype=pl.Int64), graph=graph).drop("graph_node")
-    return conform("kernels", frame).sort("start_ns", "end_ns", maintain_order=True)
+    return conform("kernels", frame.with_columns(graph=graph).drop("graph_node"))
 
 
 def _host_kernels(ops: pl.DataFrame) -> pl.DataFrame:
+    calls = CallTrees()
+    return pl.concat([calls.take(ops), calls.finish()]).sort("start_ns", maintain_order=True)
+
+
+class CallTrees:
     """On a CPU the operator that does the work is what a kernel is on a GPU: the outermost one that spends at least
     half of its time by itself rather than in operators it calls. (The innermost would not do: a matrix product calls
-    operators that only look at its arguments.)"""
-    machinery = pl.col("name").str.contains(MACHINERY)
-    keys = ("process", "thread", "start_ns", "end_ns")
-    ordered = ops.filter(~machinery).sort(keys, descending=[False, False, False, True])
-    columns = [ordered[name].to_list() for name in keys]
-    own = [end - start for start, end in zip(columns[2], columns[3], strict=True)]
-    parents = [NONE] * len(own)
-    open_rows: list[int] = []
-    key: tuple[int, int] | None = None
-    for row, (process, thread, start, end) in enumerate(zip(*columns, strict=True)):
-        if key != (process, thread):
-            key, open_rows = (process, thread), []
-        while open_rows and columns[3][open_rows[-1]] <= start:
-            open_rows.pop()
-        if open_rows:
-            parents[row] = open_rows[-1]
-            own[open_rows[-1]] -= end - start
-        open_rows.append(row)
-    inside = [False] * len(own)  # of an operator that counts as a kernel
-    taken = []
-    for row, parent in enumerate(parents):
-        length = columns[3][row] - columns[2][row]
-        inside[row] = parent != NONE and inside[parent]
-        if not inside[row] and 2 * own[row] >= length:
-            inside[row] = True
-            taken.append(row)
-    kernels = ordered[taken].select("name", "start_ns", "end_ns", "process", stream="thread", kind=pl.lit("cpu"))
-    return conform("kernels", kernels.with_columns(device=pl.lit(-1), graph=pl.lit(value=False))).sort("start_ns")
+    operators that only look at its arguments.) Operators may come in portions, each later than those before."""
+
+    def __init__(self) -> None:
+        self._threads: dict[tuple[int | None, int | None], _CallTree] = defaultdict(_CallTree)
+
+    def take(self, ops: pl.DataFrame) -> pl.DataFrame:
+        """The kernels among the operators so far whose tree of calls is complete."""
+        keys = ("process", "thread", "start_ns", "end_ns")
+        ordered = ops.filter(~pl.col("name").str.contains(_MACHINERY)).sort(keys, descending=[False] * 3 + [True])
+        for (process, thread), calls in ordered.partition_by("process", "thread", as_dict=True).items():
+            self._threads[process, thread].add(calls.select("name", "start_ns", "end_ns").iter_rows())
+        return self._collect()
+
+    def finish(self) -> pl.DataFrame:
+        """Those of the trees that were open still."""
+        for tree in self._threads.values():
+            tree.decide()
+        return self._collect()
+
+    def _collect(self) -> pl.DataFrame:
+        frames = [empty("kernels")]
+        for (process, thread), tree in self._threads.items():
+            schema = {"name": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64}
+            taken, tree.taken = pl.DataFrame(tree.taken, schema=schema, orient="row"), []
+            of_thread = {"process": process, "stream": thread, "device": -1, "kind": "cpu", "graph": False}
+            frames.append(conform("kernels", taken.with_columns(pl.lit(v).alias(k) for k, v in of_thread.items())))
+        return pl.concat(frames)
+
+
+class _CallTree:
+    """One thread's calls since nothing was open on it: each with its own time, and the call around it."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, int, int]] = []
+        self._calls: list[tuple[str, int, int]] = []
+        self._own: list[int] = []
+        self._parents: list[int] = []
+        self._open: list[int] = []
+
+    def add(self, calls: Iterator[tuple[str, int, int]]) -> None:
+        for call in calls:
+            _, start, end = call
+            while self._open and self._calls[self._open[-1]][2] <= start:
+                self._open.pop()
+            if not self._open:
+                self.decide()
+            self._parents.append(self._open[-1] if self._open else -1)
+            if self._open:
+                self._own[self._open[-1]] -= end - start
+            self._open.append(len(self._calls))
+            self._calls.append(call)
+            self._own.append(end - start)
+
+    def decide(self) -> None:
+        inside = [False] * len(self._calls)  # of an operator that counts as a kernel
+        for row, (call, own, parent) in enumerate(zip(self._calls, self._own, self._parents, strict=True)):
+            inside[row] = parent != -1 and inside[parent]
+            if not inside[row] and 2 * own >= call[2] - call[1]:
+                inside[row] = True
+                self.taken.append(call)
+        self._calls, self._own, self._parents, self._open = [], [], [], []
 
 
 def _ranges(frame: pl.DataFrame) -> pl.DataFrame:
@@ -230,18 +237,18 @@ def _ranges(frame: pl.DataFrame) -> pl.DataFrame:
     return conform("ranges", frame.with_columns(source=source).drop("kind"))
 
 
-def repair_flows(flows: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
+def _flows(frame: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
     """Either end of an arrow."""
-    if not flows.height:
-        return flows
-    return repair("links", flows.rename({"ns": "forward_ns"}), repairs).rename({"forward_ns": "ns"})
-
-
-def _links(frame: pl.DataFrame) -> pl.DataFrame:
     if not frame.height:
-        return conform("links", frame)
-    forward = frame.filter(pl.col("kind") == "flow s").unique("id", keep="first", maintain_order=True)
-    backward = frame.filter(pl.col("kind") == "flow f")
+        return pl.DataFrame(schema=_FLOW)
+    flows = repair("links", frame.rename({"ns": "forward_ns"}), repairs).rename({"forward_ns": "ns"})
+    return flows.select(*_FLOW)
+
+
+def join_flows(starts: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
+    """The profiler's arrows, from those `flows` that begin one and those that end one."""
+    forward = starts.filter(pl.col("kind") == "flow s").unique("id", keep="first", maintain_order=True)
+    backward = ends.filter(pl.col("kind") == "flow f")
     joined = backward.join(forward, on=["process", "id"], how="inner", suffix="_forward", maintain_order="left")
     return conform(
         "links",
@@ -264,24 +271,23 @@ class _DeviceProperties(msgspec.Struct):
     num_sms: _Count | None = msgspec.field(default=None, name="numSms")
 
 
-class Distributed(msgspec.Struct):
+class _Distributed(msgspec.Struct):
     rank: _Count | None = None
     world_size: _Count | None = None
 
 
-def find_device(properties: dict[str, object], kernels: pl.DataFrame) -> _DeviceProperties:
+def _find_device(properties: dict[str, object], used: int | None) -> _DeviceProperties:
     """The device that was used most. Nothing else of the file's own properties is kept."""
-    listed = as_kind(properties.get("deviceProperties"), list[_DeviceProperties]) or [_DeviceProperties()]
-    used = kernels["device"].drop_nulls().mode()
-    return next((one for one in listed if used.len() and one.id == used[0]), listed[0])
+    listed = _as_kind(properties.get("deviceProperties"), list[_DeviceProperties]) or [_DeviceProperties()]
+    return next((one for one in listed if one.id == used), listed[0])
 
 
-def versions_of(properties: dict[str, object]) -> dict[str, str]:
+def _versions_of(properties: dict[str, object]) -> dict[str, str]:
     names = ("schemaVersion", "cuda_runtime_version", "cuda_driver_version", "hip_runtime_version", "cupti_version")
     return {name: str(properties[name])[:40] for name in names if isinstance(properties.get(name), int | float)}
 
 
-def as_kind(value: object, kind: type[T]) -> T | None:
+def _as_kind(value: object, kind: type[T]) -> T | None:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:

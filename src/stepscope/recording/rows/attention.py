@@ -10,23 +10,11 @@ import msgspec
 from stepscope.errors import nearest
 from stepscope.recording.rows.bench import Clock, Doubt, Row, Status, require_samples
 from stepscope.spec import Precision, SpecError
+from stepscope.spec.backends import Implementation as Implementation
 
 SCHEMA = "stepscope.attention/1"
 NOT_TRIED = "not tried"  # how the reason begins where a closed form said enough
 
-# In the order of tables and legends: from the one that keeps all scores to the one made for one kind of GPU.
-Implementation = Literal[
-    "naive",
-    "compiled",
-    "sdpa",
-    "sdpa-math",
-    "sdpa-flash",
-    "sdpa-efficient",
-    "sdpa-cudnn",
-    "tiled",
-    "triton",
-    "hopper",
-]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 Counter = Literal["cuda allocator", "profiler"]

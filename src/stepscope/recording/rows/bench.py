@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from stepscope.hardware import Hardware
-from stepscope.spec import Case
+from stepscope.spec import SETTINGS, Case
 
 SCHEMA = "stepscope.bench/1"
 
@@ -150,5 +150,28 @@ class BenchRow(CaseRow, frozen=True, kw_only=True):
 def case_key(case: msgspec.Struct, environment: Environment, source: str | None) -> str:
     """The name under which a case is done or not: the case, where it runs, and the source of a model of the user's own.
     Changes to stepscope itself between two releases are not seen; `--fresh` is for those who make them."""
-    content = msgspec.json.encode([case, environment.identity, source], order="sorted")
+    content = msgspec.json.encode([_key_fields(case), environment.identity, source], order="sorted")
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+# The settings that cases had when the first results were kept, all of which are part of their keys.
+_FIRST_SETTINGS = frozenset(
+    (
+        *("vocab", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "tie_embeddings"),
+        *("batch", "context", "precision", "mode", "attention", "compile", "checkpoint", "optimizer", "device", "seed"),
+        *("steps", "warmup", "memory_limit"),
+    )
+)
+
+
+def _key_fields(case: msgspec.Struct) -> object:
+    """A case as its key has it. A setting that was added later is left out at its default, so that what was measured
+    before is still found."""
+    if not isinstance(case, Case):
+        return case
+    fields = msgspec.to_builtins(case)
+    for part in (fields["workload"], fields["workload"]["model"], fields["timing"]):
+        for name in [name for name in part if name in SETTINGS and name not in _FIRST_SETTINGS]:
+            if part[name] == SETTINGS[name].default:
+                del part[name]
+    return fields

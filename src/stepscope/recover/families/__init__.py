@@ -1,7 +1,9 @@
 """What a kernel says of its problem, family by family: matrix products, fused attention, and all that moves data."""
 
 from stepscope.recover.facts import Fact, Sighting
-from stepscope.recover.families import attention, memory_bound, products
+from stepscope.recover.families import fused_attention as attention
+from stepscope.recover.families import products
+from stepscope.recover.families import registry as memory_bound
 from stepscope.recover.families.tilings import PROCESSORS
 
 

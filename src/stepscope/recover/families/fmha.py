@@ -12,8 +12,8 @@ reading of what they are for. One quantity depends on the data: how often the la
 tile, so that what was summed up so far is rescaled. For scores in no particular order its expectation is known; from
 never to always is the range for any scores.
 
-Seen to hold: lengths of whole tiles, with dropout (the tables of `fmha_notes`) and without, with a causal mask that is
-skipped along or handed over as a tensor; the widest kernel with a single tile of keys.
+Seen to hold: lengths of whole tiles, with dropout (the tables of `bench/notes_tables.py`) and without, with a causal
+mask that is skipped along or handed over as a tensor; the widest kernel with a single tile of keys.
 """
 
 from functools import cache

@@ -14,9 +14,9 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recording.store import Recording
-from stepscope.recover.evidence import gather
+from stepscope.recover.evidence.recording import gather
+from stepscope.recover.evidence.structure import NoTransformerError, Reading, Role, Structure, Zone, find_structure
 from stepscope.recover.facts import Sighting
-from stepscope.recover.structure import NoTransformerError, Reading, Role, Structure, Zone, find_structure
 from stepscope.spec import Case, Factory, HuggingFace, ModelShape
 
 Settings = Mapping[str, object]

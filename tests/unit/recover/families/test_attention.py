@@ -8,7 +8,7 @@ from stepscope.explain.kernel_names import decode
 from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recover.facts import Attention, Sighting, Triple, Window, exactly
 from stepscope.recover.families import read as read_any
-from stepscope.recover.families.attention import read
+from stepscope.recover.families.fused_attention import read
 
 # batch, heads, key-value heads, queries, keys, head size, causal
 Problem = tuple[int, int, int, int, int, int, bool]

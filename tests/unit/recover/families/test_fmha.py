@@ -2,9 +2,9 @@
 
 import pytest
 
+from notes_tables import HEADS_BATCHES_LAUNCHES, NOTES, compare, predict
 from stepscope.recover.families import fmha
 from stepscope.recover.families.fmha import MIDDLE, NARROW, WIDE, Counts, choose_variant, count_head
-from stepscope.recover.families.fmha_notes import HEADS_BATCHES_LAUNCHES, NOTES, compare, predict
 
 # (length, hidden): operations in fp32 and fp64, fused multiply-adds in fp32 and fp64, where they were written down.
 MEASURED: dict[tuple[int, int], tuple[tuple[int | None, ...], ...]] = {

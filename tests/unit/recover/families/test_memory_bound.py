@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from stepscope.recover.facts import Elements, Gather, Rows, Sighting, Update, Window
-from stepscope.recover.families import memory_bound
+from stepscope.recover.families import registry as memory_bound
 from tests.unit.recover.families import (
     launches,
     test_concatenation,

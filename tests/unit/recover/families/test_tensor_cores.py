@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from stepscope.recover.answer import recover
+from stepscope.recover.evidence.structure import is_product
 from stepscope.recover.families.tensor_cores import count_operations, operations_each
-from stepscope.recover.structure import is_product
+from stepscope.recover.solve.recovery import recover
 from tests.unit.recover.evidence_runs import COUNTERS, read_evidence, recovered, with_kernels
 
 

@@ -1,8 +1,8 @@
 import pytest
 
 from stepscope.recover.facts import Sighting, Update, Window
-from stepscope.recover.families import update
-from stepscope.recover.families.update import CHUNK_ELEMENTS, LARGE, SMALL
+from stepscope.recover.families import optimizers as update
+from stepscope.recover.families.optimizers import CHUNK_ELEMENTS, LARGE, SMALL
 from tests.unit.recover.families.launches import HIDDEN, seen
 
 NAME = (

@@ -1,0 +1,318 @@
+"""Rules about matrix products: their precision, sizes, tiles and balance."""
+
+import math
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from stepscope import cost
+from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, PRODUCT_SHARE, Evidence, ms
+from stepscope.explain.rules.rule import Hit, Rule, grow_batch, settle, workload_of
+from stepscope.explain.trace.roofline import least_ns
+from stepscope.recording.store import Manifest
+from stepscope.spec import ModelShape
+
+ALIGNED_BYTES = 16
+PADDED_TO = 64
+USUAL_ALIGNED_SHARE = 0.65  # of the peak, assumed where no aligned product of the recording shows it
+LEAST_PADDING = 0.15
+LEAST_TAIL = 0.10
+MOST_WAVES = 6
+LEAST_MEMORY_SHARE = 0.05
+# What one multiprocessor holds, on everything since Volta that trains Transformers.
+_REGISTERS, _THREADS, _SHARED_BYTES = 65_536, 2_048, 228 * 1024
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp8": 1}
+
+
+def _products(evidence: Evidence) -> pl.DataFrame:
+    """The kernels of products with, where known, batch, m, n and k."""
+    products = evidence.kernels.filter((pl.col("class") == "gemm") & (pl.col("kind") == "kernel"))
+    distinct = products.select("op", "shapes").unique()
+    rows = [(op, shapes, *(cost.product_dims(op or "", shapes) or (None,) * 4)) for op, shapes in distinct.iter_rows()]
+    schema = {"op": pl.String, "shapes": pl.String, **dict.fromkeys(("batch", "m", "n", "k"), pl.Int64)}
+    sizes = pl.DataFrame(rows, schema=schema, orient="row")
+    return products.join(sizes, on=["op", "shapes"], how="left", nulls_equal=True, maintain_order="left")
+
+
+def find_single_precision(evidence: Evidence) -> Hit | None:
+    hardware = evidence.hardware
+    if hardware is None or not {"fp32", "tf32"} <= set(hardware.peak_flops):
+        return None
+    fp32, tf32 = hardware.peak_flops["fp32"], hardware.peak_flops["tf32"]
+    # A product with a vector has no tiles, and its limit is the memory.
+    tiled = pl.col("tile_m").is_not_null() & ~pl.col("tensor_cores").fill_null(value=True)
+    slow = _products(evidence).filter((pl.col("dtype") == "fp32") & tiled)
+    if not slow.height or tf32 <= fp32:
+        return None
+    new = evidence.durations.copy()
+    for row, time, flops, moved in slow.select("row", "time_ns", "flops", "bytes").iter_rows():
+        if flops is None or not time:
+            new[row] = time * fp32 / tf32
+            continue
+        # A product that is too small for the device stays too small: it keeps its share of the peak.
+        reached = min(PRODUCT_SHARE, flops / (time * 1e-9) / fp32)
+        by_bytes = moved / ((hardware.bandwidth or math.inf) * BANDWIDTH_SHARE)
+        new[row] = max(flops / (tf32 * max(reached, 0.05)), by_bytes) * 1e9
+    gain = evidence.gain_of(new)
+    time = evidence.per_step(slow)
+    text = (
+        f"{slow.height / evidence.num_steps:,.0f} products a step run in fp32 on the CUDA cores, {ms(time)}; on tensor "
+        f"cores in TF32 about {ms(time - gain.gpu_ns)}"
+    )
+    return settle(evidence, gain, text)
+
+
+def find_odd_sizes(evidence: Evidence) -> Hit | None:
+    products = _products(evidence).filter(pl.col("m").is_not_null() & pl.col("flops").is_not_null())
+    products = products.filter(
+        pl.col("dtype").is_in(list(_ELEMENT_BYTES)) & pl.col("tensor_cores").fill_null(value=True)
+    )
+    if not products.height:
+        return None
+    multiple = ALIGNED_BYTES // pl.col("dtype").replace_strict(_ELEMENT_BYTES, return_dtype=pl.Int64)
+    # A size of one is a vector, and nobody chose it.
+    odd = pl.any_horizontal(*((pl.col(size) % multiple != 0) & (pl.col(size) > 1) for size in ("m", "n", "k")))
+    products = products.with_columns(odd=odd)
+    new = evidence.durations.copy()
+    wasteful: list[tuple[int, int, int]] = []
+    odd_kinds = products.filter("odd").select("dtype", "flops").unique()
+    speeds = {key: _aligned_speed(evidence, products, *key) for key in odd_kinds.rows()}
+    for row in products.iter_rows(named=True):
+        speed = speeds.get((row["dtype"], row["flops"]))
+        better = _aligned_ns(evidence, row, speed) if row["odd"] else _unpadded_ns(row)
+        if better is not None and better < row["time_ns"]:
+            new[row["row"]] = better
+            wasteful.append((row["m"], row["n"], row["k"]))
+    if not wasteful:
+        return None
+    gain = evidence.gain_of(new)
+    worst = max(set(wasteful), key=wasteful.count)
+    time = evidence.durations[new < evidence.durations].sum() / evidence.num_steps
+    text = (
+        f"{len(wasteful) / evidence.num_steps:,.0f} products a step whose sizes fit no tile, such as "
+        f"{worst[0]} × {worst[1]} × {worst[2]}, take {ms(time)}; with sizes that fit about {ms(time - gain.gpu_ns)}"
+    )
+    return settle(evidence, gain, text)
+
+
+def _aligned_speed(evidence: Evidence, products: pl.DataFrame, dtype: str, flops: float) -> float | None:
+    """FLOP/ns of the best aligned product that does at least half as much."""
+    like = products.filter(
+        ~pl.col("odd") & (pl.col("dtype") == dtype) & (pl.col("flops") >= flops / 2) & (pl.col("time_ns") > 0)
+    )
+    best = (like["flops"] / like["time_ns"]).max()
+    peak = evidence.hardware.peak_flops.get(dtype) if evidence.hardware else None
+    if isinstance(best, float):
+        return best
+    return peak * USUAL_ALIGNED_SHARE * 1e-9 if peak else None
+
+
+def _aligned_ns(evidence: Evidence, row: dict[str, float], speed: float | None) -> float | None:
+    """The product, padded, at `speed`, and no faster than its bytes."""
+    if speed is None:
+        return None
+    m, n, k = (PADDED_TO * math.ceil(row[size] / PADDED_TO) if row[size] > PADDED_TO else row[size] for size in "mnk")
+    limit = least_ns(evidence.hardware, str(row["dtype"]), 0, row["bytes"]) or 0.0
+    return max(row["flops"] * (m * n * k) / (row["m"] * row["n"] * row["k"]) / speed, limit / BANDWIDTH_SHARE)
+
+
+def _unpadded_ns(row: dict[str, float]) -> float | None:
+    """The product without the part of its tiles that lies outside of the result, where that is much."""
+    if not row["tile_m"] or not row["tile_n"]:
+        return None
+    # Libraries compute a row-major result as the transposed of a column-major one, so either size may be the first.
+    useful = max(_filled(row["m"], row["n"], row), _filled(row["n"], row["m"], row))
+    return None if 1 - useful < LEAST_PADDING else row["time_ns"] * useful
+
+
+def _filled(first: float, second: float, row: dict[str, float]) -> float:
+    tiles = math.ceil(first / row["tile_m"]) * math.ceil(second / row["tile_n"])
+    return first * second / (tiles * row["tile_m"] * row["tile_n"])
+
+
+def find_empty_waves(evidence: Evidence) -> Hit | None:
+    multiprocessors = evidence.profile.recording.manifest.device_sms
+    if not multiprocessors:
+        return None
+    new, hit = evidence.durations.copy(), []
+    for row in _products(evidence).iter_rows(named=True):
+        waves = _waves(row, multiprocessors)
+        if waves is None or not 1 < waves <= MOST_WAVES:
+            continue
+        filled = waves / math.ceil(waves)
+        if 1 - filled >= LEAST_TAIL:
+            new[row["row"]] *= filled
+            hit.append((row["short"], waves))
+    if not hit:
+        return None
+    gain = evidence.gain_of(new)
+    short, waves = max(dict.fromkeys(hit), key=hit.count)
+    text = (
+        f"{len(hit) / evidence.num_steps:,.0f} products a step end with a wave that is partly empty, such as {short} "
+        f"with {waves:.2f} waves on {multiprocessors} multiprocessors; up to {ms(gain.gpu_ns)} of GPU time is lost so"
+    )
+    return settle(evidence, gain, text)
+
+
+def _waves(row: dict[str, int | None], multiprocessors: int) -> float | None:
+    """By the tiles of the result where a kernel with as many blocks as multiprocessors takes them one after the other,
+    else by its blocks and how many fit on a multiprocessor at once."""
+    grid, block = (
+        math.prod(int(row[f"{name}_{axis}"] or 1) for axis in "xyz") if row[f"{name}_x"] else 0
+        for name in ("grid", "block")
+    )
+    if not grid or not block:
+        return None
+    if grid <= multiprocessors:
+        m, n, tile_m, tile_n = (row[key] for key in ("m", "n", "tile_m", "tile_n"))
+        if not (m and n and tile_m and tile_n) or grid < 0.9 * multiprocessors:
+            return None
+        tiles = min(math.ceil(m / tile_m) * math.ceil(n / tile_n), math.ceil(n / tile_m) * math.ceil(m / tile_n))
+        return (row["batch"] or 1) * tiles / grid
+    limits = [
+        _THREADS // block,
+        _REGISTERS // (row["registers"] * block) if row["registers"] else _THREADS,
+        _SHARED_BYTES // row["shared_bytes"] if row["shared_bytes"] else _THREADS,
+    ]
+    return grid / (multiprocessors * max(1, min(limits)))
+
+
+def find_memory_bound(evidence: Evidence) -> Hit | None:
+    hardware = evidence.hardware
+    if hardware is None or not hardware.bandwidth:
+        return None
+    products = _products(evidence).filter(pl.col("flops").is_not_null() & (pl.col("flops") > 0))
+    bound = np.zeros(products.height, dtype=np.bool_)
+    for place, (dtype, flops, moved) in enumerate(products.select("dtype", "flops", "bytes").iter_rows()):
+        peak = hardware.peak_flops.get(dtype or "")
+        bound[place] = peak is not None and moved / hardware.bandwidth > flops / peak
+    slow = products.filter(pl.Series(bound))
+    time = evidence.per_step(slow)
+    if time < LEAST_MEMORY_SHARE * evidence.step_ns:
+        return None
+    top = (
+        slow.group_by("op", "m", "n", "k")
+        .agg(pl.col("time_ns").sum())
+        .sort("time_ns", descending=True)
+        .row(0, named=True)
+    )
+    sizes = f", most of it in {top['op']} of {top['m']} × {top['n']} × {top['k']}" if top["m"] else ""
+    return Hit(evidence=f"{ms(time)} a step in products that are limited by memory, not by arithmetic{sizes}")
+
+
+def _lower_precision(manifest: Manifest) -> dict[str, object]:
+    """TF32, which the saving is an estimate of; bf16 saves more and rounds more."""
+    workload = workload_of(manifest)
+    return {"precision": "tf32"} if workload.precision == "fp32" and workload.device != "cpu" else {}
+
+
+def _pad_vocabulary(manifest: Manifest) -> dict[str, object]:
+    model = workload_of(manifest).model
+    if not isinstance(model, ModelShape) or model.vocab % PADDED_TO == 0:
+        return {}
+    return {"model": msgspec.structs.replace(model, vocab=PADDED_TO * math.ceil(model.vocab / PADDED_TO))}
+
+
+RULES = (
+    Rule(
+        code="SS005",
+        title="products in fp32 without tensor cores",
+        check=find_single_precision,
+        meaning=(
+            "The matrix units are idle. TF32 keeps fp32's range, rounds the inputs of products to 10 bits and is "
+            "about seven times as fast at its peak; bf16 is twice as fast again and halves the memory traffic."
+        ),
+        seen="Kernels of matrix products whose name says fp32 on the CUDA cores, on a device with TF32.",
+        saving=(
+            "Each product at TF32's peak, with the share of the peak that it has in fp32 now (75 % at most), or at "
+            "89 % of the bandwidth, whichever is slower. Replayed. 52 ms were estimated where 57 of 167 came (71 by "
+            "the fastest steps): afterwards the host was the limit, and its pace is taken to be the slowest that "
+            "fits the recording."
+        ),
+        builtin="--precision tf32, or bf16",
+        own=(
+            'torch.set_float32_matmul_precision("high")',
+            'with torch.autocast("cuda", torch.bfloat16): loss = model(x)  # or bf16',
+        ),
+        paste=(
+            'torch.set_float32_matmul_precision("high")  # TF32\n'
+            'with torch.autocast("cuda", torch.bfloat16):  # or bf16\n'
+            "    loss = model(x)"
+        ),
+        change=_lower_precision,
+    ),
+    Rule(
+        code="SS009",
+        title="sizes that fit no tile",
+        check=find_odd_sizes,
+        meaning=(
+            "Products are computed in tiles and loaded 16 bytes at a time. A size that is no multiple of 8 (in 16 "
+            "bits; 4 in TF32) forces slower loads and kernels, and one just above a multiple of the tile computes "
+            "mostly padding."
+        ),
+        seen=(
+            "Products with tensor cores one of whose sizes is not such a multiple; or whose tiles, by the kernel's "
+            "name, compute at least 15 % more than asked for."
+        ),
+        saving=(
+            "For the first, the product at the speed of the best aligned product of its kind in the recording (65 % "
+            "of the peak where there is none), padded to a multiple of 64. For the second, the share of the padding. "
+            "Replayed; none was estimated for a step that the host limits, and its fastest steps took the same (51.6 "
+            "ms). The GPU time of the first is not measured: which kernels cuBLAS has for odd sizes changes with its "
+            "version."
+        ),
+        builtin="--vocab 10048 in place of 10007: the next multiple of 64",
+        own=(
+            "# pad sizes to multiples of 64: tokens, widths, heads",
+            "vocab = 64 * math.ceil(vocab / 64)  # rows that no token names are never read",
+        ),
+        paste="vocab = 64 * math.ceil(vocab / 64)  # so with every width; rows that no token names are never read",
+        change=_pad_vocabulary,
+    ),
+    Rule(
+        code="SS010",
+        title="a last wave that is mostly empty",
+        check=find_empty_waves,
+        meaning=(
+            "Thread blocks run in waves of as many as the GPU holds at once. 133 tiles on 132 multiprocessors take "
+            "as long as 264."
+        ),
+        seen=("Products whose tiles make one to six waves, the last of which leaves at least 10 % of all slots empty."),
+        saving=(
+            "The empty share of their time, which is the most that can be had; libraries split work over K to mend "
+            "it, and an interplay of sizes decides. Take it as a reason to try, not as a promise."
+        ),
+        builtin="another --batch: batch × context decides the number of tiles",
+        own=(
+            (
+                "# rows (batch × context) so that ceil(M / tile) × ceil(N / tile) is just below a multiple of the "
+                "multiprocessors"
+            ),
+            "torch._inductor.config.max_autotune_gemm = True  # lets the compiler choose among tiles",
+        ),
+        paste='model = torch.compile(model, mode="max-autotune")  # chooses among tiles',
+        change=grow_batch,
+    ),
+    Rule(
+        code="SS015",
+        title="products bound by memory",
+        check=find_memory_bound,
+        meaning=(
+            "A product does few operations a byte when one of its sizes is small. Then the bandwidth is its limit, "
+            "and tensor cores or a lower precision of the arithmetic do not help; more rows do, at no cost in time."
+        ),
+        seen=(
+            "Matrix products whose bytes at full bandwidth take longer than their FLOPs at the peak, at least 5 % of "
+            "the step."
+        ),
+        saving="None is estimated: the step gets no shorter, but does more.",
+        builtin="a larger --batch or --context",
+        own=(
+            "loader = DataLoader(data, batch_size=2 * batch)",
+            "# several small products of one input as one: qkv = x @ torch.cat((wq, wk, wv)).T",
+        ),
+        paste="loader = torch.utils.data.DataLoader(data, batch_size=2 * batch)  # more rows, in the same time",
+        change=grow_batch,
+    ),
+)

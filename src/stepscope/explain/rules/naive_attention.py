@@ -1,0 +1,204 @@
+"""Attention written out: scores, softmax and values, each through memory."""
+
+import math
+
+import numpy as np
+import polars as pl
+
+from stepscope import cost
+from stepscope.explain.rules.evidence import POINTWISE, Evidence, ms
+from stepscope.explain.rules.replay import Floats
+from stepscope.explain.rules.rule import Hit, Rule, settle, workload_of
+from stepscope.recording.store import Manifest
+
+# What PyTorch's fused kernels reach of the peak on an H200 with many queries (batch × heads × length), causal counted
+# as half: cuDNN in 16 bits by the width of a head, forward and backward; the memory-efficient kernel in fp32.
+_HALF = {"narrow": (0.40, 0.34), "wide": (0.56, 0.45)}
+_SINGLE = (0.5, 0.5)
+# With as many queries as this, half of it: 230 of 989 TFLOP/s at 16,384 queries in bf16, 22 of 67 at 32,768 in fp32.
+_HALF_SPEED_QUERIES = {"half": 12_000, "single": 20_000}
+_WIDE_HEAD = 96
+# However short, forward and backward take this long: two kernels and four (cuDNN, context 128).
+_LEAST_FUSED_NS = (5_000, 15_000)
+# What the host needs for a fused call, in launches of the separate operations: a choice of backend, and cuDNN's cache
+# of plans. 178 and 224 µs for forward and backward, where a launch takes 56 and 48 (one recorder, two recordings).
+_HOST_LAUNCHES = 4
+_PARTS = ("scores", "softmax", "values")
+_MASKED = r"masked_fill|triu|tril"
+_TILE = 64
+_DIAGONAL = 128  # tiles on the diagonal of a causal mask are computed as a whole
+_MOST_BETWEEN = 16  # kernels from a product to the softmax
+
+
+def find_naive_attention(evidence: Evidence) -> Hit | None:
+    pieces = _by_parts(evidence.kernels)
+    if not pieces.height:
+        pieces = _by_pattern(evidence.kernels)
+    if not pieces.height:
+        return None
+    fused = pieces.join(_fused_times(evidence, pieces), on="group", maintain_order="left")
+    gain = evidence.merged(fused, host_share=_host_share(evidence, fused))
+    products = fused.filter(pl.col("class") == "gemm")
+    time = evidence.per_step(fused)
+    text = (
+        f"attention as separate operations takes {ms(time)} of GPU time a step in "
+        f"{fused.height / evidence.num_steps:,.0f} kernels, {ms(evidence.per_step(products))} of it in products; fused "
+        f"about {ms(time - gain.gpu_ns)}"
+    )
+    return settle(evidence, gain, text)
+
+
+def _host_share(evidence: Evidence, pieces: pl.DataFrame) -> Floats:
+    """The host's time for the first few launches of each attention stays, as that of the fused call."""
+    share = np.ones(evidence.kernels.height)
+    launch = pl.int_range(pl.len()).over("group")
+    gone = pieces.sort("row").filter(launch >= _HOST_LAUNCHES)
+    share[gone["row"].to_numpy()] = 0.0
+    return share
+
+
+def _by_parts(kernels: pl.DataFrame) -> pl.DataFrame:
+    """The kernels of our own attention by its annotation, with `group` (one pass of one module) and `forward`."""
+    forward = (pl.col("phase") != "backward") | pl.col("recomputed")
+    pieces = kernels.filter(pl.col("part").is_in(_PARTS)).with_columns(forward=forward.fill_null(value=True))
+    return pieces.with_columns(group=pl.struct("step", "module", "forward").rank("dense"))
+
+
+def _by_pattern(kernels: pl.DataFrame) -> pl.DataFrame:
+    """The same by order: a batched product, a softmax, a batched product; in backward two on either side."""
+    batched = (kernels["op"].is_in(["aten::bmm", "aten::baddbmm"]) & (kernels["class"] == "gemm")).fill_null(
+        value=False
+    )
+    small = (kernels["class"].is_in([*POINTWISE, "memset"]) & (kernels["kind"] != "memcpy")).fill_null(value=False)
+    is_batched, is_small = batched.to_list(), small.to_list()
+    softmax = kernels.filter((pl.col("class") == "softmax") & (pl.col("kind") == "kernel"))
+    found: list[tuple[int, int, bool]] = []
+    for group, (row, op) in enumerate(softmax.select("row", "op").iter_rows()):
+        backward = "backward" in (op or "")
+        rows = _reach(row, -1, is_batched, is_small, 2 if backward else 1)
+        after = _reach(row, +1, is_batched, is_small, 2 if backward else 1)
+        if rows and after:
+            found += [(one, group, not backward) for one in (*rows, row, *after)]
+    schema = {"row": pl.UInt32, "group": pl.Int64, "forward": pl.Boolean}
+    rows_found = pl.DataFrame(found, schema=schema, orient="row").unique("row", keep="first", maintain_order=True)
+    return rows_found.join(kernels, on="row", maintain_order="left")
+
+
+def _reach(row: int, step: int, batched: list[bool], small: list[bool], products: int) -> list[int]:
+    """The rows from a softmax to the last of `products` batched products on one side; none where anything else stands
+    between."""
+    rows: list[int] = []
+    missing = products
+    at = row + step
+    while 0 <= at < len(batched) and missing and len(rows) < _MOST_BETWEEN:
+        if batched[at]:
+            missing -= 1
+        elif not small[at]:
+            return []
+        rows.append(at)
+        at += step
+    return [] if missing else rows
+
+
+def _fused_times(evidence: Evidence, pieces: pl.DataFrame) -> pl.DataFrame:
+    """group and fused_ns: from the products' FLOPs at a fused kernel's speed. Where they are not known, the products'
+    own time: a fused kernel does the same products, and the rest of its work beside them."""
+    pieces = _pad(pieces)
+    work_share = _causal_share(pieces) if pieces["op"].str.contains(_MASKED).any() else 1.0
+    own = pl.col("time_ns").filter(pl.col("class") == "gemm").sum()
+    product = pl.col("class") == "gemm"
+    groups = pieces.group_by("group").agg(
+        pl.col("forward").first(),
+        products_ns=own,
+        total_ns=pl.col("time_ns").sum(),
+        flops=pl.when(pl.col("flops").filter(product).is_not_null().all()).then(pl.col("flops").filter(product).sum()),
+    )
+    speeds = _fused_speeds(evidence, pieces)
+    if speeds is None:
+        fused = pl.col("products_ns").cast(pl.Float64)
+    else:
+        # The backward's four products are 2 × the forward's two; a fused one makes five.
+        work = pl.when("forward").then(pl.col("flops")).otherwise(pl.col("flops") * 1.25) * work_share
+        rate = pl.when("forward").then(pl.lit(speeds[0])).otherwise(pl.lit(speeds[1]))
+        least = pl.when("forward").then(_LEAST_FUSED_NS[0]).otherwise(_LEAST_FUSED_NS[1])
+        fused = pl.coalesce(work / rate * 1e9, pl.col("products_ns").cast(pl.Float64)) + least
+    return groups.select("group", fused_ns=pl.min_horizontal(fused, pl.col("total_ns").cast(pl.Float64)))
+
+
+def _causal_share(pieces: pl.DataFrame) -> float:
+    """Of all products of queries and keys, those that a fused causal kernel computes: half, and half the diagonal."""
+    products = pieces.filter(pl.col("class") == "gemm").select("op", "shapes").unique()
+    dims = [cost.product_dims(op or "", shapes) for op, shapes in products.iter_rows()]
+    length = max((max(n, k) for _, _, n, k in filter(None, dims)), default=0)
+    return 0.5 + 0.5 / max(1.0, length / _DIAGONAL)
+
+
+def _pad(pieces: pl.DataFrame) -> pl.DataFrame:
+    """FLOPs as a fused kernel computes them, which has tiles of 64 queries and keys."""
+    distinct = pieces.select("op", "shapes").unique()
+    rows = [(op, shapes, _padding(cost.product_dims(op or "", shapes))) for op, shapes in distinct.iter_rows()]
+    padding = pl.DataFrame(rows, schema={"op": pl.String, "shapes": pl.String, "padding": pl.Float64}, orient="row")
+    joined = pieces.join(padding, on=["op", "shapes"], how="left", nulls_equal=True, maintain_order="left")
+    return joined.with_columns(flops=pl.col("flops") * pl.col("padding"))
+
+
+def _padding(dims: tuple[int, int, int, int] | None) -> float:
+    return math.prod(_TILE * math.ceil(size / _TILE) / size for size in dims[1:] if size) if dims else 1.0
+
+
+def _fused_speeds(evidence: Evidence, pieces: pl.DataFrame) -> tuple[float, float] | None:
+    """FLOP/s of a fused forward and backward for these shapes."""
+    products = pieces.filter((pl.col("class") == "gemm") & pl.col("forward"))
+    dtypes = products["op_dtype"].drop_nulls().to_list()
+    dims = [cost.product_dims(op or "", shapes) for op, shapes in products.select("op", "shapes").unique().iter_rows()]
+    known = [one for one in dims if one is not None]
+    if not known or not dtypes or evidence.hardware is None:
+        return None
+    half = dtypes[0] in ("bf16", "fp16")
+    peak = evidence.hardware.peak_flops.get(dtypes[0])
+    if peak is None:
+        return None
+    queries = max(batch * m for batch, m, _, _ in known)
+    head = min(min(n, k) for _, _, n, k in known)
+    shares = _HALF["wide" if head >= _WIDE_HEAD else "narrow"] if half else _SINGLE
+    filled = queries / (queries + _HALF_SPEED_QUERIES["half" if half else "single"])
+    return peak * shares[0] * filled, peak * shares[1] * filled
+
+
+def _fuse_attention(manifest: Manifest) -> dict[str, object]:
+    """A model of one's own chooses its attention itself: there is no setting to change."""
+    return {} if workload_of(manifest).attention in (None, "flash") else {"attention": "flash"}
+
+
+RULES = (
+    Rule(
+        code="SS004",
+        title="attention that writes its scores to memory",
+        check=find_naive_attention,
+        meaning=(
+            "Scores, softmax and values as separate operations move a matrix of queries by keys through memory many "
+            "times. A fused kernel keeps it on the chip, skips the masked half, and its memory grows with the "
+            "length, not its square."
+        ),
+        seen="The parts of the built-in attention, or two batched products with a softmax between them.",
+        saving=(
+            "The time of these kernels less that of a fused one, from its FLOPs at the speed that PyTorch's own "
+            "kernels have on an H200 (a share of the peak that grows with the number of queries; fp32 has slower "
+            "kernels than bf16); right to a tenth for cuDNN's at lengths of 512 and 1024. Replayed; the host needs "
+            "four launches a call. 48 ms were estimated where 39 of 146 came (53 by the fastest): afterwards the "
+            "host was the limit, whose pace a step that the GPU limits does not show. Expect a quarter either way "
+            "then."
+        ),
+        builtin="--attention flash",
+        own=(
+            "out = stepscope.kernels.flash_attention(q, k, v, causal=True)  # docs/kernels.md",
+            "out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # PyTorch's own",
+            'model = AutoModel.from_config(config, attn_implementation="sdpa")  # in transformers',
+        ),
+        paste=(
+            "out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
+            "  # False: nothing is masked"
+        ),
+        change=_fuse_attention,
+    ),
+)

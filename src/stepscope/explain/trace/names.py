@@ -1,0 +1,111 @@
+"""What the names in a recording say: the one place where they are decoded. On a GPU a name is a kernel's, on a CPU an
+operator's.
+
+The names become columns of the kernels when a profile is made, and rules, tables, questions and pages read those.
+"""
+
+import re
+
+import polars as pl
+
+from stepscope.explain.kernel_names import KernelClass, decode, describe
+
+# Names of C++ templates run to kilobytes, and a page may hold thousands: the front says which kernel it is.
+LONGEST_NAME = 600
+# Fields of `describe` that are said elsewhere: the short name is the label, the class the colour.
+_SAID = ("part", "short", "kernel_class")
+
+# Operators by what they do; the first pattern that fits counts. Names without their namespace and overload.
+_OPERATORS: tuple[tuple[KernelClass, str], ...] = (
+    ("communication", r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_scatter|broadcast_$"),
+    ("attention", r"scaled_dot_product|flash_attention|efficient_attention"),
+    ("loss", r"cross_entropy|nll_loss|log_softmax|mse_loss|l1_loss|kl_div|binary_cross_entropy|huber|ctc_loss"),
+    (
+        "gemm",
+        r"^_?(?:add)?(?:mm|bmm|baddbmm|addmv|mv|dot|vdot|linear|matmul|addmm|addbmm)(?:_|$)|mkldnn_linear|_scaled_mm|sgemm",
+    ),
+    ("softmax", r"softmax"),
+    ("norm", r"layer_norm|rms_norm|batch_norm|group_norm|instance_norm"),
+    ("convolution", r"conv(?:olution)?\d?d?|thnn_conv|mkldnn_convolution"),
+    ("embedding", r"embedding"),
+    ("optimizer", r"_foreach|_fused_adam|_fused_sgd|fused_adagrad"),
+    ("random", r"dropout|bernoulli|normal_?$|uniform_?$|rand|multinomial|exponential_$"),
+    ("sort", r"^sort|topk|argsort|unique|msort"),
+    ("index", r"index|gather|scatter|take|masked_select|nonzero|one_hot"),
+    (
+        "copy",
+        r"^copy_?$|^_to_copy$|^to$|contiguous|clone|^cat$|^stack$|repeat|^fill_diagonal|_copy$|^pad$|constant_pad",
+    ),
+    (
+        "reduction",
+        r"^(?:sum|mean|amax|amin|max|min|norm|linalg_vector_norm|prod|var|std|any|all|argmax|argmin|cumsum|logsumexp|_local_scalar_dense|item|avg_pool|max_pool)",
+    ),
+)
+_COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _OPERATORS)
+
+
+def classify_operator(name: str) -> KernelClass:
+    bare = name.rpartition("::")[2].partition(".")[0].casefold()
+    for kind, pattern in _COMPILED:
+        if pattern.search(bare):
+            return kind
+    return "elementwise" if name.startswith("aten::") else "other"
+
+
+# What a name says, as columns of kernels. A name is silent on what is null; an operator's name says its class alone.
+NAME_COLUMNS = {
+    "class": pl.String,
+    "short": pl.String,  # a name for people
+    "is_cast": pl.Boolean,
+    "library": pl.String,
+    "dtype": pl.String,  # of the arithmetic
+    "tensor_cores": pl.Boolean,
+    "tile_m": pl.Int64,
+    "tile_n": pl.Int64,
+    "is_fused": pl.Boolean,  # by a compiler
+}
+
+
+def classify(kernels: pl.DataFrame) -> pl.DataFrame:
+    """Adds `NAME_COLUMNS`. Each distinct name is looked at once."""
+    distinct = kernels.select("name", host=pl.col("kind") == "cpu").unique()
+    rows = [(name, on_host, *_read(name, on_host=on_host)) for name, on_host in distinct.iter_rows()]
+    known = pl.DataFrame(rows, schema={"name": pl.String, "host": pl.Boolean, **NAME_COLUMNS}, orient="row")
+    return (
+        kernels.with_columns(host=pl.col("kind") == "cpu")
+        .join(known, on=["name", "host"], how="left", maintain_order="left")
+        .drop("host")
+    )
+
+
+def _read(name: str, *, on_host: bool) -> tuple[str | int | bool | None, ...]:
+    if on_host:
+        return classify_operator(name), name, False, None, None, None, None, None, False
+    decoded = decode(name)
+    tile = decoded.tile or (None, None)
+    return (
+        decoded.kernel_class,
+        decoded.short,
+        decoded.is_cast,
+        decoded.library,
+        decoded.dtype,
+        decoded.tensor_cores,
+        tile[0],
+        tile[1],
+        bool(decoded.fused),
+    )
+
+
+def describe_kernel(name: str, *, on_host: bool = False) -> str:
+    """The recorded name, what it says field by field, and what would change it, in lines. Made when a page asks for it:
+    it is long, and few of a recording's names are ever shown."""
+    recorded = cut_name(name)
+    if on_host:  # an operator's name is its own description
+        return recorded
+    told = describe(decode(name))
+    fields = "; ".join(f"{row[0]}".removeprefix("= ") + f": {row[1]}" for row in told.rows if row[2] not in _SAID)
+    return "\n".join((recorded, fields, *told.notes))
+
+
+def cut_name(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}… ({len(name):,} characters)"

@@ -1,0 +1,278 @@
+"""Tables that are gone through in windows of a key, in memory or on disk, by the same code.
+
+`EventTable` keeps a table in memory, where one window holds all of it. `Spill` keeps one that is larger than memory,
+and is an external sort: rows are gathered until there are enough for a run; a run is sorted by the table's key and
+written in compressed chunks, of which only the first keys stay in memory. Reading merges the runs: for each window of
+the key it takes what every run has there. Rows with the same key come back in the order in which they were added.
+
+Memory is one run being gathered, and while reading one chunk for each run that is in the middle of one. Cutting the
+time into slices while reading would need less code, and the length of a trace in advance, which its file does not say.
+
+A window's border may lie anywhere in time. Intervals that are still open there are carried into the next window,
+together with all that was open beside them since the oldest of them began, so that `explain.trace.nesting` counts the
+same depths as over the whole recording.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import polars as pl
+
+from stepscope.files import scratch_folder, writing
+
+WINDOW_ROWS = 200_000
+RUN_ROWS = 1 << 17
+CHUNK_ROWS = 1 << 13
+_MOST_CARRIED = 100_000  # rows that have ended; only what crosses instead of nesting could ever miss more
+
+Change = Callable[[pl.DataFrame], pl.DataFrame]
+
+
+class EventTable:
+    """A table in memory: `add` frames of the same columns, one without rows at least."""
+
+    def __init__(self, key: pl.Expr, open_by: Sequence[str] = ()) -> None:
+        self.num_rows = 0
+        self.open_by = open_by  # whose intervals are carried together
+        self.change: Change | None = None  # made to every window as it is read
+        self._key = key
+        self._frames: list[pl.DataFrame] = []
+
+    def add(self, frame: pl.DataFrame) -> None:
+        self._frames.append(frame)
+        self.num_rows += frame.height
+
+    def windows(self, borders: Sequence[int]) -> Iterator[pl.DataFrame]:
+        """The rows before the first border, from each border to the next, and from the last one on; sorted in none of
+        them, but equal keys in the order in which they were added."""
+        for window in self._windows(borders):
+            yield self.change(window) if self.change else window
+
+    @property
+    def marks(self) -> list[tuple[int, int]]:
+        """(first key, rows) of the pieces that windows are made of; none where all of them are in memory anyway."""
+        return []
+
+    def delete(self) -> None:
+        """Gives the room back; the table is empty."""
+        self._frames = []
+        self.num_rows = 0
+
+    def _windows(self, borders: Sequence[int]) -> Iterator[pl.DataFrame]:
+        assert not borders, "in memory there is one window"
+        yield pl.concat(self._frames, rechunk=False) if len(self._frames) > 1 else self._frames[0]
+
+
+class Texts:
+    """Distinct texts and their numbers: a spilled table has numbers in place of names."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._series = pl.Series([], dtype=pl.String)
+
+    def number(self, texts: pl.Series) -> pl.Series:
+        """Null stays null."""
+        distinct = texts.drop_nulls().unique().to_list()
+        known = {text: self._numbers.setdefault(text, len(self._numbers)) for text in distinct}
+        if self._series.len() < len(self._numbers):
+            self._series = pl.Series(list(self._numbers), dtype=pl.String)
+        return texts.replace_strict(known, default=None, return_dtype=pl.UInt32)
+
+    def spell(self, numbers: pl.Series) -> pl.Series:
+        if not self._numbers:
+            return pl.Series(numbers.name, [None] * numbers.len(), dtype=pl.String)
+        return self._series.gather(numbers).alias(numbers.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A folder for spilled tables, and the texts in them."""
+
+    folder: Path
+    texts: Texts = field(default_factory=Texts)
+
+
+@contextmanager
+def spilling(beside: Path) -> Iterator[Disk]:
+    """A folder inside `beside`, gone when the block is left in whatever way."""
+    with _writing(beside):
+        beside.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(beside, "spill") as folder:
+        yield Disk(folder)
+
+
+def make_table(
+    disk: Disk | None, name: str, key: pl.Expr, columns: Sequence[str], open_by: Sequence[str] = ()
+) -> EventTable:
+    """In memory without a `disk`. Only on disk are rows reduced to `columns`."""
+    return EventTable(key, open_by) if disk is None else Spill(disk, name, key, columns, open_by)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    offset: int
+    size: int
+    rows: int
+    first_key: int
+
+
+class Spill(EventTable):
+    """A table on disk."""
+
+    def __init__(
+        self, disk: Disk, name: str, key: pl.Expr, columns: Sequence[str], open_by: Sequence[str] = ()
+    ) -> None:
+        super().__init__(key, open_by)
+        self._texts = disk.texts
+        self._path = disk.folder / name
+        self._columns = columns
+        self._schema: pl.Schema | None = None
+        self._num_gathered = 0
+        self._runs: list[list[_Chunk]] = []
+
+    def add(self, frame: pl.DataFrame) -> None:
+        frame = frame.select(self._columns)
+        self._schema = self._schema or frame.schema
+        if not frame.height:
+            return
+        texts = [self._texts.number(frame[name]) for name in self._text_columns()]
+        super().add(frame.with_columns(texts))
+        self._num_gathered += frame.height
+        if self._num_gathered >= RUN_ROWS:
+            self._write_run()
+
+    def delete(self) -> None:
+        super().delete()
+        self._runs = []
+        self._num_gathered = 0
+        self._path.unlink(missing_ok=True)
+
+    @property
+    def marks(self) -> list[tuple[int, int]]:
+        self._write_run()
+        return [(chunk.first_key, chunk.rows) for run in self._runs for chunk in run]
+
+    def load(self, chunk: _Chunk) -> pl.DataFrame:
+        with self._path.open("rb") as file:
+            file.seek(chunk.offset)
+            return pl.read_ipc(io.BytesIO(file.read(chunk.size)))
+
+    def count_before(self, frame: pl.DataFrame, border: int) -> int:
+        return int(frame.select(self._key).to_series().search_sorted(border, side="left"))
+
+    def _text_columns(self) -> list[str]:
+        assert self._schema is not None
+        return [name for name, kind in self._schema.items() if kind == pl.String]
+
+    def _windows(self, borders: Sequence[int]) -> Iterator[pl.DataFrame]:
+        self._write_run()
+        assert self._schema is not None, "a table that nothing was added to has no columns"
+        cursors = [_Cursor(self, run) for run in self._runs]
+        for border in (*borders, None):
+            taken = [piece for cursor in cursors for piece in cursor.take(border)]
+            if not taken:
+                yield self._schema.to_frame()
+                continue
+            window = pl.concat(taken, rechunk=True)
+            yield window.with_columns(self._texts.spell(window[name]) for name in self._text_columns())
+
+    def _write_run(self) -> None:
+        if not self._frames:
+            return
+        run = pl.concat(self._frames).sort(self._key, maintain_order=True)
+        self._frames = []
+        self._num_gathered = 0
+        chunks = []
+        with _writing(self._path.parent), self._path.open("ab") as file:
+            for part in run.iter_slices(CHUNK_ROWS):
+                content = io.BytesIO()
+                part.write_ipc(content, compression="zstd")
+                first = part.head(1).select(self._key).item()
+                chunks.append(_Chunk(offset=file.tell(), size=content.tell(), rows=part.height, first_key=first))
+                file.write(content.getbuffer())
+        self._runs.append(chunks)
+
+
+class _Cursor:
+    """How far one run has been read."""
+
+    def __init__(self, spill: Spill, run: list[_Chunk]) -> None:
+        self._spill = spill
+        self._chunks = iter(run)
+        self._next = next(self._chunks, None)
+        self._rest: pl.DataFrame | None = None
+
+    def take(self, border: int | None) -> Iterator[pl.DataFrame]:
+        """What lies before the border, all that is left without one."""
+        while True:
+            if self._rest is None:
+                if self._next is None or (border is not None and self._next.first_key >= border):
+                    return
+                self._rest = self._spill.load(self._next)
+                self._next = next(self._chunks, None)
+            count = self._rest.height if border is None else self._spill.count_before(self._rest, border)
+            if count:
+                yield self._rest.head(count)
+            if count < self._rest.height:
+                self._rest = self._rest.slice(count)
+                return
+            self._rest = None
+
+
+def in_windows(*tables: EventTable) -> Iterator[tuple[pl.DataFrame, ...]]:
+    """Several tables side by side, a window of their key at a time. Tables of intervals come with those of earlier
+    windows that may matter still."""
+    for _, frames in bordered_windows(*tables):
+        yield frames
+
+
+def bordered_windows(*tables: EventTable) -> Iterator[tuple[int | None, tuple[pl.DataFrame, ...]]]:
+    """`in_windows`, each with the border that it begins at: None for the first."""
+    borders = choose_borders(tables, WINDOW_ROWS)
+    carried = [_Carried(table.open_by) for table in tables]
+    windows = zip(*(table.windows(borders) for table in tables), strict=True)
+    for begin, end, frames in zip((None, *borders), (*borders, None), windows, strict=True):
+        yield begin, tuple(before.extend(frame, end) for before, frame in zip(carried, frames, strict=True))
+
+
+def choose_borders(tables: Sequence[EventTable], rows: int) -> list[int]:
+    """Keys that cut the tables together into windows of about so many rows each, chunks being the measure."""
+    borders: list[int] = []
+    collected = 0
+    for key, count in sorted(mark for table in tables for mark in table.marks):
+        if collected and collected + count > rows and (not borders or key > borders[-1]):
+            borders.append(key)
+            collected = 0
+        collected += count
+    return borders
+
+
+class _Carried:
+    """What the next window needs of the intervals of those before."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = list(keys)
+        self._kept: pl.DataFrame | None = None
+
+    def extend(self, new: pl.DataFrame, border: int | None) -> pl.DataFrame:
+        """The intervals of the window that ends at `border`: those that it was given, and those from before."""
+        together = new if self._kept is None else pl.concat([self._kept, new])
+        self._kept = None if border is None or not self._keys else self._keep(together, border)
+        return together
+
+    def _keep(self, intervals: pl.DataFrame, border: int) -> pl.DataFrame:
+        still_open = pl.col("end_ns") > border
+        since = intervals.filter(still_open).group_by(self._keys).agg(since=pl.col("start_ns").min())
+        kept = intervals.join(since, on=self._keys, how="inner", nulls_equal=True, maintain_order="left")
+        kept = kept.filter(pl.col("end_ns") > pl.col("since")).drop("since")
+        if kept.height > _MOST_CARRIED:
+            kept = kept.filter(still_open | (pl.int_range(pl.len()) >= kept.height - _MOST_CARRIED))
+        return kept
+
+
+def _writing(folder: Path) -> AbstractContextManager[None]:
+    room = "a trace read in bounded memory needs room on disk, about a tenth of its plain size"
+    return writing(folder, if_full=room, hint="STEPSCOPE_CACHE=FOLDER stepscope explain FILE --bounded")

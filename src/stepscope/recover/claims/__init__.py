@@ -1,0 +1,1 @@
+"""What somebody claims of a model, and whether a run bears it out: `stepscope verify`."""

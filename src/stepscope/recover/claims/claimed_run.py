@@ -1,0 +1,305 @@
+"""A file's kernels, laid out as a claim says, and what a claim leaves open, taken from the evidence.
+
+Products can be read in more than one way, and the way that contradicts a claim least is taken: a claim is refuted only
+if none fits. A claim without batch and context, as a published config is, is held against every pair that the tokens
+of the run allow. Other sizes that are not claimed are taken as `recover` finds them, as long as nothing speaks against
+it; they help to test the rest and are never held against anybody.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+import msgspec
+
+from stepscope import hardware
+from stepscope.recover.claimed_shape import SIZE_FIELDS, Shape
+from stepscope.recover.claims.claim import SIZES, Claim
+from stepscope.recover.claims.prediction import Check, Predictor
+from stepscope.recover.claims.unexplained import Counted, find_counts
+from stepscope.recover.evidence.layout import (
+    MOST_EXTRAS,
+    Fits,
+    Pattern,
+    Placement,
+    Run,
+    breaks_feed_forward,
+    examine,
+    find_patterns,
+    place,
+)
+from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.evidence.structure import NoTransformerError, Role
+from stepscope.recover.facts import Gather, Rows, Sighting
+from stepscope.recover.families import registry as memory_bound
+from stepscope.recover.families.bounds import LARGEST_SIZE
+from stepscope.recover.families.elementwise import is_recent
+from stepscope.recover.families.tilings import UNKNOWN
+from stepscope.recover.shape import divisors
+from stepscope.recover.solve.recovery import Answer, Candidate, recover
+
+_MOST_PAIRS = 64  # of batch and context that are tried
+_MOST_MISFITS = 4  # readings that are laid out although none fits
+_MOST_LAID_OUT = 1_000_000  # kernels of a file, in all readings and sizes that are tried: some 40 s on a slow machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedRun:
+    """`wrong`: how many checks and layers contradict the claim in the best reading. `fits_otherwise`: with the other
+    kind of feed-forward layer nothing would contradict either."""
+
+    evidence: Evidence
+    run: Run
+    predictor: Predictor
+    placement: Placement
+    checks: list[Check]
+    wrong: int
+    fits_otherwise: bool = False
+    counts: tuple[tuple[Sighting, Counted], ...] = ()
+
+
+def make_shape(claim: Claim) -> Shape:
+    plain = msgspec.structs.asdict(claim)
+    return Shape(**{name: plain[name] for name in SIZES if name != "num_layers"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedRuns:
+    """Every file under the shape that the claim is held to be. `left_open`: what of the sizes that are not claimed was
+    not looked at. `is_cut`: not every way to lay the kernels out was tried, so that none of them refutes."""
+
+    shape: Shape
+    files: list[ClaimedRun]
+    left_open: tuple[str, ...] = ()
+    is_cut: bool = False
+
+
+def open_all(evidence: Sequence[Evidence], claim: Claim) -> ClaimedRuns:
+    opened = [_Opened(one) for one in evidence]
+    best: tuple[int, ClaimedRuns] | None = None
+    for shape, left_open in _complete(make_shape(claim), opened, cache(lambda: _recover(evidence))):
+        if best is not None and any(one.is_spent for one in opened):
+            return _finish(best[1], opened, is_cut=True)
+        files = [one.lay_out(claim, shape) for one in opened]
+        wrong = sum(file.wrong for file in files)
+        if best is None or wrong < best[0]:
+            best = wrong, ClaimedRuns(shape=shape, files=files, left_open=left_open)
+        if not wrong:
+            break
+    assert best is not None, "the claim itself is tried at last"
+    return _finish(best[1], opened, is_cut=any(one.is_cut for one in opened))
+
+
+def _finish(runs: ClaimedRuns, opened: Sequence["_Opened"], *, is_cut: bool) -> ClaimedRuns:
+    files = [one.count(file) for one, file in zip(opened, runs.files, strict=True)]
+    return replace(runs, files=files, is_cut=is_cut)
+
+
+def _complete(
+    shape: Shape, opened: Sequence["_Opened"], recovered: Callable[[], Answer | None]
+) -> Iterator[tuple[Shape, tuple[str, ...]]]:
+    """What the claim may mean, the likeliest first, and what was not looked at when it was recovered. What comes last
+    leaves open whatever nobody knows: if that is contradicted, the claim is, whatever the open sizes are."""
+    open_sizes = [name for name in SIZE_FIELDS if getattr(shape, name) is None]
+    if not open_sizes:
+        yield shape, ()
+        return
+    pairs = list(_pair(shape, opened))
+    if not set(open_sizes) <= {"batch", "context"} and (answer := recovered()) is not None:
+        for one in answer.candidates:
+            if (filled := _fill(shape, one)) is not None:
+                yield filled, answer.left_open
+    yield from ((one, ()) for one in pairs[:_MOST_PAIRS])
+    if not pairs and (answer := recovered()) is not None:
+        # A compiled run shows its tokens to the recovery alone, which may differ in what is claimed.
+        yield from ((_complete_from(shape, one), answer.left_open) for one in answer.candidates)
+    if not 0 < len(pairs) <= _MOST_PAIRS:
+        yield shape, ()
+
+
+def _recover(evidence: Sequence[Evidence]) -> Answer | None:
+    try:
+        return recover(evidence)
+    except NoTransformerError:
+        return None
+
+
+def _fill(shape: Shape, candidate: Candidate) -> Shape | None:
+    """The claim with what it leaves open as recovered; None where the two disagree."""
+    known = {name: value for name in SIZE_FIELDS if (value := getattr(shape, name)) is not None}
+    found = {name: getattr(candidate, name) for name in SIZE_FIELDS}
+    return Shape(**found) if all(found[name] == value for name, value in known.items()) else None
+
+
+def _complete_from(shape: Shape, candidate: Candidate) -> Shape:
+    """What the claim leaves open, as recovered."""
+    found = {name: getattr(candidate, name) for name in SIZE_FIELDS if getattr(shape, name) is None}
+    return msgspec.structs.replace(shape, **found)
+
+
+def _pair(shape: Shape, opened: Sequence["_Opened"]) -> Iterator[Shape]:
+    """Every batch and context that make the tokens which norms and lookups show, and that attention admits."""
+    tokens = next((found for one in opened if (found := one.count_tokens()) is not None), None)
+    if tokens is None or (shape.batch is not None and shape.context is not None):
+        return
+    fitting: list[Shape] = []
+    others: list[Shape] = []
+    for batch in divisors(tokens):
+        context = tokens // batch
+        if shape.batch in (None, batch) and shape.context in (None, context):
+            one = msgspec.structs.replace(shape, batch=batch, context=context)
+            (fitting if all(file.admits_attention(one) for file in opened) else others).append(one)
+    yield from fitting or others[:1]
+
+
+def _forgive_cuts(placement: Placement, checks: list[Check], kernels: int, period: int, shape: Shape) -> list[Check]:
+    """Recordings begin and end anywhere, and half a pass is easily misread. Where the whole file is one pass over and
+    over, every kernel of a part has twins in the other passes: what is wrong with it and with none of them is the cut.
+    `period`: after how many of the kernels the same come again, which is to be a whole pass and not a layer."""
+    inside = {(one.pass_number, one.layer) for one in placement.attentions if one.sighting.index >= kernels - period}
+    if period == kernels or len(inside) != max(placement.num_layers):
+        return checks
+
+    def keep(wrong: set[int]) -> set[int]:
+        twins = {one: (one - period, one + period) for one in wrong}
+        return {one for one in wrong if all(twin in wrong for twin in twins[one] if 0 <= twin < kernels)}
+
+    intruders = keep({one.sighting.index for one in placement.intruders})
+    placement.intruders[:] = [one for one in placement.intruders if one.sighting.index in intruders]
+    complaints = keep({one.sighting.index for one in placement.complaints})
+    placement.complaints[:] = [one for one in placement.complaints if one.sighting.index in complaints]
+    extras = keep({one.index for one in placement.extras})
+    placement.extras[:] = [one for one in placement.extras if one.index in extras]
+    depth = max(placement.num_layers)
+    ends = {1, len(placement.num_layers)}
+    placement.unclear |= {number for number in ends if placement.num_layers[number - 1] < depth}
+    wrong = {one.sighting.index for one in checks if one.test(shape) is False}
+    forgiven = wrong - keep(wrong)
+    placement.products[:] = [one for one in placement.products if one.sighting.index not in forgiven]
+    return [one for one in checks if one.sighting.index not in forgiven]
+
+
+def _find_period(keys: Sequence[object]) -> int:
+    """After how many kernels the same come again."""
+    borders = [0]
+    for key in keys[1:]:
+        length = borders[-1]
+        while length and keys[length] != key:
+            length = borders[length - 1]
+        borders.append(length + (keys[length] == key))
+    return len(keys) - borders[-1]
+
+
+class _Opened:
+    """A file before anything is claimed."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.run = examine(evidence.sightings)
+        self.recent = is_recent(one.name for one in evidence.sightings)
+        device = hardware.find(evidence.device) if evidence.device else None
+        self.predictor = Predictor(evidence.device_sms or UNKNOWN, device, recent=self.recent)
+        self._period = _find_period([self.predictor.identify(one) for one in evidence.sightings])
+        self._left = _MOST_LAID_OUT
+        self.is_cut = False  # there were readings that were not laid out
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left <= 0
+
+    def lay_out(self, claim: Claim, shape: Shape) -> ClaimedRun:
+        best = self._read(claim, shape, claim.gated)
+        if best is None:
+            raise NoTransformerError(
+                f"{self.run.gap_products} matrix products between one attention and the next, which are not those of "
+                "a decoder's layer"
+            )
+        other = self._read(claim, shape, not claim.gated) if claim.gated is not None else None
+        (wrong, _, _), placement, checks = best
+        return ClaimedRun(
+            evidence=self.evidence,
+            run=self.run,
+            predictor=self.predictor,
+            placement=placement,
+            checks=checks,
+            wrong=wrong,
+            fits_otherwise=other is not None and other[0] == (0, False, 0),
+        )
+
+    def count(self, file: ClaimedRun) -> ClaimedRun:
+        """With the kernels that move data, which are needed of the best alone."""
+        found = find_counts(file.placement, recent=self.recent)
+        return replace(file, counts=tuple((where.sighting, counted) for where, counted in found))
+
+    def _read(
+        self, claim: Claim, shape: Shape, gated: bool | None
+    ) -> tuple[tuple[int, bool, int], Placement, list[Check]] | None:
+        """The reading of the products that contradicts the claim least."""
+        best: tuple[tuple[int, bool, int], Placement, list[Check]] | None = None
+
+        known: dict[object, bool] = {}
+
+        def fits(role: Role, one: Sighting) -> bool:
+            key = (role, self.predictor.identify(one))
+            if key not in known:
+                known[key] = self.predictor.fits(role, one, shape) is not False
+            return known[key]
+
+        for pattern, behind in self._choose_patterns(gated, fits):
+            if best is not None and self.is_spent:
+                self.is_cut = True
+                break
+            self._left -= len(self.run.sightings)
+            placement = place(self.run, pattern, behind, claim.num_layers, fits)
+            placement.leave_out(self.predictor.find_single_steps(placement, shape))
+            checks = list(self.predictor.predict(placement))
+            checks = _forgive_cuts(placement, checks, len(self.run.sightings), self._period, shape)
+            distinct = {check.key: check for check in checks}.values()
+            wrong = sum(check.test(shape) is False for check in distinct) + len(placement.complaints)
+            score = (wrong, breaks_feed_forward(placement), pattern.count(None))
+            if best is None or score < best[0]:
+                best = (score, placement, checks)
+            if score == (0, False, 0):
+                break
+        return best
+
+    def _choose_patterns(self, gated: bool | None, fits: Fits) -> list[tuple[Pattern, int]]:
+        """Those that fit one layer, with products that have no role in it if need be. Where none does, the claim is
+        refuted in any, and a few that nearly do are enough to say how."""
+        gap = self.run.gap
+        if gap is None:
+            return find_patterns(self.run, gated=gated)
+        misfits: list[tuple[int, tuple[Pattern, int]]] = []
+        for extras in range(MOST_EXTRAS + 1):
+            for pattern, behind in find_patterns(self.run, gated=gated, extras=extras):
+                roles = zip(pattern, gap, strict=True)
+                wrong = sum(role is not None and not fits(role, one) for role, one in roles)
+                misfits.append((wrong, (pattern, behind)))
+            fitting = [pattern for wrong, pattern in misfits if not wrong]
+            if fitting:
+                return fitting
+        return [pattern for _, pattern in sorted(misfits, key=lambda one: one[0])[:_MOST_MISFITS]]
+
+    def count_tokens(self) -> int | None:
+        """By the lookups before the first attention, of which that of the tokens has most rows: positions may be looked
+        up before them. Else by the first lookup or norm."""
+        first = self.run.segments[0][0][0].index
+        rows: dict[type, list[tuple[int, int]]] = {Gather: [], Rows: []}
+        for one in self.run.sightings:
+            if one.name.kernel_class not in ("index", "embedding", "norm") or one.name.library == "Inductor":
+                continue
+            fact = memory_bound.read(one, recent=self.recent)
+            if isinstance(fact, Gather | Rows) and fact.rows.is_exact and fact.rows.low <= LARGEST_SIZE:
+                rows[type(fact)].append((one.index, fact.rows.low))
+        ahead = [number for index, number in rows[Gather] if index < first]
+        anywhere = [number for _, number in (*rows[Gather], *rows[Rows])]
+        return max(ahead) if ahead else next(iter(anywhere), None)
+
+    def admits_attention(self, shape: Shape) -> bool:
+        return all(check.test(shape) is not False for check in self._attention_checks)
+
+    @cached_property
+    def _attention_checks(self) -> list[Check]:
+        anchors = [one for segment in self.run.segments for anchor in segment for one in anchor]
+        distinct = {(one.name.name, one.grid, one.block): one for one in anchors}.values()
+        return [check for one in distinct for check in self.predictor.check_anchor(one, "")]

@@ -1,0 +1,165 @@
+"""Evidence against itself: what no GPU can have reported, whatever it ran.
+
+Numbers of a file can be edited one by one. A GPU ties them together: operations to instructions, bytes to sectors, work
+to time, a name to what the code behind it does. And some of its numbers never come twice: memory traffic and time vary
+with every launch, so layers that agree in them to the last digit are one layer, copied.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from stepscope.hardware import Hardware
+from stepscope.recover.evidence.layout import Complaint, Placement
+from stepscope.recover.evidence.structure import is_product
+from stepscope.recover.facts import Sighting
+
+# Whose names are known well enough to say that the code behind them multiplies no matrices.
+_PLAIN_LIBRARIES = ("ATen",)
+_PLAIN_CLASSES = ("elementwise", "copy", "reduction", "norm", "softmax", "index", "embedding", "loss", "optimizer")
+_TENSOR_DTYPES = ("bf16", "fp16", "tf32")
+FASTEST = 1.15  # of the data sheet's peak: single cards clock higher; nothing was seen beyond 0.85
+_SAME_SHARE = 0.01  # by which operations per instruction may differ between launches of one kernel
+_SECTOR_BYTES = 32
+# Kernels of a layer that must agree in everything before it is called a copy: with counters, and by durations alone.
+_FEWEST_COUNTED, _FEWEST_TIMED = 4, 8
+_COARSEST_NS = 100  # steps of a clock; a GPU's own are of 32 ns
+_ROUNDING_NS = 2  # by which steps differ where ticks were turned into nanoseconds
+_CHANCE = 1e-6  # that layers agree by chance, below which they are called copies
+_UNKNOWN_SHARE = 0.5  # of kernels that take the same time in two layers: more than was seen in any honest run
+
+
+def find_contradictions(
+    sightings: Sequence[Sighting], placement: Placement | None, hardware: Hardware | None
+) -> Iterator[Complaint]:
+    """Those that are unclear are no contradictions: a coarse clock gives the same times again and again."""
+    yield from _check_names(sightings)
+    yield from _check_instructions(sightings)
+    for one in sightings:
+        yield from _check_stores(one)
+        if hardware is not None:
+            yield from _check_speed(one, hardware)
+    if placement is not None:
+        yield from _find_copies(sightings, placement)
+
+
+def _check_names(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
+    products = [one for one in sightings if is_product(one) and one.name.tile is not None]
+    measured = {one.name.dtype for one in products if one.counters.get("tensor_ops")}
+    for one in sightings:
+        operations = one.counters.get("tensor_ops")
+        plain = one.name.library in _PLAIN_LIBRARIES and one.name.kernel_class in _PLAIN_CLASSES
+        if operations and plain:
+            yield Complaint(
+                sighting=one,
+                expected=f"{one.name.operation}, by its name, which multiplies no matrices",
+                seen=f"tensor_ops {operations:,}",
+            )
+    for one in products:
+        is_silent = one.counters.get("tensor_ops") == 0 and one.name.dtype in measured
+        if is_silent and one.name.dtype in _TENSOR_DTYPES:
+            yield Complaint(
+                sighting=one, expected=f"a matrix product in {one.name.dtype}, by its name", seen="tensor_ops 0"
+            )
+
+
+def _check_instructions(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
+    """One instruction does so many operations, the same in every launch of a kernel."""
+    usual: dict[str, float] = {}
+    for one in sightings:
+        operations, instructions = one.counters.get("tensor_ops"), one.counters.get("tensor_instructions")
+        if not operations or instructions is None or one.name.kernel_class not in ("gemm", "attention"):
+            continue
+        if instructions == 0:
+            yield Complaint(
+                sighting=one, expected="instructions on the tensor cores", seen=f"none, and tensor_ops {operations:,}"
+            )
+            continue
+        each = operations / instructions
+        known = usual.setdefault(one.name.name, each)
+        if abs(each - known) > _SAME_SHARE * known:
+            yield Complaint(
+                sighting=one,
+                expected=f"{known:,.0f} operations an instruction, as in other launches of this kernel",
+                seen=f"{each:,.0f}",
+            )
+
+
+def _check_stores(sighting: Sighting) -> Iterator[Complaint]:
+    stored, sectors = sighting.counters.get("store_bytes"), sighting.counters.get("write_sectors")
+    if stored and sectors is not None and sectors * _SECTOR_BYTES < stored:
+        yield Complaint(
+            sighting=sighting,
+            expected=f"at least {-(-stored // _SECTOR_BYTES):,} sectors for the {stored:,} bytes stored",
+            seen=f"write_sectors {sectors:,}",
+        )
+
+
+def _check_speed(sighting: Sighting, hardware: Hardware) -> Iterator[Complaint]:
+    seconds = sighting.duration_ns / 1e9
+    if seconds <= 0:
+        return
+    peak = max(hardware.peak_flops.values(), default=0.0)
+    operations = sighting.counters.get("tensor_ops", 0)
+    if peak and operations / seconds > FASTEST * peak:
+        yield _too_fast(sighting, f"{operations:,} operations", operations / peak)
+    moved = sighting.counters.get("dram_read_bytes", 0) + sighting.counters.get("dram_write_bytes", 0)
+    if hardware.bandwidth and moved / seconds > FASTEST * hardware.bandwidth:
+        yield _too_fast(sighting, f"{moved:,} bytes of memory traffic", moved / hardware.bandwidth)
+
+
+def _too_fast(sighting: Sighting, what: str, least_seconds: float) -> Complaint:
+    return Complaint(
+        sighting=sighting,
+        expected=f"at least {least_seconds * 1e6:,.1f} µs for {what}, at this GPU's peak",
+        seen=f"{sighting.duration_ns / 1e3:,.1f} µs",
+    )
+
+
+def _find_copies(sightings: Sequence[Sighting], placement: Placement) -> Iterator[Complaint]:
+    """From one attention to the next, with all that varies."""
+    starts = sorted({(place.pass_number, place.layer): place.sighting.index for place in placement.attentions}.values())
+    layers = [sightings[start:end] for start, end in itertools.pairwise(starts)]
+    is_coarse = find_step_ns(sightings) >= _COARSEST_NS
+    share = _share_alike(layers)
+    known: dict[tuple[object, ...], int] = {}
+    for kernels in layers:
+        counted = all("dram_read_bytes" in one.counters for one in kernels)
+        if len(kernels) < (_FEWEST_COUNTED if counted else _FEWEST_TIMED):
+            continue
+        key = tuple(_varying(one) for one in kernels)
+        start = kernels[0].index
+        if any(one[0] for one in key) and known.setdefault(key, start) != start:
+            by_chance = len(layers) ** 2 * share ** len(kernels)
+            yield Complaint(
+                sighting=kernels[0],
+                expected="times and memory traffic that vary from layer to layer, as they do on every GPU",
+                seen=f"{len(kernels)} kernels that repeat those from #{known[key]} on to the last digit",
+                is_unclear=not counted and (is_coarse or by_chance > _CHANCE),
+            )
+
+
+def find_step_ns(sightings: Sequence[Sighting]) -> int:
+    """The step of the clock that durations were taken with: the least by which two differ. 0 where all are alike."""
+    durations = sorted({one.duration_ns for one in sightings})
+    steps = [after - before for before, after in itertools.pairwise(durations)]
+    return min((step for step in steps if step > _ROUNDING_NS), default=min(steps, default=0))
+
+
+def _share_alike(layers: Sequence[Sequence[Sighting]]) -> float:
+    """How many of a layer's kernels take the same time in the next, where the two are not alike as a whole."""
+    alike, compared = 1, 2
+    for first, second in itertools.pairwise(layers):
+        same = sum(_varying(one) == _varying(other) for one, other in zip(first, second, strict=False))
+        if len(first) == len(second) and same < len(first):
+            alike, compared = alike + same, compared + len(first)
+    return alike / compared if compared > _FEWEST_TIMED else _UNKNOWN_SHARE
+
+
+def _varying(sighting: Sighting) -> tuple[int | None, ...]:
+    counters = sighting.counters
+    return (
+        sighting.duration_ns,
+        counters.get("write_sectors"),
+        counters.get("dram_read_bytes"),
+        counters.get("dram_write_bytes"),
+    )

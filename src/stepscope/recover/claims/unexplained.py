@@ -1,0 +1,184 @@
+"""Work that a claim does not explain, in time and operations.
+
+Matrix products are what a model consists of, so a product that no layer has is either another model or busy work. What
+only moves data is told by how many elements it takes: programs make tensors that nobody can foresee, so a count that
+the claim does not explain is shown and refutes nothing.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, count_head_rows, product_sizes
+from stepscope.recover.claims.prediction import Predictor, admits
+from stepscope.recover.evidence.layout import Place, Placement, Run, adds_parts
+from stepscope.recover.evidence.observation import FEWEST, Seen, see
+from stepscope.recover.evidence.structure import Role, Zone
+from stepscope.recover.facts import Sighting
+from stepscope.recover.families.bounds import find_window
+from stepscope.recover.solve.tensors import feed_forward_sizes, sizes
+
+Kind = Literal["multiplies", "unknown", "count"]
+_MULTIPLYING = ("gemm", "attention", "convolution")
+_PADDED = 8  # what a compiler rounds a vocabulary up to
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """Launches of one kernel for which the claim has no use."""
+
+    kind: Kind
+    name: str
+    why: str
+    first_index: int
+    launches: int
+    duration_ns: int
+    operations: int | None  # None where they were not counted
+
+
+class Counted(msgspec.Struct, frozen=True, kw_only=True):
+    """A kernel that moves data, where it stands, and the counts of which one holds."""
+
+    place_zone: Zone
+    seen: Seen
+
+
+def find_counts(placement: Placement, *, recent: bool) -> tuple[tuple[Place, Counted], ...]:
+    found = []
+    for place in placement.others:
+        seen = see(place.sighting, recent=recent) if place.zone is not None else None
+        if seen is not None and place.zone is not None and max(one.high for one in seen.counts) >= FEWEST:
+            found.append((place, Counted(place_zone=place.zone, seen=seen)))
+    return tuple(found)
+
+
+def is_explained(counted: Counted, shape: Shape) -> bool:
+    """Also where the claim leaves open a size that would be needed."""
+    core = shape.core
+    if core is None:
+        return True
+    expected = set(sizes(core, counted.place_zone)) | set(_cast_weights(shape))
+    if counted.place_zone == "feed_forward":
+        if shape.d_ff is None:
+            return True
+        expected |= set(feed_forward_sizes(core.tokens, core.d_model, shape.d_ff, joint=True))
+        expected.add(2 * core.tokens * shape.d_ff)
+    if counted.place_zone == "after":
+        if shape.vocab_size is None:
+            return True
+        ways = HEAD_ROWS if shape.head_rows is None else (shape.head_rows,)
+        # Positions may be cut off behind the head as well.
+        rows = {count_head_rows(shape, way) or 0 for way in ways} | {core.tokens - core.batch}
+        expected |= rows | {number * shape.vocab_size for number in rows}
+    return counted.seen.explained_by(one for one in expected if isinstance(one, int))
+
+
+def _cast_weights(shape: Shape) -> Iterator[int]:
+    """Matrices that are cast before they are used, or padded so that a product can be cut into whole tiles."""
+    if shape.d_model and shape.d_ff:
+        yield from (shape.d_model * shape.d_ff, 2 * shape.d_model * shape.d_ff)
+    if shape.d_model and shape.vocab_size:
+        yield from (shape.d_model * shape.vocab_size, shape.d_model * (-(-shape.vocab_size // _PADDED) * _PADDED))
+
+
+def find_unclaimed_products(
+    run: Run, placement: Placement, predictor: Predictor, shape: Shape
+) -> Iterator[tuple[Sighting, str]]:
+    """Kernels that multiply and have no place in the claimed model."""
+    for place in placement.intruders:
+        yield place.sighting, "a matrix product that no layer of the claimed kind has"
+    roles: tuple[Role, ...] = (*(role for role in placement.pattern if role is not None), "head")
+    for one in placement.extras:
+        is_of_backward = run.is_training and _is_of_backward(one, roles, predictor, shape)
+        if not is_of_backward and not _is_rotary(one, predictor, shape):
+            yield one, "a matrix product outside of the layers that is not the head's"
+    for one in placement.backward:
+        if not _is_of_backward(one, roles, predictor, shape) and not _is_rotary(one, predictor, shape):
+            yield one, "a matrix product that is no gradient of the claimed layers"
+    placed = {place.sighting.index for place in (*placement.products, *placement.attentions)}
+    placed |= {one.sighting.index for one in placement.intruders}
+    placed |= {one.index for one in (*placement.extras, *placement.backward, *placement.recomputed)}
+    for one in run.sightings:
+        if one.index in placed or adds_parts(one):
+            continue
+        if one.name.kernel_class == "convolution":
+            yield one, "a convolution, which no decoder has"
+        elif one.name.kernel_class not in _MULTIPLYING and one.counters.get("tensor_ops"):
+            yield one, f"not a matrix product by its name ({one.name.operation}), and one by its work"
+
+
+def find_unknown(run: Run) -> Iterator[tuple[Sighting, str]]:
+    for one in run.sightings:
+        if is_unknown(one):
+            yield one, "a kernel whose name says nothing"
+
+
+def is_unknown(sighting: Sighting) -> bool:
+    return sighting.name.kernel_class == "other" and not sighting.counters.get("tensor_ops")
+
+
+def summarise(kind: Kind, found: Iterable[tuple[Sighting, str]]) -> tuple[Work, ...]:
+    """By kernel and reason, what took longest first."""
+    groups: dict[tuple[str, str], list[Sighting]] = {}
+    for sighting, why in found:
+        groups.setdefault((sighting.name.short, why), []).append(sighting)
+    works = [
+        Work(
+            kind=kind,
+            name=name,
+            why=why,
+            first_index=ones[0].index,
+            launches=len(ones),
+            duration_ns=sum(one.duration_ns for one in ones),
+            operations=_sum_operations(ones),
+        )
+        for (name, why), ones in groups.items()
+    ]
+    return tuple(sorted(works, key=lambda work: -work.duration_ns))
+
+
+def count_operations(sighting: Sighting) -> int | None:
+    """On the tensor cores and outside, as far as it was counted: a multiply-add is two."""
+    counters = sighting.counters
+    if not counters:
+        return None
+    plain = counters.get("fadd", 0) + counters.get("fmul", 0) + 2 * counters.get("ffma", 0)
+    return counters.get("tensor_ops", 0) + plain
+
+
+def _sum_operations(sightings: list[Sighting]) -> int | None:
+    counts = [count for one in sightings if (count := count_operations(one)) is not None]
+    return sum(counts) if counts else None
+
+
+def _is_rotary(sighting: Sighting, predictor: Predictor, shape: Shape) -> bool:
+    """Angles of rotary positions, positions times frequencies: a product that sums over nothing."""
+    product = predictor.product(sighting)
+    if product is None or shape.context is None or shape.batch is None or shape.d_head is None:
+        return False
+    for batch in {shape.batch, 1}:
+        windows = (
+            find_window(product, columns=shape.context, inner=1, batch=batch),
+            find_window(product, rows=shape.context, inner=1, batch=batch),
+        )
+        if any(window is not None and window.low <= shape.d_head for window in windows):
+            return True
+    return False
+
+
+def _is_of_backward(sighting: Sighting, roles: tuple[Role, ...], predictor: Predictor, shape: Shape) -> bool:
+    """A gradient is a product of the same three sizes, in another order."""
+    product = predictor.product(sighting)
+    if product is None:
+        return True
+    for role in roles:
+        for rows, columns, inner, batch in product_sizes(role, shape):
+            for first, second, third in itertools.permutations((rows, columns, inner)):
+                if admits(product, (first, second, third, batch)) is not False:
+                    return True
+    return False
+
+
+def is_too_much(works: Iterable[Work], total_ns: int, share: float) -> bool:
+    return sum(work.duration_ns for work in works) > share * max(total_ns, 1)

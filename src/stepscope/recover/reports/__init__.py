@@ -1,0 +1,1 @@
+"""Signed reports: their contents and hashes, the keys, and the signatures."""

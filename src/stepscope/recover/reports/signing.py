@@ -1,0 +1,179 @@
+"""Signed reports: made, and taken apart with suspicion.
+
+A signed report is one line of JSON:
+
+    {"report":REPORT,"signature":"64 bytes in base64"}
+
+The signature is Ed25519 over a fixed prefix and the bytes of REPORT as they stand in the file. A checker cuts those
+bytes out by their place and looks at the signature before it reads a word of them. What stands around them has one form
+only, so that every bit of the file is either signed or fixed: no blanks, no second spelling of the signature, nothing
+behind it.
+
+A signature says that whoever holds the key signed this, and that nothing changed since. Not that it is true.
+"""
+
+import base64
+import binascii
+import os
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.files import open_plain, write_atomically, writing
+from stepscope.recover.reports.hashing import base_name, hash_file, hash_files
+from stepscope.recover.reports.keys import (
+    PublicKey,
+    load_private_key,
+    parse_public_key,
+    public_key_of,
+    read_public_key,
+)
+from stepscope.recover.reports.signed_report import SCHEMA, HashedFile, Report, canonical_bytes, parse_report
+
+# A key may one day sign other things: a signature of one kind must not pass for another.
+_CONTEXT = SCHEMA.encode() + b"\n"
+_HEAD = b'{"report":'
+_MIDDLE = b',"signature":"'
+_TAIL = b'"}\n'
+_SIGNATURE_BYTES = 64
+_SIGNATURE_LETTERS = 88
+_BEHIND = len(_MIDDLE) + _SIGNATURE_LETTERS + len(_TAIL)
+_LARGEST_BYTES = 64 * 2**20
+_MARK = b"stepscope.report"
+
+
+class Verdict(StrEnum):
+    GOOD = "good"
+    CHANGED = "changed"
+    OTHER_KEY = "signed by another key"
+
+
+class SignatureCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """`report` is there when the signature is good, and at no other time. `signer` is whose it is, if that is known."""
+
+    verdict: Verdict
+    report: Report | None = None
+    signer: PublicKey | None = None
+
+
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that is not what was signed: other bytes, none of the report's files, or missing from its folder."""
+
+    name: str
+    problem: Literal["changed", "not in the report", "missing"]
+
+
+def sign_report(report: Report, key_path: Path) -> bytes:
+    """The signed report's bytes, with the key's public half in place of whatever `report` names."""
+    key = load_private_key(key_path)
+    content = canonical_bytes(msgspec.structs.replace(report, public_key=public_key_of(key).text))
+    signature = base64.b64encode(key.sign(_CONTEXT + content))
+    return _HEAD + content + _MIDDLE + signature + _TAIL
+
+
+def write_signed(path: Path, report: Report, key_path: Path, *, force: bool = False) -> None:
+    if os.path.lexists(path) and not force:
+        raise StepscopeError(f"`{path}` exists", hint="--force, or another file")
+    content = sign_report(report, key_path)
+    with writing(path, if_full="nothing was kept", hint="a file on another disk"):
+        write_atomically(path, content)
+
+
+def check_signed(path: Path, public_key: Path | str) -> SignatureCheck:
+    """StepscopeError where there is no report at all, or no key."""
+    return check_signed_bytes(_read(path), read_public_key(public_key), name=str(path))
+
+
+def check_signed_bytes(signed: bytes, public_key: PublicKey, *, name: str = "the file") -> SignatureCheck:
+    parts = _take_apart(signed)
+    if parts is None and _MARK not in signed:
+        raise StepscopeError(
+            f"not a signed report: `{name}`", detail=f"expected schema `{SCHEMA}`", hint="stepscope verify --help"
+        )
+    if parts is None:
+        return SignatureCheck(verdict=Verdict.CHANGED)
+    content, signature = parts
+    if not _is_signed_by(public_key, content, signature):
+        signer = _signer_in(content)
+        if signer is not None and _is_signed_by(signer, content, signature):
+            return SignatureCheck(verdict=Verdict.OTHER_KEY, signer=signer)
+        return SignatureCheck(verdict=Verdict.CHANGED)
+    report = parse_report(content)
+    if report.public_key != public_key.text:
+        raise StepscopeError(f"the report `{name}` names another key than the one that signed it")
+    return SignatureCheck(verdict=Verdict.GOOD, report=report, signer=public_key)
+
+
+def check_evidence(report: Report, paths: Sequence[Path]) -> list[Mismatch]:
+    """Hashes files again that are said to be those of the report, the claim and the weights among them. A file alone
+    may have been renamed; in a folder, names count as well, and so does a file that is gone."""
+    signed = {(file.name, file.sha256) for file in report.evidence}
+    others = [one for one in (report.claim, report.weights) if one is not None]
+    hashes = {file.sha256 for file in (*report.evidence, *others)}
+    found: list[Mismatch] = []
+    for path in paths:
+        if path.is_dir():
+            members = hash_files([path])
+            found += [_mismatch(report, file) for file in members if (file.name, file.sha256) not in signed]
+            present = {file.name for file in members}
+            below = [file.name for file in report.evidence if file.name.startswith(f"{base_name(path)}/")]
+            found += [Mismatch(name=name, problem="missing") for name in below if name not in present]
+        else:
+            file = hash_file(path)
+            found += [] if file.sha256 in hashes else [_mismatch(report, file)]
+    return found
+
+
+def _mismatch(report: Report, file: HashedFile) -> Mismatch:
+    known = any(one.name == file.name for one in report.evidence)
+    return Mismatch(name=file.name, problem="changed" if known else "not in the report")
+
+
+def _take_apart(signed: bytes) -> tuple[bytes, bytes] | None:
+    """What was signed and its signature, by their places; None where anything around them differs by a bit."""
+    behind = signed[-_BEHIND:]
+    letters = behind[len(_MIDDLE) : -len(_TAIL)]
+    if not signed.startswith(_HEAD) or len(signed) <= len(_HEAD) + _BEHIND:
+        return None
+    if not behind.startswith(_MIDDLE) or not behind.endswith(_TAIL):
+        return None
+    try:
+        signature = base64.b64decode(letters, validate=True)
+    except binascii.Error:
+        return None
+    # Base64 has bits to spare at its end, and decoders pass over them.
+    if len(signature) != _SIGNATURE_BYTES or base64.b64encode(signature) != letters:
+        return None
+    return signed[len(_HEAD) : -_BEHIND], signature
+
+
+def _is_signed_by(public_key: PublicKey, content: bytes, signature: bytes) -> bool:
+    """The library refuses a second form of the same signature (s plus the group's order)."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key.raw).verify(signature, _CONTEXT + content)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _signer_in(content: bytes) -> PublicKey | None:
+    """Whom an unverified report names. Good for nothing but to try that key."""
+    try:
+        return parse_public_key(parse_report(content).public_key)
+    except StepscopeError:
+        return None
+
+
+def _read(path: Path) -> bytes:
+    with open_plain(path, what="a signed report") as (file, _):
+        content = file.read(_LARGEST_BYTES + 1)
+    if len(content) > _LARGEST_BYTES:
+        raise StepscopeError(f"not a signed report: `{path}`", detail=f"it is larger than {_LARGEST_BYTES:,} bytes")
+    return content

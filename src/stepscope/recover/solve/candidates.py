@@ -1,0 +1,499 @@
+"""All integers consistent with what was seen: propagation over the chained sizes, from the tokens outward.
+
+tokens → width → (batch, heads, head size, key-value heads) → feed-forward width, vocabulary. Products and attention are
+hard: a candidate that one of them excludes is gone. Counts of elements are softer, because nobody can list every tensor
+a program might make: candidates are ordered by how many of them they explain, then by how usual they are.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isqrt
+
+import numpy as np
+
+from stepscope.recover.evidence.observation import Observation, Seen
+from stepscope.recover.evidence.structure import Role, Zone
+from stepscope.recover.facts import Window
+from stepscope.recover.families.bounds import LARGEST_SIZE, BoundedProduct, find_window
+from stepscope.recover.shape import Core, Cores, Flags, Ints, divisors, join_cores
+from stepscope.recover.solve.effort import Effort
+from stepscope.recover.solve.heads import Triple, find_heads
+from stepscope.recover.solve.priors import (
+    surprise,
+    surprise_of_feed_forward,
+    surprise_of_vocabulary,
+    surprise_of_width,
+)
+from stepscope.recover.solve.tensors import Quantity, counted_up_to, feed_forward_sizes, sizes
+
+_NORM_ZONES: tuple[Zone, ...] = ("between", "middle")
+_CORE_ZONES: tuple[Zone, ...] = ("between", "middle", "heads", "merge", "before", "final")
+_MOST_TOKENS = 4096  # candidates for the number of tokens
+_MOST_WIDTHS = 4096
+_MOST_RANKED = 2000  # of the best, by how usual they are
+_AT_ONCE = 50_000  # candidates that are scored together, for the memory it takes
+# Units of effort: to ask a product what goes with a width, and to keep and rank a candidate.
+_ASKING = 300
+_KEEPING = 24
+_MOST_CHOICES = 2_000_000  # sizes beside the chain, times the counts that they are to explain
+# No model has heads that are together this many times as wide as its residual stream, or as narrow.
+_WIDEST_HEADS = 16
+WIDEST = 65_536
+WIDEST_FEED_FORWARD = 4 * WIDEST
+LARGEST_VOCABULARY = 1 << 20
+_HALF = ("fp16", "bf16")
+_INTO_HEADS: tuple[Role, ...] = ("query", "key", "value", "key_value", "query_key_value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A candidate for the attention half, with how many of the seen counts it explains."""
+
+    core: Core
+    explained: int
+    surprise: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """What a width beside the chain can be: all that products admit, and of these what explains most."""
+
+    window: Window | None
+    best: tuple[int, ...]  # by how usual they are
+    explained: int = 0
+    to_explain: int = 0
+    is_told: bool = False  # if there is one alone, it is certain
+    is_cut: bool = False  # there were more sizes than could be looked at
+    apart: tuple[Window, ...] = ()  # the parts of the window, where it is of several
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """`consistent` are all that no product and no attention excludes, `explained` how many of the `facts` counts each
+    of them explains; `cores` are the best of them in order, none where no sizes at all fit."""
+
+    observation: Observation
+    consistent: Cores
+    explained: Ints
+    cores: tuple[Scored, ...]
+    facts: int
+    is_cut: bool = False  # there were more candidates than could be looked at
+    is_spent: bool = False  # and this because the effort was spent
+    num_widths: int = 0  # pairs of tokens and width that norms and products admit
+
+    @property
+    def best(self) -> Scored:
+        return self.cores[0]
+
+    @property
+    def has_open_width(self) -> bool:
+        """Whether other tokens and widths than those of the candidates may fit."""
+        return self.is_spent or (self.is_cut and self.num_widths > 1)
+
+
+def solve(observation: Observation, effort: Effort, among: Cores | None = None) -> Solution:
+    """Without candidates where no sizes at all fit, which means that this reading of the roles is wrong, unless it is
+    cut. `among`: no others are asked for."""
+    facts = explainable(observation)
+    with effort.share(1) as mine:
+        chains = list(_chain_all(observation, mine, len(facts), among))
+    consistent = join_cores([cores for chain in chains for cores in chain.cores])
+    return order(
+        observation,
+        consistent,
+        count_explained(consistent, facts),
+        len(facts),
+        is_cut=mine.is_spent or any(chain.is_cut for chain in chains),
+        is_spent=mine.is_spent,
+        num_widths=sum(chain.num_widths for chain in chains),
+    )
+
+
+def order(
+    observation: Observation,
+    consistent: Cores,
+    explained: Ints,
+    facts: int,
+    *,
+    is_cut: bool = False,
+    is_spent: bool = False,
+    num_widths: int = 0,
+) -> Solution:
+    most = int(explained.max(initial=0))
+    best = np.flatnonzero(explained == most)
+    oddness = surprise(consistent.take(best))
+    ranked = np.argsort(oddness, kind="stable")[:_MOST_RANKED].tolist()
+    return Solution(
+        observation=observation,
+        consistent=consistent,
+        explained=explained,
+        cores=tuple(
+            Scored(core=consistent[int(best[place])], explained=most, surprise=float(oddness[place]))
+            for place in ranked
+        ),
+        facts=facts,
+        is_cut=is_cut,
+        is_spent=is_spent,
+        num_widths=num_widths,
+    )
+
+
+def count_explained(cores: Cores, facts: Sequence[tuple[Zone, Seen]]) -> Ints:
+    """For each candidate, how many of the counts are the size of one of its tensors."""
+    explained = np.zeros(len(cores), np.int64)
+    for start in range(0, len(cores), _AT_ONCE):
+        some = slice(start, start + _AT_ONCE)
+        explained[some] = _count_some(cores.take(some), facts)
+    return explained
+
+
+def _count_some(cores: Cores, facts: Sequence[tuple[Zone, Seen]]) -> Ints:
+    explained = np.zeros(len(cores), np.int64)
+    known = {zone: list(sizes(cores, zone)) for zone in {zone for zone, _ in facts}}
+    for zone, seen in facts:
+        possible = counted_up_to(cores) if _is_counting(seen) else known[zone]
+        explained += _is_explained(seen.counts, possible, len(cores))
+    return explained
+
+
+def _inside(numbers: Quantity, window: Window) -> Flags:
+    inside: Flags = (numbers >= window.low) & (numbers <= window.high)  # type: ignore[assignment]  # of many at once
+    if window.step > 1 and np.any(inside):  # remainders take longer than all the rest
+        inside = inside & ((numbers - window.low) % window.step == 0)
+    return inside
+
+
+def _is_explained(windows: Sequence[Window], possible: Iterable[Quantity], count: int) -> Flags:
+    explained = np.zeros(count, np.bool_)
+    for size, window in itertools.product(possible, windows):
+        explained |= _inside(size, window)
+        if explained.all():
+            break
+    return explained
+
+
+def _is_counting(seen: Seen) -> bool:
+    return "arange" in seen.sighting.name.operation
+
+
+def explainable(observation: Observation) -> list[tuple[Zone, Seen]]:
+    """Counts that the attention half is to explain."""
+    return [(zone, seen) for zone in _CORE_ZONES for seen in observation.zones.get(zone, ())]
+
+
+def find_tokens(observation: Observation, effort: Effort) -> list[int]:
+    """Rows of the norms around the products, lookups of embeddings; where these leave too much open, divisors of exact
+    counts that they admit."""
+    rows = [list(seen.counts) for zone in _NORM_ZONES for seen in observation.zones.get(zone, ()) if _is_norm(seen)]
+    rows += [[lookup.rows] for lookup in observation.lookups[:1]]
+    if not rows:
+        rows = [list(seen.counts) for seen in observation.zones.get("final", ()) if _is_norm(seen)]
+    least = min(rows, key=_total, default=None)
+    if least is not None and _total(least) <= _MOST_TOKENS:
+        tokens = {number for window in least for number in window}
+    else:
+        counts = sorted(_exact_counts(observation))
+        tokens = {number for count in counts if effort.afford(isqrt(count)) for number in divisors(count)}
+    numbers = np.array(sorted(number for number in tokens if 1 < number <= LARGEST_SIZE), np.int64)
+    found: list[int] = _keep_inside(numbers, rows).tolist()
+    return found
+
+
+def _keep_inside(numbers: Ints, each: Iterable[Sequence[Window]]) -> Ints:
+    """Those that are in one of the windows of each."""
+    for windows in each:
+        numbers = numbers[_is_explained(windows, (numbers,), len(numbers))]
+    return numbers
+
+
+def _is_norm(seen: Seen) -> bool:
+    return seen.is_rows and seen.sighting.name.kernel_class in ("norm", "reduction")
+
+
+def _total(windows: Iterable[Window]) -> int:
+    return sum(window.size for window in windows)
+
+
+def _exact_counts(observation: Observation) -> set[int]:
+    """Of elements that norms wrote: tokens · width, or a small multiple."""
+    seen = [seen for zone in _NORM_ZONES for seen in observation.zones.get(zone, ()) if not seen.is_rows]
+    most = LARGEST_SIZE * WIDEST
+    return {window.low for one in seen for window in one.counts if window.is_exact and 1 < window.low <= most}
+
+
+def _find_widths(observation: Observation, tokens: int, effort: Effort) -> list[int]:
+    """Widths of the residual stream: what kernels around the norms work on, a token each. Those that explain most of
+    these come first, then the most usual."""
+    seen = [seen for zone in _NORM_ZONES for seen in observation.zones.get(zone, ())]
+    fixed = [one.widths for one in seen if one.widths and one.sighting.name.kernel_class == "norm"]
+    counted = [one for one in seen if not one.is_rows]
+    if not effort.afford(_KEEPING * (1 + len(seen))):
+        return []
+    ranges = [
+        Window(max(2, -(-window.low // tokens)), window.high // tokens) for one in counted for window in one.counts
+    ]
+    ranges = [window for window in map(_clip, ranges) if 0 < window.size <= _MOST_WIDTHS]
+    if not ranges:
+        ranges = [window for windows in fixed for window in windows if window.size <= _MOST_WIDTHS]
+    if not ranges:
+        ranges = [
+            Window(-(-lookup.width_bytes.low // size), lookup.width_bytes.high // size)
+            for lookup in observation.lookups[:1]
+            if lookup.width_bytes is not None
+            for size in ((2,) if observation.structure.dtype in _HALF else (4,))
+        ]
+    widths = _keep_inside(_join_windows(map(_clip, ranges), Window(0, WIDEST)), fixed)
+    if not effort.afford((1 + len(counted)) * len(widths)):
+        return []
+    scores = _count_each((tokens * widths,), counted, len(widths))
+    ranked = sorted(zip((-scores).tolist(), map(surprise_of_width, widths.tolist()), widths.tolist(), strict=True))
+    found: list[int] = []
+    most = 0
+    for score, _, width in ranked:
+        if found and -score < most - 1:
+            break
+        if not effort.afford(_ASKING * (1 + len(observation.products))):
+            break
+        if _has_products(observation, tokens, width):
+            most = most if found else -score
+            found.append(width)
+    return found
+
+
+def _clip(window: Window) -> Window:
+    return Window(window.low, min(WIDEST, window.high), window.step)
+
+
+def _join_windows(windows: Iterable[Window], limits: Window) -> Ints:
+    """All numbers of the windows that are within the limits, each once."""
+    flags = np.zeros(limits.size, np.bool_)
+    for window in windows:
+        skipped = max(0, -(-(limits.low - window.low) // window.step))
+        flags[window.low + skipped * window.step - limits.low : max(0, window.high - limits.low + 1) : window.step] = (
+            True
+        )
+    return np.flatnonzero(flags) + limits.low
+
+
+def _has_products(observation: Observation, tokens: int, width: int) -> bool:
+    """Whether every product with the width on one side has something that fits on the other."""
+    into: tuple[Role, ...] = (*_INTO_HEADS, "up", "gate", "gate_up")
+    return all(
+        find_window(product, rows=tokens, inner=width) is not None
+        for role, product in observation.products.items()
+        if role in into
+    ) and all(
+        find_window(product, rows=tokens, columns=width) is not None
+        for role, product in observation.products.items()
+        if role in ("output", "down")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Link:
+    """What products leave open for one number of tokens and one width."""
+
+    tokens: int
+    width: int
+    query: Window  # heads · head size
+    columns: dict[Role, Window]
+
+
+def _link(observation: Observation, tokens: int, width: int) -> _Link | None:
+    products = observation.products
+    columns: dict[Role, Window] = {}
+    for role in _INTO_HEADS:
+        if role in products:
+            window = find_window(products[role], rows=tokens, inner=width, largest=WIDEST)
+            if window is None:
+                return None
+            columns[role] = window
+    anything = Window(1, WIDEST)
+    output: Window | None = anything
+    if "output" in products:
+        output = find_window(products["output"], rows=tokens, columns=width, largest=WIDEST)
+    joint = columns.get("query_key_value", anything)
+    likely = Window(max(1, width // _WIDEST_HEADS), width * _WIDEST_HEADS)
+    # Keys and values take at least nothing and at most twice what queries do.
+    limits = [output, columns.get("query", anything), Window(joint.low // 3, joint.high), likely]
+    query = _intersect(limits, WIDEST)
+    return _Link(tokens=tokens, width=width, query=query, columns=columns) if query else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chain:
+    """Candidates with the same number of tokens, a part for each width. `is_cut`: there are more."""
+
+    cores: tuple[Cores, ...] = ()
+    num_widths: int = 0  # that norms and products admit
+    is_cut: bool = False
+
+
+def _chain_all(observation: Observation, effort: Effort, facts: int, among: Cores | None) -> Iterator[_Chain]:
+    """All candidates. Widths are found first for every number of tokens: few have any, and share what is left."""
+    wanted: dict[int, set[Triple]] = {}
+    for _, heads, _, size, batch, context in among.rows() if among is not None else ():
+        wanted.setdefault(batch * context, set()).add((batch, heads, size))
+    with effort.share(3) as part:
+        tokens = [number for number in find_tokens(observation, part) if among is None or number in wanted]
+    with effort.share(3) as part:
+        linked = {number: _link_all(observation, number, part, len(tokens) - i) for i, number in enumerate(tokens)}
+    linked = {number: links for number, links in linked.items() if links}
+    for done, (number, links) in enumerate(linked.items()):
+        with effort.share(len(linked) - done) as part:
+            yield _chain(observation, links, part, facts, wanted.get(number))
+
+
+def _link_all(observation: Observation, tokens: int, effort: Effort, parts: int) -> list[_Link]:
+    """For every width, with one of the parts of the effort."""
+    with effort.share(parts) as part:
+        widths = _find_widths(observation, tokens, part)
+        asked = part.afford_some(len(widths), _ASKING * (1 + len(observation.products)))
+    return [link for width in widths[:asked] if (link := _link(observation, tokens, width)) is not None]
+
+
+def _chain(
+    observation: Observation, links: list[_Link], effort: Effort, facts: int, among: set[Triple] | None
+) -> _Chain:
+    """All candidates with a number of tokens and one of these widths."""
+    queries = Window(min(link.query.low for link in links), max(link.query.high for link in links))
+    with effort.share(2) as part:
+        every, is_cut = find_heads(observation, links[0].tokens, queries, part, among)
+    if every is None:
+        return _Chain(num_widths=len(links), is_cut=is_cut)
+    cores: list[Cores] = []
+    for link in links:
+        if not effort.afford(1 + len(every) // 8):
+            break
+        fitting = every.take(_fits(every, link))
+        affordable = effort.afford_some(len(fitting), _KEEPING + facts)
+        if affordable:
+            cores.append(fitting.take(slice(affordable)).with_width(link.width))
+    cores.sort(key=lambda part: int(part.d_model[0]))
+    return _Chain(cores=tuple(cores), num_widths=len(links), is_cut=is_cut)
+
+
+def _fits(cores: Cores, link: _Link) -> Flags:
+    wanted: dict[Role, Ints] = {
+        "key": cores.key_width,
+        "value": cores.key_width,
+        "key_value": 2 * cores.key_width,
+        "query_key_value": cores.joint_width,
+    }
+    fits = (cores.query_width >= link.query.low) & (cores.query_width <= link.query.high)
+    for role, sizes_ in wanted.items():
+        if role in link.columns:
+            fits &= (sizes_ >= link.columns[role].low) & (sizes_ <= link.columns[role].high)
+    return fits
+
+
+def find_feed_forward(observation: Observation, core: Core) -> Sized:
+    """The width between the two halves of the feed-forward layer."""
+    products, tokens, width = observation.products, core.tokens, core.d_model
+    windows = [find_window(products[role], rows=tokens, inner=width) for role in ("up", "gate") if role in products]
+    if "gate_up" in products and (both := find_window(products["gate_up"], rows=tokens, inner=width)):
+        windows.append(Window(-(-both.low // 2), both.high // 2))
+    if "down" in products:
+        windows.append(find_window(products["down"], rows=tokens, columns=width))
+    window = _intersect(windows, WIDEST_FEED_FORWARD)
+    seen = [one for one in observation.zones.get("feed_forward", ()) if not one.is_rows]
+    gated = observation.reading.is_gated
+
+    joint = "gate_up" in products
+
+    def explain(hidden: Ints) -> Ints:
+        return _count_each(feed_forward_sizes(tokens, width, hidden, joint=joint), seen, len(hidden))
+
+    ranges = [Window(-(-count.low // tokens), count.high // tokens) for one in seen for count in one.counts]
+    return _choose(window, ranges, explain, lambda size: surprise_of_feed_forward(size, width, gated=gated), len(seen))
+
+
+def find_vocabulary(observation: Observation, core: Core) -> Sized:
+    head = observation.products.get("head")
+    if head is None:
+        return Sized(window=None, best=())
+    seen = [one for one in observation.zones.get("after", ()) if not one.is_rows]
+    compiled = any(one.name.library == "Inductor" for one in observation.reading.zones["final"])
+    found: list[tuple[bool, Sized]] = []
+    for rows in dict.fromkeys((core.tokens, core.tokens - core.batch, core.batch)):
+        window = find_window(head, rows=rows, inner=core.d_model, largest=LARGEST_VOCABULARY) if rows else None
+        if window is None:
+            continue
+
+        def explain(vocabulary: Ints, rows: int = rows) -> Ints:
+            sizes_ = (rows * vocabulary, (rows - core.batch) * vocabulary, 2 * rows * vocabulary)
+            return _count_each(sizes_, seen, len(vocabulary))
+
+        ranges = [Window(-(-count.low // rows), count.high // rows) for one in seen for count in one.counts]
+        sized = _choose(window, ranges, explain, partial(_oddness_of_vocabulary, head, compiled), len(seen))
+        found.append((rows == core.tokens, sized))
+    return _join_heads(found)
+
+
+def _join_heads(found: list[tuple[bool, Sized]]) -> Sized:
+    """A head may take every token, all but the first or last of each sequence, or one of each. Which, only what comes
+    after it can tell; so what explains as much as the best is left open, every token first."""
+    if not found:
+        return Sized(window=None, best=())
+    most = max(sized.explained for _, sized in found)
+    left = sorted((one for one in found if one[1].explained == most), key=lambda one: not one[0])
+    windows = [sized.window for _, sized in left if sized.window is not None]
+    best = tuple(dict.fromkeys(size for _, sized in left for size in sized.best))
+    is_every = left[0][0]
+    return Sized(
+        window=Window(min(one.low for one in windows), max(one.high for one in windows)),
+        best=best,
+        explained=most,
+        to_explain=left[0][1].to_explain,
+        is_told=is_every and left[0][1].is_told,
+        is_cut=any(sized.is_cut for _, sized in found),
+        apart=tuple(windows),
+    )
+
+
+def _oddness_of_vocabulary(head: BoundedProduct, compiled: bool, size: int) -> float:
+    """A compiler pads what a kernel wants aligned; without one an odd size is not given to such a kernel."""
+    aligned = size % head.usual_multiples[1] == 0
+    return surprise_of_vocabulary(size) + (0.0 if aligned or compiled else 3.0)
+
+
+def _intersect(windows: Iterable[Window | None], largest: int) -> Window | None:
+    low, high = 1, largest
+    for window in windows:
+        if window is None:
+            return None
+        low, high = max(low, window.low), min(high, window.high)
+    return Window(low, high) if low <= high else None
+
+
+def _count_each(possible: Sequence[Quantity], seen: Iterable[Seen], count: int) -> Ints:
+    """How many of the counts each of the sizes explains."""
+    explained = np.zeros(count, np.int64)
+    for one in seen:
+        explained += _is_explained(one.counts, possible, count)
+    return explained
+
+
+def _choose(
+    window: Window | None,
+    ranges: Iterable[Window],
+    explain: Callable[[Ints], Ints],
+    oddness: Callable[[int], float],
+    to_explain: int,
+) -> Sized:
+    """Of what a product admits, the sizes that explain most of what was seen beside it."""
+    if window is None:
+        return Sized(window=None, best=())
+    inside = _join_windows((one for one in ranges if 0 < one.size <= _MOST_WIDTHS), window)
+    if not len(inside) and window.size <= _MOST_WIDTHS:
+        inside = _join_windows((window,), window)
+    is_cut = len(inside) * (1 + to_explain) > _MOST_CHOICES
+    if is_cut or not len(inside):
+        return Sized(window=window, best=(), to_explain=to_explain, is_cut=is_cut)
+    scores = explain(inside)
+    most = int(scores.max())
+    best = sorted(inside[scores == most].tolist(), key=lambda size: (oddness(size), size))
+    is_told = window.is_exact or (most > 0 and most >= to_explain - 1)
+    return Sized(window=window, best=tuple(best), explained=most, to_explain=to_explain, is_told=is_told)

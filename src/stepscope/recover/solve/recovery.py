@@ -1,0 +1,405 @@
+"""The answer: for every field the value, whether it is certain, what else it could be, and what shows it.
+
+Certain is what all candidates agree on that explain as much as the best one, or one count less. Never a confident wrong
+number: where evidence is thin the set is wide, and where there is none the value is null.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from stepscope.recording.readers.ncu import CUT_SHORT
+from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.evidence.structure import NoTransformerError, Structure
+from stepscope.recover.evidence.style import Style
+from stepscope.recover.facts import Window
+from stepscope.recover.shape import CORE_FIELDS, Core, Cores
+from stepscope.recover.solve.candidates import (
+    LARGEST_VOCABULARY,
+    WIDEST,
+    WIDEST_FEED_FORWARD,
+    Sized,
+    Solution,
+    find_feed_forward,
+    find_vocabulary,
+)
+from stepscope.recover.solve.effort import Effort
+from stepscope.recover.solve.parameters import Item, itemise, total
+from stepscope.recover.solve.search import Found, Reached, find, join
+
+Value = int | str | None
+FIELDS = (
+    "num_layers",
+    "d_model",
+    "num_heads",
+    "num_kv_heads",
+    "d_head",
+    "d_ff",
+    "vocab_size",
+    "batch",
+    "context",
+    "dtype",
+    "parameters",
+)
+_SLACK = 1  # counts that the truth may leave unexplained where another candidate does not
+_ENOUGH = 0.85  # of the counts must be explained before agreement among candidates makes anything certain
+_MOST_WORK = 100_000_000  # units of effort for all files together: some 20 s on a slow machine, and under 1 GB
+# What is open where attention admits nearly everything: up to where candidates end, None where tokens do.
+_OPEN: dict[str, int | None] = {"num_heads": 256, "num_kv_heads": 256, "d_head": 512, "batch": None, "context": None}
+# What is open besides where not all numbers of tokens and widths were looked at.
+_OPEN_BESIDES = {"d_model": WIDEST, "d_ff": WIDEST_FEED_FORWARD, "vocab_size": LARGEST_VOCABULARY}
+# What one rank of several need not have whole.
+_OF_A_SHARE = ("d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "batch", "context")
+_MOST_CANDIDATES = 24
+_MOST_ALTERNATIVES = 64
+_SMALLEST_VOCABULARY = 4096  # of a language model's head; classifiers and poolers have fewer outputs
+_PADDING = 8  # what a compiler rounds a vocabulary up to
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """`alternatives` beside the value; where they are too many to list, `low` and `high` are their window. A window
+    without a `high` has no end."""
+
+    value: Value
+    certain: bool
+    alternatives: tuple[Value, ...] = ()
+    low: int | None = None
+    high: int | None = None
+    evidence: tuple[str, ...] = ()
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    d_head: int
+    d_ff: int | None
+    vocab_size: int | None
+    batch: int
+    context: int
+    dtype: str | None
+    parameters: int | None
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    candidates: tuple[Candidate, ...]
+    fields: dict[str, Field]
+    family: str = ""
+    items: tuple[Item, ...] = ()  # the parameters of the first candidate
+    num_consistent: int = 0  # candidates for the attention half that no fact excludes
+    explained: int = 0
+    counts: int = 0
+    would_decide: tuple[str, ...] = ()
+    left_open: tuple[str, ...] = ()  # what the search did not look at, because there was too much of it
+    notes: tuple[str, ...] = ()
+
+
+def recover(evidence: Sequence[Evidence], *, work: int = _MOST_WORK) -> Answer:
+    """From all files together, which are taken to be of one run. Raises NoTransformerError where the kernels show no
+    decoder, or the files do not show the same one. `work` bounds the search: `left_open` says what was not looked at,
+    and nothing that depends on it is certain."""
+    allocations = tuple(size for one in evidence for size in one.allocations)
+    shown = [replace(one, allocations=allocations) for one in evidence if one.sightings]
+    assert shown, "somebody has looked that there are kernels"
+    effort = Effort(work)
+    found: list[Found] = []
+    for done, one in enumerate(shown):
+        with effort.share(len(shown) - done + (len(shown) > 1)) as part:  # one more, for what they have in common
+            found.append(find(one, part))
+    counts = {one.structure.num_layers for one in found}
+    if len(counts) > 1:
+        raise NoTransformerError(
+            f"the files show {' and '.join(map(str, sorted(counts)))} layers: no one model ran them"
+        )
+    dtypes = {one.structure.dtype for one in found}
+    if len(dtypes) > 1:
+        raise NoTransformerError(
+            f"the files show products in {' and '.join(map(str, dtypes))}: they are of different runs"
+        )
+    fitted = [one for one in found if one.reached]
+    fitted.sort(key=lambda one: (one.is_cut, len(one.reached[0].solution.consistent)))
+    if not fitted:
+        return _answer_without_sizes(found)
+    return _assemble(join(fitted, effort))
+
+
+def _assemble(found: Found) -> Answer:
+    structure, evidence, reached = found.structure, found.evidence, found.reached
+    first = reached[0]
+    # What was not looked at may explain more.
+    likely = [one for one in reached if one.rank[0] <= first.rank[0] + _SLACK or one.solution.is_cut]
+    has_open_width = found.is_open or any(one.solution.has_open_width for one in likely)
+    fields = {"num_layers": _layers_field(found), "dtype": _dtype_field(structure)}
+    for name in CORE_FIELDS:
+        fields[name] = _core_field(name, likely)
+    fields["d_ff"] = _sized_field([one.feed_forward for one in likely], _feed_forward_evidence(first))
+    fields["vocab_size"] = _vocabulary_field(first)
+    if not _agree_on_tokens(likely):
+        # Both were found beside the best candidate's tokens and width.
+        fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in ("d_ff", "vocab_size")}
+    if found.is_cut:
+        fields |= {name: _leave_open(fields[name], _largest(name, likely)) for name in _OPEN}
+        fields["vocab_size"] = msgspec.structs.replace(fields["vocab_size"], certain=False)
+    if has_open_width:
+        fields |= {name: _leave_open(fields[name], high) for name, high in _OPEN_BESIDES.items()}
+    left_open = tuple(_find_left_open(found))
+    notes = [*evidence.notes, *left_open]
+    if structure.layers_differ:
+        notes.append(
+            "layers or passes differ in other kernels than products: what was read of one need not hold for all"
+        )
+        fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in CORE_FIELDS}
+    if evidence.exchanges_within(structure.layer_indices):
+        notes.append("collectives ran within the forward pass: sizes may be those of one rank's share of the model")
+        fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in _OF_A_SHARE}
+    candidates = tuple(_candidates(structure, first))
+    items = _itemise(structure, first)
+    fields["parameters"] = _parameters_field(candidates, first)
+    solution = first.solution
+    return Answer(
+        candidates=candidates,
+        fields={name: fields[name] for name in FIELDS},
+        family=first.style.family,
+        items=items,
+        num_consistent=len(solution.consistent),
+        explained=solution.best.explained,
+        counts=solution.facts,
+        would_decide=tuple(_would_decide(fields, evidence, structure)),
+        left_open=left_open,
+        notes=tuple(notes),
+    )
+
+
+def _find_left_open(found: Found) -> Iterable[str]:
+    """In the words in which it is told."""
+    if found.is_open or any(one.solution.is_spent for one in found.reached):
+        examined = sum(len(one.solution.consistent) for one in found.reached)
+        yield (
+            f"too many sizes fit; not all were tried: the search stopped after {examined:,} sets of sizes, shows the "
+            "likeliest of them, and is certain of no size"
+        )
+    elif found.is_cut:
+        yield "attention alone leaves most sizes open; only the most common batch sizes and head counts were tried"
+    if any(one.feed_forward.is_cut for one in found.reached):
+        yield "too many feed-forward widths fit; none was tried"
+    if any(one.vocabulary.is_cut for one in found.reached):
+        yield "too many vocabulary sizes fit; not all were tried"
+
+
+def _leave_open(field: Field, high: int | None) -> Field:
+    """Candidates are not all that it could be."""
+    evidence = (*field.evidence, "the most usual of very many")
+    return Field(value=field.value, certain=False, low=1, high=high, evidence=evidence)
+
+
+def _largest(name: str, likely: list[Reached]) -> int | None:
+    """What a field that attention leaves open can be at most."""
+    if any(one.solution.has_open_width for one in likely):
+        return _OPEN[name]
+    return _OPEN[name] or max(int(_agreeing(one.solution).tokens.max()) for one in likely)
+
+
+def _agreeing(solution: Solution) -> Cores:
+    """The candidates that must agree before anything is certain."""
+    best = solution.best.explained
+    if best < _ENOUGH * solution.facts:
+        return solution.consistent
+    return solution.consistent.take(solution.explained >= best - _SLACK)
+
+
+def _agree_on_tokens(likely: list[Reached]) -> bool:
+    agreeing = [_agreeing(reached.solution) for reached in likely]
+    pairs = {pair for cores in agreeing for pair in zip(cores.tokens.tolist(), cores.d_model.tolist(), strict=True)}
+    return len(pairs) == 1
+
+
+def _core_field(name: str, likely: list[Reached]) -> Field:
+    """Alternatives from the most usual to the oddest, as far as candidates were ranked."""
+    solution = likely[0].solution
+    ranked = [getattr(one.core, name) for reached in likely for one in reached.solution.cores]
+    agreeing = [value for reached in likely for value in np.unique(getattr(_agreeing(reached.solution), name)).tolist()]
+    value, *others = dict.fromkeys([*ranked, *agreeing])
+    return _field(value, others, certain=not others, evidence=_core_evidence(name, solution))
+
+
+def _field(value: int, others: Iterable[int], *, certain: bool, evidence: tuple[str, ...]) -> Field:
+    alternatives = tuple(others)
+    if len(alternatives) <= _MOST_ALTERNATIVES:
+        return Field(value=value, certain=certain, alternatives=alternatives, evidence=evidence)
+    every = (value, *alternatives)
+    return Field(value=value, certain=certain, low=min(every), high=max(every), evidence=evidence)
+
+
+def _sized_field(found: Sequence[Sized], evidence: tuple[str, ...]) -> Field:
+    sized = found[0]
+    if not sized.best:
+        low, high = (sized.window.low, sized.window.high) if sized.window else (None, None)
+        return Field(value=None, certain=False, low=low, high=high, evidence=evidence)
+    values = list(dict.fromkeys(value for one in found for value in one.best))
+    others = [value for value in values if value != sized.best[0]]
+    return _field(sized.best[0], others, certain=not others and sized.is_told, evidence=evidence)
+
+
+def _vocabulary_field(reached: Reached) -> Field:
+    found = _sized_field([reached.vocabulary], _vocabulary_evidence(reached))
+    value = found.value
+    compiled = any(one.name.library == "Inductor" for one in reached.solution.observation.reading.zones["final"])
+    if isinstance(value, int) and value < _SMALLEST_VOCABULARY:
+        unsure = (*found.evidence, "a head of so few outputs need not be over a vocabulary")
+        return msgspec.structs.replace(found, certain=False, evidence=unsure)
+    if found.certain and compiled and isinstance(value, int) and value % _PADDING == 0:
+        padded = tuple(range(value - _PADDING + 1, value))
+        return msgspec.structs.replace(found, certain=False, alternatives=padded)
+    return found
+
+
+def _layers_field(found: Found) -> Field:
+    """Certain where embeddings come before the first layer and a head after the last: none is outside of the file."""
+    structure = found.structure
+    best = [reached.solution.observation.reading for reached in found.reached[:1]]
+    readings = structure.readings if found.is_cut or not best else best
+    has_head = all("head" in reading.products for reading in readings)
+    is_cut = CUT_SHORT in found.evidence.notes
+    passes = f"each of {structure.num_passes} forward passes" if structure.num_passes > 1 else "the forward pass"
+    said = f"the same matrix products around an attention {structure.num_layers} times in {passes}"
+    if structure.may_be_one_layer:
+        unsure = "what follows the last attention follows each: one layer, run over and over, looks the same"
+        return Field(value=structure.num_layers, certain=False, alternatives=(1,), evidence=(said, unsure))
+    if has_head and structure.has_start and not is_cut and not structure.has_others:
+        return Field(value=structure.num_layers, certain=True, evidence=(said,))
+    unsure = "attentions outside of these layers" if structure.has_others else "layers may be outside of the file"
+    return Field(value=structure.num_layers, certain=False, low=structure.num_layers, evidence=(said, unsure))
+
+
+def _dtype_field(structure: Structure) -> Field:
+    """Certain where all projections are in one; heads and scores are at times in another."""
+    products = structure.readings[0].products
+    named = {one.name.dtype for role, one in products.items() if role not in ("head", "scores", "values")}
+    said = (f"named by the kernels of the products: {products['output'].name.short}",) if structure.dtype else ()
+    return Field(value=structure.dtype, certain=named == {structure.dtype} != {None}, evidence=said)
+
+
+def _candidates(structure: Structure, reached: Reached) -> Iterable[Candidate]:
+    cores = reached.solution.cores
+    for scored in cores[:_MOST_CANDIDATES]:
+        observation = reached.solution.observation
+        feed_forward = find_feed_forward(observation, scored.core)
+        vocabulary = find_vocabulary(observation, scored.core) if scored is not cores[0] else reached.vocabulary
+        d_ff = feed_forward.best[0] if feed_forward.best else None
+        vocab_size = vocabulary.best[0] if vocabulary.best else None
+        yield Candidate(
+            num_layers=structure.num_layers,
+            d_ff=d_ff,
+            vocab_size=vocab_size,
+            dtype=structure.dtype,
+            parameters=_count(structure.num_layers, scored.core, d_ff, vocab_size, reached.style),
+            **{name: getattr(scored.core, name) for name in CORE_FIELDS},
+        )
+
+
+def _count(num_layers: int, core: Core, d_ff: int | None, vocab_size: int | None, style: Style) -> int | None:
+    if d_ff is None or vocab_size is None:
+        return None
+    return total(itemise(core, num_layers=num_layers, d_ff=d_ff, vocab_size=vocab_size, style=style))
+
+
+def _itemise(structure: Structure, reached: Reached) -> tuple[Item, ...]:
+    if not reached.feed_forward.best or not reached.vocabulary.best:
+        return ()
+    return itemise(
+        reached.solution.best.core,
+        num_layers=structure.num_layers,
+        d_ff=reached.feed_forward.best[0],
+        vocab_size=reached.vocabulary.best[0],
+        style=reached.style,
+    )
+
+
+def _parameters_field(candidates: tuple[Candidate, ...], reached: Reached) -> Field:
+    """Never certain: what a forward pass does not touch, such as unused positions, no kernel shows."""
+    value = candidates[0].parameters
+    tied = "tied to" if reached.style.is_tied else "beside"
+    said = (
+        f"{reached.style.family}: {reached.style.norm} norms, a head {tied} the embedding (by custom, not seen)",
+        *(
+            (f"a table of {reached.style.positions:,} learned positions (by custom)",)
+            if reached.style.positions
+            else ()
+        ),
+    )
+    others = sorted({one.parameters for one in candidates if one.parameters is not None} - {value})
+    return Field(value=value, certain=False, alternatives=tuple(others[:_MOST_ALTERNATIVES]), evidence=said)
+
+
+def _core_evidence(name: str, solution: Solution) -> tuple[str, ...]:
+    observation = solution.observation
+    core = solution.best.core
+    attention = "attention" if observation.structure.is_fused else "softmax and the products around it"
+    says = {
+        "d_model": f"norms of {core.tokens:,} rows, and counts of {core.tokens * core.d_model:,} elements around them",
+        "num_heads": f"{attention}: {core.batch} · {core.num_heads} sequences of {core.context}",
+        "num_kv_heads": f"projections to {core.query_width} and {core.key_width} columns",
+        "d_head": f"{core.query_width} columns of queries in {core.num_heads} heads",
+        "batch": f"{core.tokens:,} tokens in sequences of {core.context}",
+        "context": f"{core.tokens:,} tokens in {core.batch} sequences",
+    }
+    return (says[name],)
+
+
+def _feed_forward_evidence(reached: Reached) -> tuple[str, ...]:
+    sized = reached.feed_forward
+    window = f"products admit {_spell(sized.window)}" if sized.window else "no product tells"
+    return (window, *_told(sized, "between the products"))
+
+
+def _vocabulary_evidence(reached: Reached) -> tuple[str, ...]:
+    sized = reached.vocabulary
+    if sized.window is None:
+        return ("no product of a head was seen",)
+    first, *others = sized.apart or (sized.window,)
+    parts = [f"the head's product admits {_spell(first)}"]
+    parts += [f"{_spell(one)} if it took fewer tokens" for one in others]
+    return ("; or ".join(parts), *_told(sized, "after it"))
+
+
+def _spell(window: Window) -> str:
+    return f"{window.low:,} alone" if window.is_exact else f"{window.low:,} to {window.high:,}"
+
+
+def _told(sized: Sized, where: str) -> tuple[str, ...]:
+    return (f"{sized.explained} of {sized.to_explain} counts {where} explained",) if sized.to_explain else ()
+
+
+def _would_decide(fields: dict[str, Field], evidence: Evidence, structure: Structure) -> Iterable[str]:
+    unsure = [name for name, field in fields.items() if not field.certain and name != "parameters"]
+    if not unsure:
+        return
+    if not evidence.has_counters:
+        yield "counters of the same pass (stepscope profile --counters, or ncu --csv --page raw) close most windows"
+    if "vocab_size" in unsure and not structure.is_training:
+        yield "a training step: the loss works on tokens · vocabulary elements"
+    if "vocab_size" in unsure and not evidence.allocations:
+        yield "a memory snapshot: logits and the embedding have exact sizes"
+    if {"batch", "context", "num_heads"} & set(unsure):
+        yield "a run at another batch or context: what stays the same is the model's"
+
+
+def _answer_without_sizes(files: Sequence[Found]) -> Answer:
+    """Layers and data types are there; the sizes are not in this evidence."""
+    found = files[0]
+    structure, evidence = found.structure, found.evidence
+    fields = {name: Field(value=None, certain=False) for name in FIELDS}
+    fields["num_layers"] = _layers_field(found)
+    fields["dtype"] = _dtype_field(structure)
+    left_open = tuple(dict.fromkeys(text for one in files for text in _find_left_open(one)))
+    why = left_open or ("no size can be told: no sizes fit, or these kernels' grids do not depend on them",)
+    return Answer(
+        candidates=(),
+        fields=fields,
+        would_decide=tuple(_would_decide(fields, evidence, structure)),
+        left_open=left_open,
+        notes=(*evidence.notes, *why),
+    )

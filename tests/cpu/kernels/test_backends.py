@@ -1,0 +1,205 @@
+"""Which backend is taken, and what each refuses: with tensors that claim to be on a GPU, as CI has none."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stepscope.kernels import flash_attention
+from stepscope.kernels.attention import backends, chosen_backends
+from stepscope.kernels.attention.problem import Problem, is_tma_able
+from stepscope.nn import functional
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """An H200 with the newest Triton, on which nothing can run. Its tensors have no addresses."""
+    monkeypatch.setattr(backends, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(backends, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(backends, "is_tma_able", lambda _: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with FakeTensorMode():
+        yield monkeypatch
+
+
+def problem(
+    head_dim: int = 64,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    lengths: tuple[int, int] = (8, 8),
+    causal: bool = False,
+) -> Problem:
+    q, k = (torch.empty(2, 4, length, head_dim, dtype=dtype, device=device) for length in lengths)
+    return Problem(q, k, k, causal)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_hopper_takes_what_it_can() -> None:
+    assert backends.refusal("hopper", problem()) is None
+    assert backends.choose(problem()) == "hopper"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"head_dim": 160}, "the head dim is 160, and it takes 40, 48, 56"),
+        ({"head_dim": 32}, "the head dim is 32"),
+        ({"dtype": torch.float32}, "the dtype is torch.float32, and it takes float16 and bfloat16"),
+        ({"device": "cpu"}, "the tensors are on cpu, and it needs an sm_90 GPU"),
+    ],
+    ids=str,
+)
+def test_hopper_refuses(options: dict[str, Any], reason: str) -> None:
+    assert (backends.refusal("hopper", problem(**options)) or "").startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("_capability", lambda _: (8, 0), "the GPU is sm_80, and it needs sm_90"),
+        ("_capability", lambda _: (10, 0), "the GPU is sm_100, and it needs sm_90"),
+        ("triton_version", lambda: (3, 5), "it needs triton 3.6 or later"),
+        ("triton_version", lambda: None, "it needs triton 3.6 or later"),
+        ("is_tma_able", lambda _: False, "`q` has strides or an address that the copy engine cannot read"),
+    ],
+)
+def test_hopper_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
+    gpu.setattr(backends, name, value)
+    assert (backends.refusal("hopper", problem()) or "").startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("_capability", lambda _: (7, 5), "the GPU is sm_75, and it needs sm_80 or later"),
+        ("triton_version", lambda: None, "triton is not installed"),
+    ],
+)
+def test_triton_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
+    assert backends.has_kernel(torch.device("cuda"), torch.float16)
+    gpu.setattr(backends, name, value)
+    assert backends.refusal("triton", problem()) == reason
+    assert not backends.has_kernel(torch.device("cuda"), torch.float16)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_triton_has_no_float64() -> None:
+    assert backends.refusal("triton", problem(dtype=torch.float64)) == "it has no float64"
+    assert backends.choose(problem(dtype=torch.float64)) == "sdpa"
+
+
+def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert backends.refusal("triton", problem(device="cpu")) == "the tensors are on cpu, and it needs a CUDA GPU"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    half = problem(device="cpu", dtype=torch.float16)
+    assert backends.refusal("triton", half) is None
+    assert backends.choose(half, among=backends.KERNELS) == "triton"
+    assert backends.refusal("triton", problem(device="cpu")) == "Triton's interpreter computes products of bf16 wrongly"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_deterministic_backward_is_not_hoppers() -> None:
+    before = dict(chosen_backends())
+    assert backends.choose(problem(), deterministic=True) == "triton"
+    new = {key: count for key, count in chosen_backends().items() if before.get(key) != count}
+    assert list(new) == [("triton", "hopper: its backward pass is not deterministic")]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_promised_to_repeat_is_not_left_to_sdpa() -> None:
+    wide = problem(dtype=torch.float64)
+    assert backends.choose(wide, deterministic=True) == "tiled"
+    with pytest.raises(ValueError, match="`sdpa` cannot run this: its backward pass is deterministic only under"):
+        backends.require("sdpa", wide, deterministic=True)
+    backends.require("sdpa-math", wide, deterministic=True)
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        backends.require("sdpa", wide, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
+def test_the_record_says_what_auto_took_and_why_not_the_better() -> None:
+    x = torch.zeros(1, 1, 3, 4)
+    before = dict(chosen_backends())
+    flash_attention(x, x, x, causal=True)
+    flash_attention(x, x, x, causal=True)
+    flash_attention(x[:, :, :2], x, x, causal=True)
+    flash_attention(x, x, x, causal=True, backend="tiled")
+    new = {key: count - before.get(key, 0) for key, count in chosen_backends().items() if before.get(key) != count}
+    reason = "sdpa: it aligns a causal mask at the start, and the lengths of queries and keys differ"
+    assert new == {("sdpa", ""): 2, ("tiled", reason): 1}
+
+
+def test_the_record_cannot_be_written_to() -> None:
+    with pytest.raises(TypeError):
+        chosen_backends()["hopper", ""] = 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math"])
+def test_sdpa_refuses_a_causal_mask_over_unequal_lengths(backend: str) -> None:
+    reason = backends.refusal(backend, problem(device="cpu", lengths=(2, 3), causal=True))
+    assert reason == "it aligns a causal mask at the start, and the lengths of queries and keys differ"
+    assert backends.refusal(backend, problem(device="cpu", lengths=(2, 3))) is None
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "sdpa-flash", "sdpa-math", "naive", "tiled"])
+def test_a_single_query_sees_every_key(backend: str) -> None:
+    """As in decoding: the mask hides nothing then, and SDPA can be asked without it."""
+    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    plain = functional.attention(q, k, v, causal=False)
+    assert (flash_attention(q, k, v, causal=True, backend=backend) - plain).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math", "naive", "compiled"])
+def test_without_keys_only_the_tiles_run(backend: str) -> None:
+    assert "no keys" in (backends.refusal(backend, problem(device="cpu", lengths=(2, 0))) or "")
+    x = torch.ones(1, 1, 2, 4)
+    assert not flash_attention(x, x[:, :, :0], x[:, :, :0]).any()
+
+
+@pytest.mark.parametrize("backend", ["sdpa-efficient", "sdpa-cudnn"])
+def test_kernels_that_only_a_gpu_has(backend: str) -> None:
+    assert backends.refusal(backend, problem(device="cpu")) == "PyTorch has no such kernel for cpu"
+
+
+def test_pytorchs_own_reasons_are_passed_on(gpu: pytest.MonkeyPatch) -> None:
+    def refuse(_: object, debug: bool = False) -> bool:
+        if debug:
+            import warnings
+
+            warnings.warn("it is Sunday (Triggered internally at somewhere.cpp:1.)", stacklevel=1)
+        return False
+
+    gpu.setattr(torch.backends.cuda, "can_use_flash_attention", refuse)
+    gpu.setattr(torch.backends.cuda, "SDPAParams", lambda *_: None)
+    assert backends.refusal("sdpa-flash", problem()) == "it is Sunday"
+
+
+def blank(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("x", "able"),
+    [
+        (blank(2, 4, 8, 64), True),
+        (blank(2, 8, 4, 64).transpose(1, 2), True),
+        (blank(2, 4, 8, 72)[..., :64], True),
+        (blank(2, 4, 8, 68)[..., :64], False),  # rows of 136 bytes
+        (blank(2, 4, 8, 72)[..., 4:68], False),  # starts at byte 8
+        (blank(2, 4, 64, 8).mT, False),
+        (blank(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 3, 3, 1)), True),  # never stepped over
+        (blank(1, 1, 8, 64).expand(2, 4, 8, 64), False),
+        (blank(1).expand(2, 4, 8, 64), False),
+    ],
+    ids=["dense", "BLHD", "padded", "odd rows", "shifted", "columns", "ones", "expanded", "one number"],
+)
+def test_what_the_copy_engine_reads(x: Tensor, able: bool) -> None:
+    assert is_tma_able(x) is able
