@@ -87,7 +87,7 @@ def make_grid(workloads: Workloads, **timing: int | str | None) -> Grid:
         raise ValueError("no workload to measure")
     for one in listed:
         if not isinstance(one, Workload):
-            raise TypeError(f"expected a stepscope.Workload, got {type(one).__name__}")
+            raise ValueError(f"expected a stepscope.Workload, got {type(one).__name__}")
     clock: Timing = grid_from_settings(given).cases()[0].timing
     return Grid(listed=tuple(Case(workload=one, timing=clock) for one in listed))
 
@@ -144,9 +144,8 @@ class Results(Sequence[R], Generic[R]):
     """Measured cases, a row each. A row has its `case`, a `status` (`ok`, `oom`, `error`, …) with a `reason`, and what
     was measured. `remarks` say what of a file was left out."""
 
-    def __init__(self, rows: Sequence[R], folder: Path, remarks: Sequence[str] = ()) -> None:
+    def __init__(self, rows: Sequence[R], remarks: Sequence[str] = ()) -> None:
         self.rows = tuple(rows)
-        self.folder = folder
         self.remarks = tuple(remarks)
 
     @property
@@ -187,8 +186,7 @@ class BenchResults(Results[BenchRow]):
     @classmethod
     def read(cls, path: StrPath) -> "BenchResults":
         """From a `results.jsonl` of `stepscope bench`."""
-        rows, remarks = read_rows_of(Path(path), BenchRow)
-        return cls(rows, Path(path).parent, remarks)
+        return cls(*read_rows_of(Path(path), BenchRow))
 
     @property
     def table(self) -> DataTable:
@@ -204,7 +202,11 @@ class BenchResults(Results[BenchRow]):
 
 
 class MemoryResults(Results[MemoryRow]):
-    """What `memory` recorded: a row per case, and behind each that went well a recording."""
+    """What `memory` recorded: a row per case, and behind each that went well a recording in `folder`."""
+
+    def __init__(self, rows: Sequence[MemoryRow], folder: Path, remarks: Sequence[str] = ()) -> None:
+        super().__init__(rows, remarks)
+        self.folder = folder
 
     @classmethod
     def read(cls, path: StrPath) -> "MemoryResults":
@@ -321,7 +323,7 @@ def bench(
             fresh=fresh,
             timeout_s=timeout_s,
         )
-        return BenchResults(sweep.run(wanted, _listen(progress)), folder)
+        return BenchResults(sweep.run(wanted, _listen(progress)))
 
 
 def memory(
