@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -27,15 +27,31 @@ from stepscope.recording.readers import kineto, ncu
 from stepscope.recording.readers.counter_metrics import METRICS, CounterKey
 from stepscope.recording.store import Recording
 from stepscope.recover.facts import Elements, Gather, Rows, Sighting, Update, Window
-from stepscope.recover.families import elementwise
-from stepscope.recover.families import optimizers as update
-from stepscope.recover.families import registry as memory_bound
+from stepscope.recover.families import Platform, optimizers, read_fact, read_facts
+from stepscope.recover.families.elementwise import is_recent
 from stepscope.recover.families.grids import take_apart
 
 COUNTERS = {metric.name: metric.key for metric in METRICS if metric.key}
 TYPE_BYTES = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "double": 8, "long int": 8, "bool": 1}
 NOT_HERE = ("gemm", "attention", "convolution", "communication")
 Key = tuple[str, tuple[int, int, int], tuple[int, int, int]]
+
+
+def launch_blocks(sizes: Iterable[int], most_tensors: int, most_blocks: int) -> tuple[int, ...]:
+    """The grids of the launches that a list of tensors of these sizes makes, in order."""
+    grids = []
+    blocks = tensors = 0
+    for size in sizes:
+        left = -(-size // optimizers.CHUNK_ELEMENTS)
+        tensors += left > 0
+        while left:
+            taken = min(left, most_blocks - blocks)
+            blocks, left = blocks + taken, left - taken
+            if blocks == most_blocks or (tensors == most_tensors and not left):
+                grids.append(blocks)
+                # A tensor that was cut is the first of the next launch.
+                blocks, tensors = 0, int(left > 0)
+    return (*grids, blocks) if blocks else tuple(grids)
 
 
 @dataclass(frozen=True)
@@ -226,8 +242,8 @@ class Check:
         kind = base[:10] if base.startswith("triton_") else base[:36]
         tally = self.tallies[f"{family}, {kind}{', counted' * bool(sighting.counters)}"]
         tally.kernels += 1
-        choices = memory_bound.choices(sighting, recent=recent)
-        whole = memory_bound.read(sighting)
+        choices = read_facts(sighting, Platform(recent=recent))
+        whole = read_fact(sighting)
         if not choices or whole is None:
             return
         tally.facts += 1
@@ -250,7 +266,7 @@ class Check:
         recording = kineto.read(path)
         ops = operators(recording)
         seen = list(sightings(recording))
-        recent = elementwise.is_recent(sighting.name for sighting in seen)
+        recent = is_recent(sighting.name for sighting in seen)
         truths: dict[Key, set[Truth]] = defaultdict(set)
         updates: dict[int, list[Sighting]] = defaultdict(list)
         for sighting in seen:
@@ -269,20 +285,20 @@ class Check:
         tally = self.tallies["ATen optimizer, whole calls"]
         sizes = [size(shape) for shape in op.tensor(0)]
         grids = tuple(launch.grid[0] for launch in launches)
-        room = update.room_for_tensors(launches[0], update.SMALL)
-        joined = update.join(launches)
+        room = optimizers.room_for_tensors(launches[0], optimizers.SMALL)
+        joined = optimizers.join_launches(launches)
         tally.kernels += 1
         if not room or not joined or not sizes or not all(sizes):
             return
         tally.facts += 1
         tally.checked += 1
-        modelled = update.launch_blocks(sizes, room, update.SMALL.blocks)
+        modelled = launch_blocks(sizes, room, optimizers.SMALL.blocks)
         if sum(sizes) not in joined.elements or modelled != grids:
             tally.wrong.append(f"{source} {op.name} {len(sizes)} tensors {sum(sizes)} {joined} {modelled} {grids}")
 
     def see_csv(self, path: Path, truths: dict[Key, set[Truth]]) -> None:
         seen = list(sightings(ncu.read(path)))
-        recent = elementwise.is_recent(sighting.name for sighting in seen)
+        recent = is_recent(sighting.name for sighting in seen)
         for sighting in seen:
             key = (sighting.name.short, sighting.grid, sighting.block)
             self.see(path.name, sighting, truths.get(key, set()), recent=recent)

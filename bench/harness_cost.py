@@ -21,7 +21,7 @@ import torch
 
 from stepscope.explain.statistics import quantile
 from stepscope.measure.environment import describe, resolve_device
-from stepscope.measure.soundness import Watch
+from stepscope.measure.soundness import MachineWatch
 from stepscope.measure.timing import settle_heap, time_steps
 from stepscope.spec import SIZES, Workload
 from stepscope.step import Step, build
@@ -71,7 +71,7 @@ def main() -> None:
 def measure_pairs(step: Step, pairs: int) -> tuple[list[float], list[float], list[float]]:
     """Microseconds of each step. Which of the two goes first alternates, against a drift of the clock."""
     bare, reported, wall = [], [], []
-    watch = Watch(step.device)
+    watch = MachineWatch(step.device)
 
     def run_bare() -> None:
         bare.append(_timed(lambda: _bare_step(step)))

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.findings import Cell, Column, Table
-from stepscope.recover.families.fmha import Counts, choose_variant, count_head
+from stepscope.recover.families.efficient_attention import InstructionCounts, choose_variant, count_head
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
 
@@ -78,7 +78,7 @@ def predict(note: Note) -> float:
     return _pick(counts.times(HEADS_BATCHES_LAUNCHES), note.counter)
 
 
-def _pick(counts: Counts, counter: Counter) -> float:
+def _pick(counts: InstructionCounts, counter: Counter) -> float:
     match counter:
         case "fp32 operations":
             return counts.fp32_operations

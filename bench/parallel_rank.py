@@ -24,7 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from shaped_link import Side, enter
-from stepscope.measure.comm import measure_collectives
+from stepscope.measure.collectives import measure_collectives
 from stepscope.nn import TransformerLM
 from stepscope.parallel import DDP, FSDP, Communicator, ShardedOptimizer
 from stepscope.parallel.group import join

@@ -52,7 +52,7 @@ from stepscope import cost
 from stepscope.cost import Compute, DdpStrategy, StepTime
 from stepscope.explain.statistics import Summary, summarise
 from stepscope.recording.rows.comm import CommCase, CommOutcome
-from stepscope.recording.rows.links import COLLECTIVES, Links, Place
+from stepscope.recording.rows.links import COLLECTIVES, LinkPlace, Links
 from stepscope.spec import ModelShape
 
 WORLD = 2
@@ -195,7 +195,7 @@ def measure_links(ranks: Ranks, sizes_bytes: Sequence[int], network: str) -> tup
         )
         shares[case.collective, case.message_bytes] = outcome.measurement.processor_share
     fitted = {collective: cost.fit_link(points[collective]) for collective in COLLECTIVES}
-    place = Place(backend="gloo", device_name=network, ranks=WORLD)
+    place = LinkPlace(backend="gloo", device_name=network, ranks=WORLD)
     links = Links(place=place, links={name: link for name, link in fitted.items() if link is not None})
     # Two ranks with a thread each: where there is a core to spare, communication runs there.
     spare = (os.cpu_count() or 1) > WORLD

@@ -2,7 +2,7 @@
 
 Peaks are for dense matrices (the sheets' figures with sparsity are halved), at boost clock, with fp32 accumulation,
 which is what PyTorch uses: on GeForce cards that halves the figure in NVIDIA's headline. A precision that a device
-lacks is absent rather than zero. Anything not listed here is measured (`measure.peak`) and marked so.
+lacks is absent rather than zero. Anything not listed here is measured (`measure.environment`) and marked so.
 """
 
 import re

@@ -34,7 +34,8 @@ def summarise(run: stepscope.Run) -> list[str]:
     document: dict[str, object] = run.to_dict()
     page: stepscope.ReportPage = stepscope.report([run, "other.json"], "report.html")
     assert not change.is_slower(0.03)
-    return [*frame.columns, *(one.sentence for one in answers), table.render("md"), page.html, str(saved), str(document)]
+    sentences = [one.sentence for one in answers]
+    return [*frame.columns, *sentences, table.render("md"), page.html, str(saved), str(document)]
 
 
 @stepscope.annotate("forward")

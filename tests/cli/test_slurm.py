@@ -4,7 +4,7 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.jobs.slurm.ranks import SlurmRanks
 from stepscope.jobs.slurm.resources import Resources
-from stepscope.jobs.slurm.watch import Counts
+from stepscope.jobs.slurm.watch import JobCounts
 from tests.cli.command import PATIENCE_S, TINY, kill, rows, start, stepscope, wait_until
 from tests.cli.slurm_cluster import cluster, why_not
 
@@ -172,10 +172,10 @@ def test_options_of_a_cluster_without_one_are_refused(tmp_path: Path) -> None:
 
 
 class _Watcher:
-    def begin(self, job_ids: list[str], *, submitted: str | None) -> None:
+    def begin(self, job_ids: Sequence[str], *, submitted: str | None) -> None:
         pass
 
-    def news(self, counts: Counts) -> None:
+    def news(self, counts: JobCounts) -> None:
         pass
 
 

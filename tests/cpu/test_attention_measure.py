@@ -12,12 +12,11 @@ from torch import Tensor
 from stepscope.cost.attention import need_of_attention
 from stepscope.kernels.attention import backends, hopper_launch, triton_launch
 from stepscope.kernels.attention.problem import UnsupportedError
-from stepscope.measure import attention as measure
-from stepscope.measure.attention import measure_cases
-from stepscope.measure.attention_check import check, say_wrong
-from stepscope.measure.attention_memory import weigh
-from stepscope.measure.attention_problem import AttentionProblem, make_problem
-from stepscope.measure.attention_timing import time_attention
+from stepscope.measure.attention import cases as measure
+from stepscope.measure.attention.cases import measure_cases
+from stepscope.measure.attention.memory import weigh
+from stepscope.measure.attention.problem import RandomAttention, check, make_problem, say_wrong
+from stepscope.measure.attention.timing import time_attention
 from stepscope.nn import functional
 from stepscope.recording.rows.attention import AttentionCase, Implementation
 from stepscope.spec import Precision
@@ -32,9 +31,9 @@ def make_case(
     return AttentionCase(implementation=implementation, precision=precision, length=length, device="cpu", **settings)
 
 
-def problem_of(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *, causal: bool = True) -> AttentionProblem:
+def problem_of(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *, causal: bool = True) -> RandomAttention:
     plain = make_problem(make_case(causal=causal, heads=2), CPU)
-    return AttentionProblem(q=plain.q, k=plain.k, v=plain.v, upstream=plain.upstream, causal=causal, attend=attend)
+    return RandomAttention(q=plain.q, k=plain.k, v=plain.v, upstream=plain.upstream, causal=causal, attend=attend)
 
 
 @pytest.mark.parametrize("implementation", ["naive", "tiled", "sdpa"])
@@ -120,9 +119,9 @@ def test_backward_is_timed_without_its_forward() -> None:
 def outcomes(monkeypatch: pytest.MonkeyPatch, attend: Callable[..., Tensor], *lengths: int) -> list[tuple[str, str]]:
     """What becomes of cases when attention is computed by `attend`, which is given the length too."""
 
-    def make(case: AttentionCase, device: torch.device) -> AttentionProblem:
+    def make(case: AttentionCase, device: torch.device) -> RandomAttention:
         plain = make_problem(case, device)
-        return AttentionProblem(
+        return RandomAttention(
             q=plain.q,
             k=plain.k,
             v=plain.v,

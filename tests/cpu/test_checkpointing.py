@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounter
 from stepscope import cost
 from stepscope.annotate import Close
 from stepscope.errors import StepscopeError
-from stepscope.measure.memory_places import Places
-from stepscope.measure.memory_recorder import profiling, results_of
-from stepscope.measure.memory_tree import read_tree
+from stepscope.measure.memory.marks import Places
+from stepscope.measure.memory.operators import read_tree
+from stepscope.measure.memory.recorder import profiling, results_of
 from stepscope.spec import Factory, Scalar, Workload, build_case
 from stepscope.step import Step, build
 from stepscope.step.annotation import annotated

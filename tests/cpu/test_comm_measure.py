@@ -23,7 +23,7 @@ def make_case(collective: Collective, ranks: int, *, message_bytes: int = 100_00
 
 
 def measure(rank: int, world: int, cases: tuple[CommCase, ...]) -> list[CommOutcome]:
-    from stepscope.measure.comm import measure_collectives
+    from stepscope.measure.collectives import measure_collectives
     from stepscope.parallel import Communicator
 
     asked = cases if rank == 0 else ()  # rank 0 alone knows which are left
@@ -51,7 +51,7 @@ def measure_broken(rank: int, world: int, cases: tuple[CommCase, ...], breaks: s
     """One collective of rank 1 does not do what it says; or it has no memory for one message."""
     import torch
 
-    from stepscope.measure.comm import measure_collectives
+    from stepscope.measure.collectives import measure_collectives
     from stepscope.parallel import Communicator
 
     communicator: Any = Communicator.default()

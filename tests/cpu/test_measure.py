@@ -58,6 +58,17 @@ def test_phases_add_up_to_the_step() -> None:
         assert backward >= 4 * MS
 
 
+def test_a_phase_that_repeats_counts_with_all_its_runs() -> None:
+    once = sleeper(forward=0.002, backward=0.004)
+    again = Sleeper((*once.phases, *once.phases, ("optimizer", lambda: None)), once.device)
+    found = time_steps(again, 2)  # type: ignore[arg-type]
+    assert {name: len(values) for name, values in found.phases_ns.items()} == dict.fromkeys(found.phases_ns, 2)
+    assert list(found.phases_ns) == ["forward", "backward", "optimizer"]
+    assert [sum(step) for step in zip(*found.phases_ns.values(), strict=True)] == found.step_ns
+    assert min(found.phases_ns["forward"]) >= 4 * MS
+    assert min(found.phases_ns["backward"]) >= 8 * MS
+
+
 def test_what_happens_between_steps_is_off_the_clock() -> None:
     began = time.perf_counter_ns()
     found = time_steps(sleeper(forward=0.001), 3, after_step=lambda: time.sleep(0.05))
@@ -136,7 +147,7 @@ def test_peak_counts_what_was_freed_again_and_not_what_was_there() -> None:
     out = in_a_process(
         "import torch\n"
         "before = torch.ones(50_000_000)\n"
-        "from stepscope.measure.memory import HostMemory\n"
+        "from stepscope.measure.memory.limits import HostMemory\n"
         "host = HostMemory()\n"
         "for _ in range(3):\n"
         "    tensor = torch.ones(25_000_000); del tensor\n"
@@ -150,7 +161,7 @@ def test_code_that_a_forked_process_maps_is_not_the_models() -> None:
     """A fork starts without the libraries' pages and faults them in as it runs: tens of megabytes for a tiny model."""
     out = in_a_process(
         "import os, torch\n"
-        "from stepscope.measure.memory import HostMemory\n"
+        "from stepscope.measure.memory.limits import HostMemory\n"
         "if os.fork() == 0:\n"
         "    host = HostMemory()\n"
         "    layer = torch.nn.Linear(64, 64); layer(torch.randn(8, 64)).sum().backward()\n"
@@ -165,7 +176,7 @@ def test_a_limit_lets_through_what_fits_and_stops_what_does_not() -> None:
     out = in_a_process(
         "import torch\n"
         "from stepscope.measure.failures import is_out_of_memory\n"
-        "from stepscope.measure.memory import limit_memory\n"
+        "from stepscope.measure.memory.limits import limit_memory\n"
         "limit_memory(torch.device('cpu'), 200_000_000)\n"
         "small = torch.ones(25_000_000); del small\n"
         "try:\n"

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepscope import cost
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
 from stepscope.explain.memory.profile import sum_over_events
-from stepscope.measure.memory_recorder import _OnCuda, record_memory
-from stepscope.measure.memory_tree import Happening
+from stepscope.measure.memory.operators import Happening
+from stepscope.measure.memory.recorder import _OnCuda, record_memory
 from stepscope.recording.memory import reader as memory
 from stepscope.recording.memory.labels import NOBODY, SNAPSHOT_NAME
 from stepscope.spec import Case, Settings, build_case
@@ -71,7 +71,7 @@ def test_the_timeline_is_the_sum_of_live_storages_at_every_operator(
     """Both watch the same steps. What an operator takes for itself and gives back is in the timeline alone, so the
     counter's sums are found in it in order, and every one of them. Numbers in the code (`x * 0.5`) become tensors that
     no operator returns, so neither side counts what is as small as a number."""
-    from stepscope.measure import memory_recorder
+    from stepscope.measure.memory import recorder as memory_recorder
 
     counters: list[LiveStorages] = []
     run = memory_recorder._Recorder.watch

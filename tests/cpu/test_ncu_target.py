@@ -9,7 +9,8 @@ from torch import nn
 from stepscope.cost import forward_flops
 from stepscope.errors import StepscopeError
 from stepscope.jobs.recorders.ncu import count_with_ncu
-from stepscope.measure.ncu_target import check_layers, count_operations
+from stepscope.measure.flops import count_operations
+from stepscope.measure.targets.ncu import check_layers
 from stepscope.spec import ModelShape, Scalar, build_case
 from stepscope.step import build
 from tests.unit.ncu_files import StandIn

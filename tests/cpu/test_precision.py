@@ -13,24 +13,24 @@ from torch.nn import functional
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.precision.autocast import LISTS, REFUSED, explain_dtype, find_policy
-from stepscope.measure.accumulation import ALL, INVERSE, ONCE, RUNNING, add_up, measure_norm_parts
-from stepscope.measure.precision import compare_precisions
-from stepscope.recording.rows.precision import Comparison, PrecisionRun
+from stepscope.measure.precision.accumulation import ALL, INVERSE, ONCE, RUNNING, add_up, measure_norm_parts
+from stepscope.measure.precision.comparison import compare_precisions
+from stepscope.recording.rows.precision import PrecisionComparison, PrecisionRun
 from stepscope.spec import Precision, Scalar, build_case
 
 TINY: dict[str, Scalar] = {"d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab": 50, "context": 8}
 
 
-def compare(*precisions: Precision, **settings: object) -> Comparison:
+def compare(*precisions: Precision, **settings: object) -> PrecisionComparison:
     case = build_case({"device": "cpu", "batch": 2, **settings})  # type: ignore[dict-item]
     return compare_precisions(case, precisions, torch.device("cpu"), on_stage=lambda _: None)
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Comparison]:
+def own(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PrecisionComparison]:
     """Compares a model that the test makes: `own(build, "bf16")`."""
 
-    def compare_own(build: Callable[..., object], *precisions: Precision) -> Comparison:
+    def compare_own(build: Callable[..., object], *precisions: Precision) -> PrecisionComparison:
         module = ModuleType("made_by_a_test")
         module.build = build  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -85,7 +85,7 @@ def test_fewer_bits_cost_more_and_the_truth_is_better_than_fp32() -> None:
         assert {one.module for one in run.gradients} >= {"embedding", "lm_head", "blocks.1.ffn.up", "final_norm"}
 
 
-def test_the_truth_is_float64_also_where_a_model_asks_for_fp32(own: Callable[..., Comparison]) -> None:
+def test_the_truth_is_float64_also_where_a_model_asks_for_fp32(own: Callable[..., PrecisionComparison]) -> None:
     class Narrowing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,7 +109,7 @@ def test_the_truth_is_float64_also_where_a_model_asks_for_fp32(own: Callable[...
     assert comparison.runs[0].loss_error != 0
 
 
-def test_what_stays_narrow_in_the_truth_is_reported(own: Callable[..., Comparison]) -> None:
+def test_what_stays_narrow_in_the_truth_is_reported(own: Callable[..., PrecisionComparison]) -> None:
     class Odd(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.type("torch.FloatTensor").to(x))
@@ -120,7 +120,7 @@ def test_what_stays_narrow_in_the_truth_is_reported(own: Callable[..., Compariso
     assert own(build, "fp32").truth.narrowed == ("1",)
 
 
-def test_weights_or_inputs_that_differ_are_refused(own: Callable[..., Comparison]) -> None:
+def test_weights_or_inputs_that_differ_are_refused(own: Callable[..., PrecisionComparison]) -> None:
     numbers = count()
 
     def other_weights(batch: int) -> object:
@@ -137,7 +137,7 @@ def test_weights_or_inputs_that_differ_are_refused(own: Callable[..., Comparison
         own(other_inputs, "fp32")
 
 
-def test_dropout_is_no_error_and_calls_are_counted(own: Callable[..., Comparison]) -> None:
+def test_dropout_is_no_error_and_calls_are_counted(own: Callable[..., PrecisionComparison]) -> None:
     class Twice(nn.Module):
         def __init__(self, dropout: float) -> None:
             super().__init__()
@@ -161,7 +161,7 @@ def test_dropout_is_no_error_and_calls_are_counted(own: Callable[..., Comparison
     assert next(one.operation for one in run.outputs if one.name == "dropout") == "linear"
 
 
-def test_small_gradients_vanish_in_fp16_unless_the_loss_is_scaled(own: Callable[..., Comparison]) -> None:
+def test_small_gradients_vanish_in_fp16_unless_the_loss_is_scaled(own: Callable[..., PrecisionComparison]) -> None:
     def build(batch: int) -> object:
         return nn.Linear(16, 16), torch.ones(batch, 16), lambda output: output.float().mean() * 1e-7
 
@@ -172,7 +172,7 @@ def test_small_gradients_vanish_in_fp16_unless_the_loss_is_scaled(own: Callable[
     assert fp16.loss_scale == 2.0**16
 
 
-def test_an_overflow_is_counted_and_its_scale_not_chosen(own: Callable[..., Comparison]) -> None:
+def test_an_overflow_is_counted_and_its_scale_not_chosen(own: Callable[..., PrecisionComparison]) -> None:
     def build(batch: int) -> object:
         return nn.Linear(16, 16), torch.ones(batch, 16), lambda output: output.mean()  # an fp16 loss
 
@@ -192,7 +192,7 @@ def test_rounding_left_over_in_float64_is_not_a_gradient() -> None:
     assert run.backwards[0].total.outputs_zero == 0
 
 
-def test_a_model_without_gradients_has_nothing_to_compare(own: Callable[..., Comparison]) -> None:
+def test_a_model_without_gradients_has_nothing_to_compare(own: Callable[..., PrecisionComparison]) -> None:
     def build(batch: int) -> object:
         return nn.Identity(), torch.ones(batch, 4, requires_grad=True), lambda output: output.sum()
 

@@ -93,10 +93,11 @@ def test_plain_steps_run_without_any_range_or_profiler(tmp_path: Path, monkeypat
         seen.append((torch._C._autograd._profiler_enabled(), is_annotated))
         return time_steps(step, count, **options)
 
-    monkeypatch.setattr(profiler, "time_steps", spy)
-    monkeypatch.setattr(profiler, "TURNS_S", 0.0)
+    for module in (profiler, timing):
+        monkeypatch.setattr(module, "time_steps", spy)
+    monkeypatch.setattr(timing, "TURNS_S", 0.0)
     run(tmp_path)
-    turns = [(True, False), (True, True)] * profiler.LEAST_TURNS
+    turns = [(True, False), (True, True)] * 3
     assert seen == [(False, False), (False, False), *turns, (True, True)]
 
 

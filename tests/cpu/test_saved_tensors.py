@@ -1,7 +1,6 @@
 """What autograd keeps is read off the graph without changing it, and is what the closed forms say, to the byte."""
 
 import shutil
-import threading
 from typing import Any
 
 import polars as pl
@@ -13,14 +12,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stepscope import cost
-from stepscope.errors import StepscopeError
 from stepscope.explain.memory.saved import compare_saved, held_storages, saved_beside_closed_form
-from stepscope.measure.saved_tensors import LOSS, ModuleNumbers, SavedTensor, audit, audit_case, saved_frame
+from stepscope.measure.memory.marks import LOSS, Places
+from stepscope.measure.memory.saved_tensors import SavedTensor, audit
 from stepscope.nn.model import SwiGLU
 from stepscope.recording.tables import SCHEMAS
 from stepscope.spec import Case, Factory, Workload, build_case
 from stepscope.step import Step, build
+from stepscope.step.annotation import annotated
 from stepscope.step.own import Parts
+from tests.cpu.saved import audit_forward, frame_of, saved_by
 
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {"d_model": 32, "d_ff": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "vocab": 50}
@@ -32,7 +33,7 @@ def case(**given_settings: Any) -> Case:
 
 
 def saved(**given_settings: Any) -> pl.DataFrame:
-    return saved_frame(audit_case(case(**given_settings), CPU))
+    return saved_by(case(**given_settings).workload)
 
 
 def activation_bytes(frame: pl.DataFrame) -> int:
@@ -46,9 +47,7 @@ def audit_module(module: nn.Module, x: Tensor) -> tuple[SavedTensor, ...]:
 
     parts = Parts(module=module, call=lambda run: run(x), loss=loss)
     step = Step(Workload(model=Factory(target="own:model"), mode="forward", device="cpu"), parts, CPU)
-    with ModuleNumbers(step) as numbers:
-        step.run()
-    return audit(step, numbers)
+    return audit_forward(step)
 
 
 # --- Against the closed forms ---------------------------------------------------------------------------------------
@@ -79,7 +78,7 @@ def test_any_shape_keeps_what_its_closed_form_says(
         num_layers=num_layers,
         tie_embeddings=tied,
     )
-    found = saved_frame(audit_case(chosen, CPU))
+    found = saved_by(chosen.workload)
     assert activation_bytes(found) == cost.activations_of(chosen.workload).bytes
 
 
@@ -88,7 +87,7 @@ def test_any_shape_keeps_what_its_closed_form_says(
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_part_keeps_what_its_closed_form_says(attention: str, precision: str, batch: int) -> None:
     chosen = case(attention=attention, precision=precision, batch=batch)
-    table = saved_beside_closed_form(saved_frame(audit_case(chosen, CPU)), cost.activations_of(chosen.workload))
+    table = saved_beside_closed_form(saved_by(chosen.workload), cost.activations_of(chosen.workload))
     assert [row[0] for row in table.rows if row[-1] != 0] == []
 
 
@@ -96,12 +95,12 @@ def test_every_part_keeps_what_its_closed_form_says(attention: str, precision: s
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_checkpoint_is_seen_to_hold_its_inputs_alone(checkpoint_setting: str, precision: str) -> None:
     chosen = case(num_layers=5, checkpoint=checkpoint_setting, precision=precision)
-    assert activation_bytes(saved_frame(audit_case(chosen, CPU))) == cost.saved_bytes(chosen.workload)
+    assert activation_bytes(saved_by(chosen.workload)) == cost.saved_bytes(chosen.workload)
 
 
 def test_a_feed_forward_alone_keeps_what_is_counted_by_hand() -> None:
     shape: dict[str, Any] = {"batch": 10, "context": 200, "d_model": 512, "d_ff": 1344}
-    rows = saved_frame(audit_module(SwiGLU(512, 1344), torch.ones(10, 200, 512)))
+    rows = frame_of(audit_module(SwiGLU(512, 1344), torch.ones(10, 200, 512)))
     # In a model its input is what the norm before it made.
     rows = rows.with_columns(kind=pl.col("kind").replace("input", "activation"))
     assert activation_bytes(rows) == cost.total_bytes(cost.feed_forward_activations(**shape)) == 57_856_000
@@ -137,9 +136,10 @@ def test_looking_changes_nothing() -> None:
     plain, watched = (build(case(checkpoint="2", num_layers=4, mode="train").workload, CPU) for _ in range(2))
     plain.run()
     before = [dict(vars(module)) for module in watched.module.modules()]
-    with ModuleNumbers(watched) as numbers:
+    places = Places()
+    with annotated(watched, backend=places.open):
         watched.phases[0][1]()
-    first, second = audit(watched, numbers), audit(watched, numbers)
+    first, second = audit(watched, places), audit(watched, places)
     assert first == second
     assert [dict(vars(module)) for module in watched.module.modules()] == before
     for _, phase in watched.phases[1:]:
@@ -149,8 +149,6 @@ def test_looking_changes_nothing() -> None:
 
 
 def test_without_a_graph_there_is_nothing_to_read() -> None:
-    with pytest.raises(StepscopeError, match="`inference` saves nothing"):
-        audit_case(case(mode="inference"), CPU)
     with pytest.raises(ValueError, match="no graph"):
         audit(build(case().workload, CPU))
 
@@ -271,30 +269,18 @@ def test_a_node_belongs_to_the_innermost_call_that_made_it() -> None:
     }
 
 
-def test_nodes_outside_of_all_calls_and_other_threads_have_no_module() -> None:
-    module = Outer()
-    parts = Parts(module=module, call=lambda run: run(torch.ones(4)), loss=lambda out: out.sum())  # type: ignore[attr-defined]
+def test_nodes_outside_of_all_calls_have_no_module() -> None:
+    parts = Parts(module=Outer(), call=lambda run: run(torch.ones(4)), loss=lambda out: out.sum())  # type: ignore[attr-defined]
     step = Step(Workload(model=Factory(target="own:model"), mode="forward", device="cpu"), parts, CPU)
     before = (torch.ones(2, requires_grad=True) * 2).grad_fn
-    with ModuleNumbers(step) as numbers:
+    places = Places()
+    with annotated(step, backend=places.open):
         step.run()
-        threads = []
-
-        def elsewhere() -> None:
-            node = module.inner(torch.ones(2, requires_grad=True)).grad_fn
-            threads.append((threading.get_ident(), node._sequence_nr()))
-
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
     after = (torch.ones(2, requires_grad=True) * 2).grad_fn
     assert before is not None
     assert after is not None
-    assert numbers.find(before._sequence_nr()) is None
-    assert numbers.find(after._sequence_nr()) is None
+    assert places.find(before._sequence_nr()) is None
+    assert places.find(after._sequence_nr()) is None
     assert step.loss is not None
     assert step.loss.grad_fn is not None
-    assert numbers.find(step.loss.grad_fn._sequence_nr()) == LOSS
-    (ident, number) = threads[0]
-    assert numbers.find(number, thread=ident) == "inner"
-    assert numbers.find(number, thread=ident + 1) is None
+    assert places.find(step.loss.grad_fn._sequence_nr()) == LOSS

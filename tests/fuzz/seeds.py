@@ -20,7 +20,7 @@ from stepscope.recording import store
 from stepscope.recording.memory import reader as memory
 from stepscope.recording.readers import ncu
 from stepscope.recording.rows.bench import Doubt, Row
-from stepscope.recording.rows.links import Link, Links, Place
+from stepscope.recording.rows.links import Link, LinkPlace, Links
 from stepscope.recording.rows.precision import encode_report
 from stepscope.recording.rows.train import TrainMemory, TrainRow, TrainRun
 from stepscope.recording.store import Recording
@@ -191,7 +191,7 @@ def _documents(scratch: Path) -> list[Seed]:
     (kept / "precision.json").write_bytes(_precision())
     signed, public = make_signed(scratch)
     links = Links(
-        place=Place(backend="gloo", device_name="Test CPU", ranks=2),
+        place=LinkPlace(backend="gloo", device_name="Test CPU", ranks=2),
         links={"all-reduce": Link(latency_ns=1e6, bytes_per_s=1e8)},
     )
     return [

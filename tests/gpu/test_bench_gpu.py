@@ -8,7 +8,7 @@ import torch
 from stepscope.measure import nvml
 from stepscope.measure.bench import measure
 from stepscope.measure.flops import count_forward_flops
-from stepscope.measure.memory import limit_memory
+from stepscope.measure.memory.limits import limit_memory
 from stepscope.measure.timing import time_steps
 from stepscope.spec import Case, ModelShape, Scalar, build_case
 from stepscope.step import build

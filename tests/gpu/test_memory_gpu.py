@@ -10,7 +10,7 @@ import torch
 
 from stepscope import cost
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
-from stepscope.measure.memory_recorder import record_memory
+from stepscope.measure.memory.recorder import record_memory
 from stepscope.recording.memory import reader as memory
 from stepscope.recording.memory.labels import SNAPSHOT_NAME
 from stepscope.spec import build_case

@@ -34,7 +34,7 @@ while arguments and arguments[0].startswith("--"):
         sys.exit(f"==ERROR== the argument '{{given[option]}}' for option '{{option}}' is invalid")
 with Path(__file__).with_name("calls.jsonl").open("a") as calls:
     calls.write(json.dumps([given, arguments]) + "\n")
-assert arguments[1:4] == ["-P", "-m", "stepscope.measure.ncu_target"], arguments
+assert arguments[1:4] == ["-P", "-m", "stepscope.measure.targets.ncu"], arguments
 request, code = Path(arguments[4]), 0
 context = str(json.loads(request.read_text())["case"]["workload"]["context"])
 settings |= settings.get("at_context", {{}}).get(context, {{}})

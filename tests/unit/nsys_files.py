@@ -198,7 +198,7 @@ else:
     stacks = (given["--sample"], given.get("--cudabacktrace", "none"))
     if given.get("--python-backtrace") == "cuda" and "none" in stacks:
         sys.exit("backtraces of CUDA and CPU sampling must be enabled")
-    assert rest[1:4] == ["-P", "-m", "stepscope.measure.nsys_target"], rest
+    assert rest[1:4] == ["-P", "-m", "stepscope.measure.targets.nsys"], rest
     code = 0
     if settings.get("run_target"):
         code = subprocess.run(rest).returncode

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.jobs.experiments.attention_grid import AttentionGrid
+from stepscope.jobs.experiments.grids import AttentionGrid
 from stepscope.recording.rows.attention import IMPLEMENTATIONS
 from stepscope.spec.backends import BACKENDS, AttentionBackend, DeviceKind, compared_on
 

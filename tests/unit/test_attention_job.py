@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.experiments import attention_sweep as job
-from stepscope.jobs.experiments.attention_grid import AttentionGrid, grid_from_texts
-from stepscope.jobs.experiments.attention_sweep import AttentionSweep
-from stepscope.jobs.experiments.sweep import Waiting
+from stepscope.jobs.experiments import sweep as job
+from stepscope.jobs.experiments.attention_sweep import AttentionExperiment
+from stepscope.jobs.experiments.grids import AttentionGrid, grid_from_texts
+from stepscope.jobs.experiments.sweep import PlannedCase, Sweep
 from stepscope.jobs.workers.messages import (
     AttentionDone,
     AttentionMeasured,
     Failed,
     MeasureAttention,
-    Probe,
+    ProbeCases,
     Probed,
     ProbedModel,
     Result,
@@ -36,12 +36,12 @@ class Silent:
         self.waiting: list[object] = []
         self.done = 0
 
-    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None:
+    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
         self.waiting = [one.case for one in planned]
         self.done = len(done)
         assert repaired_bytes == 0
 
-    def start(self, planned: Waiting) -> None:
+    def start(self, planned: PlannedCase[Any]) -> None:
         assert planned.expected_s > 0
 
     def stage(self, name: str) -> None:
@@ -65,7 +65,7 @@ class Workers:
         pass
 
     def run(self, request: Any, *, on_part: Callable[[AttentionMeasured], None] = lambda _: None, **_: object) -> Ended:
-        if isinstance(request, Probe):
+        if isinstance(request, ProbeCases):
             builtin = ProbedModel(source=None, takes_context=True)
             return Ended(answer=Probed(environment=ENVIRONMENT, models=(builtin,)), log=b"")
         self.requests.append(request)
@@ -85,7 +85,8 @@ def run(
 ) -> tuple[tuple[AttentionRow, ...], Workers, Silent]:
     workers, listener = Workers(end, at_last), Silent()
     monkeypatch.setattr(job, "Workers", lambda: workers)
-    rows = AttentionSweep(folder=folder, command="stepscope attention", **more).run(GRID, listener)
+    experiment = AttentionExperiment(grid=GRID)
+    rows = Sweep(experiment=experiment, folder=folder, command="stepscope attention", **more).run(listener)
     return rows, workers, listener
 
 
@@ -185,13 +186,14 @@ def test_tiled_stops_early_unless_named() -> None:
 
 def test_flags_are_a_grid() -> None:
     grid = grid_from_texts(
+        AttentionGrid,
         {
             "implementation": "triton, naive,naive",
             "length": "1_024,2048",
             "head_dim": "64",
             "causal": "no",
             "seconds": "0.5",
-        }
+        },
     )
     cases = grid.cases("cuda:0")
     assert [case.implementation for case in cases] == ["triton", "triton", "naive", "naive"]
@@ -204,7 +206,7 @@ def test_flags_are_a_grid() -> None:
     ("texts", "said"),
     [
         ({"implementation": "trito"}, "unknown implementation: `trito`"),
-        ({"length": "many"}, "not a number: `many`"),
+        ({"length": "many"}, "`--length`: not a whole number: `many`"),
         ({"length": "1,,2"}, "empty value"),
         ({"length": "0"}, "length `0` is not positive"),
         ({"precision": "fp12"}, "unknown precision"),
@@ -217,4 +219,4 @@ def test_flags_are_a_grid() -> None:
 )
 def test_what_cannot_be_is_refused_before_anything_runs(texts: dict[str, str], said: str) -> None:
     with pytest.raises(StepscopeError, match=said):
-        grid_from_texts(texts)
+        grid_from_texts(AttentionGrid, texts)

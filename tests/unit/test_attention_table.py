@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.experiments.attention_figure import Quantity, attention_figure
 from stepscope.explain.experiments.attention_tables import (
     DOUBTS,
+    AttentionQuantity,
+    attention_figure,
     attention_table,
     describe_attention,
     make_tables,
@@ -215,7 +216,7 @@ def test_what_differs_besides_makes_panels_of_its_own() -> None:
         ("before-backward", (8 * 1024 * (64 * 2 + 4) + 512) / 2**20),
     ],
 )
-def test_each_quantity_is_drawn_in_its_unit(quantity: Quantity, y: float) -> None:
+def test_each_quantity_is_drawn_in_its_unit(quantity: AttentionQuantity, y: float) -> None:
     (point,) = attention_figure([attend()], quantity).points
     assert point.y == pytest.approx(y)
 

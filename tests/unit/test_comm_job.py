@@ -8,12 +8,13 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.experiments import comm_sweep as job
-from stepscope.jobs.experiments.comm_grid import CommGrid, Machine, grid_from_texts
-from stepscope.jobs.experiments.comm_sweep import CommSweep
-from stepscope.jobs.workers.rank_messages import CommMeasured, MeasureComm, Stage
+from stepscope.jobs.experiments.comm_sweep import CommExperiment, run_comm
+from stepscope.jobs.experiments.grids import CommGrid, RankHost, grid_from_texts
+from stepscope.jobs.experiments.sweep import Sweep
+from stepscope.jobs.workers.messages import CommMeasured, MeasureComm, StageReached
 from stepscope.recording.rows.bench import Retry
 from stepscope.recording.rows.comm import CommCase, CommMeasurement, CommOutcome, CommRow
-from stepscope.recording.rows.links import Place, find_link, read_links
+from stepscope.recording.rows.links import LinkPlace, find_link, read_links
 from tests.unit.rows import ENVIRONMENT
 from tests.unit.test_attention_job import Silent
 
@@ -37,10 +38,10 @@ class Ranks:
             reason = self._fail(case)
             if reason.startswith("at once"):
                 raise StepscopeError(reason)
-            on_message(0, Stage(name="checking"))
+            on_message(0, StageReached(name="checking"))
             if reason:
                 raise StepscopeError(reason, detail="rank 1 stopped in collective 3")
-            on_message(1, Stage(name="timing"))
+            on_message(1, StageReached(name="timing"))
             on_message(0, CommMeasured(outcome=measured(case)))
 
 
@@ -55,7 +56,7 @@ def no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
     for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(job, "_look", lambda *_: (Machine(device="cpu"), ENVIRONMENT))
+    monkeypatch.setattr(job, "_look", lambda *_: (RankHost(device="cpu"), ENVIRONMENT))
 
 
 def run(
@@ -63,8 +64,10 @@ def run(
 ) -> tuple[tuple[CommRow, ...], Ranks, Silent]:
     ranks, listener = Ranks(fail), Silent()
     monkeypatch.setattr(job, "run_ranks", ranks.run)
-    more = {"remark": fail_on_remark, **more}
-    rows = CommSweep(folder=folder / "out", command="stepscope comm", **more).run(GRID, listener)
+    remark = more.pop("remark", fail_on_remark)
+    experiment = CommExperiment(grid=GRID)
+    sweep = Sweep(experiment=experiment, folder=folder / "out", command="stepscope comm", **more)
+    rows = run_comm(sweep, listener, remark=remark)
     assert rows is not None
     return rows, ranks, listener
 
@@ -100,7 +103,7 @@ def test_what_was_fitted_is_kept_for_others_and_beside_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, monkeypatch)
-    place = Place(backend="gloo", device_name="Test GPU", ranks=4)
+    place = LinkPlace(backend="gloo", device_name="Test GPU", ranks=4)
     for path in (None, tmp_path / "out" / "links.json"):
         link = find_link("broadcast", place, path)
         assert link is not None
@@ -166,7 +169,7 @@ def run_started(
 ) -> tuple[tuple[CommRow, ...] | None, list[tuple[object, MeasureComm]]]:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setattr(job, "_look_here", lambda *_: (Machine(device="cpu", world=3), ENVIRONMENT))
+    monkeypatch.setattr(job, "_look_here", lambda *_: (RankHost(device="cpu", world=3), ENVIRONMENT))
     asked = []
 
     def serve(setup: object, request: MeasureComm, tell: Callable[[object], None]) -> None:
@@ -179,8 +182,8 @@ def run_started(
         Ranks(fail).run(request, world=3, folder=folder / "ranks", on_message=hear)
 
     monkeypatch.setattr(job, "serve_here", serve)
-    sweep = CommSweep(folder=folder / "out", command="stepscope comm", remark=fail_on_remark)
-    return sweep.run(grid, Silent()), asked
+    sweep = Sweep(experiment=CommExperiment(grid=grid), folder=folder / "out", command="stepscope comm")
+    return run_comm(sweep, Silent(), remark=fail_on_remark), asked
 
 
 def test_under_torchrun_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,28 +218,28 @@ def test_under_torchrun_other_numbers_of_ranks_are_refused_on_every_rank(
 
 
 def test_what_is_not_asked_for_is_the_machines_own() -> None:
-    on_cpu = CommGrid().cases(Machine(device="cpu"))
+    on_cpu = CommGrid().cases(RankHost(device="cpu"))
     assert {(case.backend, case.ranks) for case in on_cpu} == {("gloo", 2), ("gloo", 4)}
     assert max(case.message_bytes for case in on_cpu) == 64 * MB
-    on_gpus = CommGrid().cases(Machine(device="cuda", gpus=6))
+    on_gpus = CommGrid().cases(RankHost(device="cuda", gpus=6))
     assert {(case.backend, case.ranks) for case in on_gpus} == {("nccl", 2), ("nccl", 4), ("nccl", 6)}
     assert (min(case.message_bytes for case in on_gpus), max(case.message_bytes for case in on_gpus)) == (MB, 1000 * MB)
-    assert {case.ranks for case in CommGrid().cases(Machine(device="cuda", gpus=1))} == {1}
+    assert {case.ranks for case in CommGrid().cases(RankHost(device="cuda", gpus=1))} == {1}
 
 
 def test_nccl_has_no_more_ranks_than_gpus() -> None:
     with pytest.raises(StepscopeError, match="`4` ranks over nccl on 1 GPU") as raised:
-        CommGrid(ranks=(4,)).cases(Machine(device="cuda", gpus=1))
+        CommGrid(ranks=(4,)).cases(RankHost(device="cuda", gpus=1))
     assert raised.value.hint == "stepscope comm --ranks 1, or --backend gloo"
-    assert CommGrid(ranks=(4,), backend="gloo").cases(Machine(device="cuda", gpus=1))
+    assert CommGrid(ranks=(4,), backend="gloo").cases(RankHost(device="cuda", gpus=1))
 
 
 def test_flags_are_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     grid = grid_from_texts(
-        {"sizes": "1MB, 1GB,1MiB", "ranks": "6", "dtype": "bf16", "collective": "broadcast,broadcast"}
+        CommGrid, {"sizes": "1MB, 1GB,1MiB", "ranks": "6", "dtype": "bf16", "collective": "broadcast,broadcast"}
     )
-    cases = grid.cases(Machine(device="cpu"))
+    cases = grid.cases(RankHost(device="cpu"))
     assert [case.message_bytes for case in cases] == [MB, 1000 * MB, 2**20]
     assert {(case.collective, case.ranks, case.dtype, case.interface) for case in cases} == {
         ("broadcast", 6, "bf16", "eth1")
@@ -244,7 +247,7 @@ def test_flags_are_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_message_is_cut_to_what_every_rank_has_an_equal_part_of() -> None:
-    (case,) = CommGrid(collective=("all-gather",), sizes=(MB,), ranks=(6,)).cases(Machine(device="cpu"))
+    (case,) = CommGrid(collective=("all-gather",), sizes=(MB,), ranks=(6,)).cases(RankHost(device="cpu"))
     assert (case.message_bytes, case.moved_bytes) == (MB, 999_984)
     assert case.needed_bytes == 999_984 + 166_664
 
@@ -257,7 +260,7 @@ def test_a_message_is_cut_to_what_every_rank_has_an_equal_part_of() -> None:
         ({"sizes": "1MB,,2MB"}, "empty value"),
         ({"sizes": "0"}, "no element for each of"),
         ({"ranks": "0"}, "ranks `0` is not positive"),
-        ({"ranks": "two"}, "not a number: `two`"),
+        ({"ranks": "two"}, "`--ranks`: not a whole number: `two`"),
         ({"backend": "mpi"}, "unknown backend: `mpi`"),
         ({"backend": "nccl", "device": "cpu"}, "backend `nccl` on device `cpu`"),
         ({"device": "cuda:1"}, "unknown device: `cuda:1`"),
@@ -269,4 +272,4 @@ def test_a_message_is_cut_to_what_every_rank_has_an_equal_part_of() -> None:
 )
 def test_what_cannot_be_is_refused_before_anything_runs(texts: dict[str, str], said: str) -> None:
     with pytest.raises(StepscopeError, match=said):
-        grid_from_texts(texts)
+        grid_from_texts(CommGrid, texts)

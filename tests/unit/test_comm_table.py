@@ -2,9 +2,9 @@
 
 import pytest
 
-from stepscope.explain.experiments.comm_figure import comm_figure
 from stepscope.explain.experiments.comm_tables import (
     bus_gb_per_s,
+    comm_figure,
     comm_table,
     describe_comm,
     fit_links,

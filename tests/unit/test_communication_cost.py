@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.cost import bus_factor, fit_link, ring_links
-from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, Place
+from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, LinkPlace
 
-FOUR = Place(backend="gloo", device_name="Test CPU", ranks=4)
+FOUR = LinkPlace(backend="gloo", device_name="Test CPU", ranks=4)
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ def test_times_around_a_ring_by_hand() -> None:
 
 @given(size=st.integers(1, 10**10), ranks=st.integers(2, 512))
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, ranks: int) -> None:
-    place = Place(backend="nccl", device_name="Test GPU", ranks=ranks)
+    place = LinkPlace(backend="nccl", device_name="Test GPU", ranks=ranks)
     links = ring_links(place, delay_ns=5_000, wire_bytes_per_s=2.5e10)
     parts_ns = links.time_ns("reduce-scatter", size) + links.time_ns("all-gather", size)
     assert links.time_ns("all-reduce", size) == pytest.approx(parts_ns)
 
 
 def test_one_rank_has_nobody_to_send_to() -> None:
-    alone = Place(backend="nccl", device_name="Test GPU", ranks=1)
+    alone = LinkPlace(backend="nccl", device_name="Test GPU", ranks=1)
     links = ring_links(alone, delay_ns=5_000, wire_bytes_per_s=1e9)
     assert all(links.time_ns(collective, 10**9) == 0 for collective in COLLECTIVES)
 

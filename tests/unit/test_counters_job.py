@@ -18,8 +18,8 @@ from stepscope.jobs.experiments import counter_sweep as counters
 from stepscope.jobs.experiments.counter_sweep import Counters, name_cases
 from stepscope.jobs.experiments.sweep import Planned
 from stepscope.jobs.recorders.ncu import choose_metrics
-from stepscope.measure.ncu_target import Counted
-from stepscope.measure.target import RefusedError
+from stepscope.measure.targets import TargetFailed
+from stepscope.measure.targets.ncu import NcuCounted
 from stepscope.recording import store
 from stepscope.recording.readers import ncu
 from stepscope.recording.readers.counter_metrics import FEW, FULL
@@ -27,16 +27,16 @@ from stepscope.spec import Case, Grid, grid_from_flags
 from tests.unit.ncu_files import COUNTED, StandIn
 from tests.unit.rows import ENVIRONMENT
 
-ANSWER = Counted(
+ANSWER = NcuCounted(
     environment=ENVIRONMENT,
     parameters=1000,
     optimizer="adamw",
     forward_flops={"gemm": 10**9, "attention": 10**6},
 )
-REFUSED = RefusedError(message="out of memory", detail="tried to allocate 1 TiB")
+REFUSED = TargetFailed(message="out of memory", detail="tried to allocate 1 TiB")
 
 
-def encode(answer: Counted | RefusedError) -> str:
+def encode(answer: NcuCounted | TargetFailed) -> str:
     return msgspec.json.encode(answer).decode()
 
 

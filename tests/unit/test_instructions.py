@@ -16,7 +16,14 @@ from stepscope.explain.experiments.comm_tables import comm_table
 from stepscope.explain.memory.grid import grid_table
 from stepscope.findings import Table
 from stepscope.jobs.doctor import judge_instructions
-from stepscope.jobs.workers.instructions import INHERITED, Limits, Machine, Outcome, read_identity, settle_limits
+from stepscope.jobs.workers.instructions import (
+    INHERITED,
+    CpuIdentity,
+    CpuLimits,
+    ProbeOutcome,
+    read_identity,
+    settle_limits,
+)
 from stepscope.measure.instructions import COMPILED, LEVELS, PARTS
 from stepscope.recording.rows.bench import Environment, Row, case_key
 from tests.unit.attention_rows import attend
@@ -26,7 +33,7 @@ from tests.unit.test_memory_grid import weigh
 
 R = TypeVar("R", bound=Row)
 
-MACHINE = Machine(cpu="Xeon", flags="avx512_bf16 amx_tile amx_bf16", kernel="6.1", torch="2.13.0")
+MACHINE = CpuIdentity(cpu="Xeon", flags="avx512_bf16 amx_tile amx_bf16", kernel="6.1", torch="2.13.0")
 ONEDNN = LEVELS["ONEDNN_MAX_CPU_ISA"]
 BF16, FP16 = "a bf16 product", "an fp16 product"
 
@@ -42,15 +49,15 @@ class StandIn:
         self._needs = needs
         self._environ = environ or {}
 
-    def __call__(self, settings: Mapping[str, str], *, compiled: bool) -> Outcome:
+    def __call__(self, settings: Mapping[str, str], *, compiled: bool) -> ProbeOutcome:
         self.runs.append(dict(settings))
         self.compiled.append(compiled)
         in_effect = {**self._environ, **settings}
         for part in PARTS if compiled else PARTS[:-1]:
             needed = self._needs.get(part, {})
             if not all(in_effect.get(name) in working for name, working in needed.items()):
-                return Outcome(part=part, signal="SIGILL")
-        return Outcome()
+                return ProbeOutcome(part=part, signal="SIGILL")
+        return ProbeOutcome()
 
 
 def without_amx() -> StandIn:
@@ -120,8 +127,8 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
 
 
 def test_a_probe_that_something_else_ended_says_nothing_and_is_not_kept() -> None:
-    def ended(settings: Mapping[str, str], *, compiled: bool) -> Outcome:
-        return Outcome(conclusive=False)
+    def ended(settings: Mapping[str, str], *, compiled: bool) -> ProbeOutcome:
+        return ProbeOutcome(conclusive=False)
 
     assert settle_limits({}, MACHINE, ended).settings == {}
     assert settle_limits({}, MACHINE, without_amx()).settings
@@ -130,9 +137,9 @@ def test_a_probe_that_something_else_ended_says_nothing_and_is_not_kept() -> Non
 def test_a_setting_under_which_nothing_is_known_is_not_taken_for_one_that_works() -> None:
     probe, unclear = without_amx(), "AVX512_CORE_FP16"
 
-    def abort_once(settings: Mapping[str, str], *, compiled: bool) -> Outcome:
+    def abort_once(settings: Mapping[str, str], *, compiled: bool) -> ProbeOutcome:
         if settings.get("ONEDNN_MAX_CPU_ISA") == unclear:
-            return Outcome(conclusive=False)
+            return ProbeOutcome(conclusive=False)
         return probe(settings, compiled=compiled)
 
     level = ONEDNN[ONEDNN.index(unclear) + 1]
@@ -229,15 +236,15 @@ def test_limits_of_the_machine_that_a_job_was_submitted_from_are_dropped_on_anot
 
 def test_doctor_tells_a_limit_of_ours_from_a_users_own() -> None:
     settings = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
-    ours = judge_instructions(Limits(key="", settings=settings, deaths=(f"SIGILL in {BF16}",)), settings)
-    theirs = judge_instructions(Limits(key=""), settings)
+    ours = judge_instructions(CpuLimits(key="", settings=settings, deaths=(f"SIGILL in {BF16}",)), settings)
+    theirs = judge_instructions(CpuLimits(key=""), settings)
     assert ours.verdict == theirs.verdict == "limited"
     assert ours.advice
     assert theirs.advice
     assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" in ours.found
     assert "SIGILL" in ours.found
     assert "SIGILL" not in theirs.found
-    assert judge_instructions(Limits(key=""), {}).verdict == "fine"
+    assert judge_instructions(CpuLimits(key=""), {}).verdict == "fine"
 
 
 def test_a_limit_makes_another_case_and_no_limit_leaves_rows_as_they_were() -> None:

@@ -7,8 +7,8 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.recording.rows.links import (
     Link,
+    LinkPlace,
     Links,
-    Place,
     find_link,
     find_links,
     keep_links,
@@ -16,7 +16,7 @@ from stepscope.recording.rows.links import (
     named_interface,
 )
 
-PLACE = Place(backend="gloo", device_name="Test CPU", ranks=2)
+PLACE = LinkPlace(backend="gloo", device_name="Test CPU", ranks=2)
 SLOW, FAST = Link(latency_ns=1e6, bytes_per_s=1e8), Link(latency_ns=1e5, bytes_per_s=1e9)
 
 
@@ -27,17 +27,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_kept_is_found_by_where_it_was_measured(cache: Path) -> None:
-    shaped = Place(backend="gloo", device_name="Test CPU", ranks=2, interface="eth1")
+    shaped = LinkPlace(backend="gloo", device_name="Test CPU", ranks=2, interface="eth1")
     keep_links([Links(place=PLACE, links={"all-reduce": FAST}), Links(place=shaped, links={"all-reduce": SLOW})])
     assert links_path() == cache / "links.json"
     assert find_link("all-reduce", PLACE) == FAST
     assert find_link("all-reduce", shaped) == SLOW
     assert find_link("broadcast", PLACE) is None
     for other in (
-        Place(backend="nccl", device_name="Test CPU", ranks=2),
-        Place(backend="gloo", device_name="Test CPU", ranks=4),
-        Place(backend="gloo", device_name="Test CPU", ranks=2, hosts=2),
-        Place(backend="gloo", device_name="Test CPU", ranks=2, dtype="bf16"),
+        LinkPlace(backend="nccl", device_name="Test CPU", ranks=2),
+        LinkPlace(backend="gloo", device_name="Test CPU", ranks=4),
+        LinkPlace(backend="gloo", device_name="Test CPU", ranks=2, hosts=2),
+        LinkPlace(backend="gloo", device_name="Test CPU", ranks=2, dtype="bf16"),
     ):
         assert find_links(other) is None
 

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any, cast
 
-from stepscope.jobs.experiments.memory_sweep import Weighed
-from stepscope.jobs.experiments.sweep import Planned, judge
-from stepscope.jobs.workers.messages import Failed, MemoryRecorded
+from stepscope.jobs.experiments.memory_sweep import MemoryExperiment
+from stepscope.jobs.experiments.sweep import Planned, Sweep
+from stepscope.jobs.workers.messages import MemoryRecorded
 from stepscope.jobs.workers.process import Ended, Workers
 from stepscope.recording.memory.labels import SNAPSHOT_NAME, MemoryRun
 from tests.unit.rows import row as make_row
+from tests.unit.test_attention_job import Silent
 
 
 class LeavesASnapshot:
@@ -26,10 +27,9 @@ class LeavesASnapshot:
 def test_a_snapshot_that_cannot_be_read_costs_its_own_case(tmp_path: Path) -> None:
     row = make_row()
     planned = Planned(case=row.case, environment=row.environment, source=None)
-    kind = Weighed(folder=tmp_path, command="stepscope memory", snapshots=False)
+    sweep = Sweep(experiment=MemoryExperiment(), folder=tmp_path, command="stepscope memory")
     workers = cast(Workers, LeavesASnapshot(b"\x80\x04."))
-    ended, measured = kind.measure(planned, workers, lambda _: None, None)
-    assert isinstance(ended.answer, Failed)
-    assert judge(ended.answer)[0] == "error"
-    assert measured == {}
+    (kept,) = sweep.run_planned([planned], workers, Silent())
+    assert kept.status == "error"
+    assert kept.summary is None
     assert not (tmp_path / "recordings").exists()

@@ -13,8 +13,8 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.recorders import nsys as recorder
-from stepscope.measure.nsys_target import NsysRequest, Recorded
-from stepscope.measure.target import RefusedError, answer_path
+from stepscope.measure.targets import TargetFailed, answer_path
+from stepscope.measure.targets.nsys import NsysRecorded, NsysRequest
 from stepscope.recording import store
 from stepscope.recording.readers import nsys
 from stepscope.recording.recorded import RecordedRun
@@ -39,7 +39,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
     made = StandIn(folder, training_step().write(tmp_path / "made before.sqlite"))
-    made.set(answer=msgspec.json.encode(Recorded(run=RUN, environment=ENVIRONMENT)).decode())
+    made.set(answer=msgspec.json.encode(NsysRecorded(run=RUN, environment=ENVIRONMENT)).decode())
     return made
 
 
@@ -51,7 +51,7 @@ def test_a_case_is_recorded_and_exported(stand_in: StandIn, tmp_path: Path) -> N
     stages: list[str] = []
     out = tmp_path / "100%here"
     run = record(out, functions=("my:function",), record_steps=2, on_stage=stages.append)
-    assert run.recorded == Recorded(run=RUN, environment=ENVIRONMENT)
+    assert run.recorded == NsysRecorded(run=RUN, environment=ENVIRONMENT)
     assert run.report == out / "report.nsys-rep"
     assert run.report.read_bytes() == b"report"
     assert nsys.read(run.exported).kernels.height == 2
@@ -141,7 +141,7 @@ def test_without_nsys_it_says_how_to_record(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_the_program_refused_is_the_error(stand_in: StandIn, tmp_path: Path) -> None:
-    refused = RefusedError(message="no device `cuda:7`", detail="torch sees 1", hint="stepscope doctor", bad_input=True)
+    refused = TargetFailed(message="no device `cuda:7`", detail="torch sees 1", hint="stepscope doctor", bad_input=True)
     stand_in.set(answer=msgspec.json.encode(refused).decode(), code=2)
     with pytest.raises(StepscopeError, match="no device `cuda:7`") as raised:
         record(tmp_path / "out")
@@ -203,11 +203,11 @@ def test_the_program_answers_even_a_request_that_it_cannot_read(tmp_path: Path) 
     path = tmp_path / "request.json"
     path.write_text("{}")
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "stepscope.measure.nsys_target", str(path)], capture_output=True, check=False
+        [sys.executable, "-P", "-m", "stepscope.measure.targets.nsys", str(path)], capture_output=True, check=False
     )
     assert done.returncode == 1
-    answer = msgspec.json.decode(answer_path(path).read_bytes(), type=Recorded | RefusedError)
-    assert isinstance(answer, RefusedError)
+    answer = msgspec.json.decode(answer_path(path).read_bytes(), type=NsysRecorded | TargetFailed)
+    assert isinstance(answer, TargetFailed)
     assert "case" in answer.message
 
 

@@ -21,7 +21,7 @@ from stepscope.cost import (
     predict_sharded_optimizer,
     ready_in_order,
 )
-from stepscope.recording.rows.links import COLLECTIVES, Link, Links, Place
+from stepscope.recording.rows.links import COLLECTIVES, Link, LinkPlace, Links
 from stepscope.spec import ModelShape
 
 COMPUTE = Compute(forward_ns=50, backward_ns=100, optimizer_ns=20)
@@ -29,7 +29,7 @@ COMPUTE = Compute(forward_ns=50, backward_ns=100, optimizer_ns=20)
 
 def make_links(latency_ns: float = 0, bytes_per_ns: float = 1, ranks: int = 2) -> Links:
     link = Link(latency_ns=latency_ns, bytes_per_s=bytes_per_ns * 1e9)
-    place = Place(backend="gloo", device_name="Test CPU", ranks=ranks)
+    place = LinkPlace(backend="gloo", device_name="Test CPU", ranks=ranks)
     return Links(place=place, links=dict.fromkeys(COLLECTIVES, link))
 
 

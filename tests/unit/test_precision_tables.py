@@ -21,11 +21,11 @@ from stepscope.explain.precision.tables import (
 )
 from stepscope.findings import Cell, Table
 from stepscope.recording.rows.precision import (
-    Comparison,
     GradientError,
     LowDtype,
     NormPart,
     Output,
+    PrecisionComparison,
     PrecisionReport,
     PrecisionRun,
     ScaledBackward,
@@ -96,7 +96,7 @@ def report(*runs: PrecisionRun, device: str = "cuda:0") -> PrecisionReport:
         environment=msgspec.structs.replace(ENVIRONMENT, device=device),
         command="stepscope precision",
         started="2026-01-01T00:00:00+00:00",
-        comparison=Comparison(truth=Truth(loss=1.0, parameters=10), runs=runs, sums=sums, norm_parts=parts),
+        comparison=PrecisionComparison(truth=Truth(loss=1.0, parameters=10), runs=runs, sums=sums, norm_parts=parts),
     )
 
 

@@ -24,7 +24,7 @@ from stepscope.jobs.report.data import STAGES, is_data, read_state, write_state
 from stepscope.jobs.report.run import Ending, Interrupted, Made, ReportJob, parse_stages, without_flags
 from stepscope.jobs.report.stages import UnavailableError, Work
 from stepscope.jobs.workers.messages import Failed, Probed, ProbedModel
-from stepscope.jobs.workers.process import RefusedError, Workers
+from stepscope.jobs.workers.process import InputRefusedError, Workers
 from stepscope.spec import Grid, Scalar, build_case, grid_from_flags
 from tests.unit.rows import ENVIRONMENT, row
 
@@ -214,14 +214,14 @@ def test_when_all_fail_an_older_page_stays(bench: Bench) -> None:
 
 def test_bad_input_in_the_first_stage_is_an_error_and_leaves_nothing(bench: Bench) -> None:
     bench.stages["attention"].error = UnavailableError("nothing to do")
-    bench.stages["bench"].error = RefusedError(Failed(message="the factory raised", bad_input=True))
+    bench.stages["bench"].error = InputRefusedError(Failed(message="the factory raised", bad_input=True))
     with pytest.raises(StepscopeError, match="the factory raised"):
         bench.make()
     assert list(bench.folder.iterdir()) == []
 
 
 def test_bad_input_that_shows_later_costs_its_own_section(bench: Bench) -> None:
-    bench.stages["profile"].error = RefusedError(Failed(message="the factory raised", bad_input=True))
+    bench.stages["profile"].error = InputRefusedError(Failed(message="the factory raised", bad_input=True))
     bench.make()
     assert bench.pages[-1].absent["profile"].why == "the factory raised"
 
@@ -230,7 +230,7 @@ def test_a_refused_report_keeps_what_another_case_left(bench: Bench) -> None:
     bench.make()
     before = read_state(bench.folder / "data")
     bench.source = "edited"
-    bench.stages["bench"].error = RefusedError(Failed(message="the factory raised", bad_input=True))
+    bench.stages["bench"].error = InputRefusedError(Failed(message="the factory raised", bad_input=True))
     with pytest.raises(StepscopeError):
         bench.make()
     assert read_state(bench.folder / "data") == before

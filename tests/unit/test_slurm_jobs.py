@@ -14,23 +14,22 @@ from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.slurm import watch as watching
-from stepscope.jobs.slurm.bench_jobs import deal
 from stepscope.jobs.slurm.executor import require_slurm
 from stepscope.jobs.slurm.resources import Resources, parse_mem, parse_sbatch, parse_time_min
-from stepscope.jobs.slurm.rows import Ledger, forget_killed, read_own, seed
-from stepscope.jobs.slurm.states import JobState, parse_states
+from stepscope.jobs.slurm.rows import RowLedger, forget_killed, read_own, seed
 from stepscope.jobs.slurm.submissions import (
     Job,
-    Outcome,
     RankWork,
     ShareWork,
+    TaskOutcome,
     keep,
     next_folder,
     outcome_path,
     read_submissions,
     write_whole,
 )
-from stepscope.jobs.slurm.watch import Watch, raise_failures
+from stepscope.jobs.slurm.sweep_jobs import deal
+from stepscope.jobs.slurm.watch import JobState, JobWatch, parse_states, raise_failures
 from stepscope.recording.rows.bench import BenchRow, Retry
 from stepscope.recording.rows.results_file import ResultsFile
 from stepscope.spec import build_case, grid_from_flags
@@ -166,10 +165,10 @@ def test_rows_are_collected_once_and_a_killed_one_when_the_job_is_over(tmp_path:
     job = _own(tmp_path, ok, killed)
     for _ in range(2):  # the second command finds the rows of the first
         with ResultsFile.open(tmp_path / "results.jsonl", BenchRow) as results:
-            list(Ledger(results).collect(job, ended=False))
+            list(RowLedger(results).collect(job, ended=False))
     assert len((tmp_path / "results.jsonl").read_bytes().splitlines()) == 1
     with ResultsFile.open(tmp_path / "results.jsonl", BenchRow) as results:
-        ledger = Ledger(results)
+        ledger = RowLedger(results)
         assert list(ledger.collect(job, ended=True)) == [killed]
         assert list(ledger.collect(job, ended=True)) == []
         assert set(ledger.rows) == {ok.key, killed.key}
@@ -242,14 +241,14 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> _Slurm:
 
 
 def _leave(job: Job, task: int, *, life: int = 0, ended_ns: int = 0, message: str = "") -> None:
-    outcome = Outcome(life=life, ended_ns=ended_ns, message=message)
+    outcome = TaskOutcome(life=life, ended_ns=ended_ns, message=message)
     write_whole(outcome_path(job.folder, task), msgspec.json.encode(outcome))
 
 
 def test_a_job_is_done_when_all_tasks_say_so_in_one_life(tmp_path: Path, slurm: _Slurm) -> None:
     job = Job(id="7", index=0, folder=tmp_path / "0", tasks=2)
     slurm.states = {"7": JobState(state="RUNNING")}
-    watch = Watch([job])
+    watch = JobWatch([job])
     _leave(job, 0)
     watch.look()
     assert watch.counts().running == 1
@@ -264,7 +263,7 @@ def test_a_job_is_done_when_all_tasks_say_so_in_one_life(tmp_path: Path, slurm: 
 
 def test_what_a_rank_raises_counts_when_the_job_has_ended_and_the_first_is_named(tmp_path: Path, slurm: _Slurm) -> None:
     job = Job(id="7", index=0, folder=tmp_path / "0", tasks=3)
-    watch = Watch([job])
+    watch = JobWatch([job])
     _leave(job, 0, life=1, message="the others are gone", ended_ns=3)
     _leave(job, 1, life=0, message="the node went down", ended_ns=1)
     _leave(job, 2, life=1, message="no space left", ended_ns=2)
@@ -281,7 +280,7 @@ def test_what_a_rank_raises_counts_when_the_job_has_ended_and_the_first_is_named
 
 def test_a_job_that_slurm_forgot_has_ended_and_silence_says_nothing(tmp_path: Path, slurm: _Slurm) -> None:
     job = Job(id="7_1", index=1, folder=tmp_path / "1")
-    watch = Watch([job])
+    watch = JobWatch([job])
     slurm.states = None
     watch.look()
     assert watch.counts().reason == "Slurm does not answer"
@@ -295,7 +294,7 @@ def test_all_failures_are_in_one_error(tmp_path: Path, slurm: _Slurm) -> None:
     jobs = [Job(id=f"7_{n}", index=n, folder=tmp_path / str(n)) for n in range(2)]
     slurm.states = {"7_0": JobState(state="TIMEOUT"), "7_1": JobState(state="OUT_OF_MEMORY")}
     (tmp_path / "7_0_0_log.out").touch()
-    watch = Watch(jobs)
+    watch = JobWatch(jobs)
     watch.look()
     with pytest.raises(StepscopeError, match="job 7_0 ended as TIMEOUT") as raised:
         raise_failures(list(watch.failures.values()), kept="what was measured is kept")

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from stepscope.api.measure import MemoryResults
 from stepscope.api.run import Run, open_file
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
@@ -20,7 +21,6 @@ from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Missing
-from stepscope.jobs.experiments.memory_view import load_profile
 from stepscope.jobs.experiments.sweep import RESULTS_NAME
 from stepscope.jobs.report import stages as report_stages
 from stepscope.jobs.report.data import is_data, read_state
@@ -28,7 +28,6 @@ from stepscope.recording.rows import attention, bench, precision
 from stepscope.recording.rows import memory as memory_row
 from stepscope.recording.rows.attention import AttentionRow
 from stepscope.recording.rows.bench import BenchRow, CaseRow
-from stepscope.recording.rows.memory import MemoryRow
 from stepscope.recording.rows.precision import read_report
 from stepscope.recording.rows.results_file import read_rows_of
 from stepscope.recording.store import Manifest
@@ -303,8 +302,9 @@ def _read_data(folder: Path) -> Materials:
 def _add_memory(one: _Given, materials: Materials) -> Materials:
     if one.run is not None:
         return replace(materials, memory=one.run.memory)
-    row = _choose_row(read_rows_of(one.path, MemoryRow)[0], one.path, find_case(materials))
-    return replace(materials, memory=load_profile(one.path.parent, row))
+    results = MemoryResults.read(one.path)
+    row = _choose_row(results.rows, one.path, find_case(materials))
+    return replace(materials, memory=results.run(results.rows.index(row)).memory)
 
 
 def _add_bench(one: _Given, materials: Materials) -> Materials:

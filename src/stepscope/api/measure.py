@@ -7,7 +7,7 @@ A workload is made of the settings that the command line has as flags:
 
 Models run in processes of their own, so that torch is never imported here and an out-of-memory error costs one case.
 Nothing is printed. `progress` is told what is going on: a function gets a line of text; what watches a sweep case by
-case is a `Listener`. Nothing is kept unless `out` names a place, where the same call resumes.
+case is a `SweepListener`. Nothing is kept unless `out` names a place, where the same call resumes.
 """
 
 import weakref
@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 import msgspec
 
 from stepscope.api.display import DataTable, Picture, PrecisionPart, StrPath, encode_document, write_table
+from stepscope.errors import StepscopeError
+from stepscope.explain.experiments.bench_tables import bench_figure, bench_table
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.files import scratch_folder
-from stepscope.jobs.experiments.sweep import Listener, Sweep, Timed, Waiting
+from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, choose_grid, recording_folder
+from stepscope.jobs.experiments.sweep import BenchExperiment, PlannedCase, Sweep, SweepListener
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
 from stepscope.recording.rows.memory import MemoryRow
 from stepscope.recording.rows.precision import PrecisionReport, read_report
@@ -45,7 +48,8 @@ if TYPE_CHECKING:
     from stepscope.findings import Page
 
 OnStage = Callable[[str], None]
-Progress = Listener | OnStage
+RetryChoice = Retry | Literal["failed", "doubtful"]
+Progress = SweepListener | OnStage
 # What a measuring function takes; a `Grid` is what the command line makes of flags.
 Workloads = Workload | Iterable[Workload] | Grid | None
 
@@ -114,10 +118,10 @@ class TextListener:
         self._describe = describe
         self._case = ""
 
-    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None:
+    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
         pass
 
-    def start(self, planned: Waiting) -> None:
+    def start(self, planned: PlannedCase[Any]) -> None:
         self._case = self._describe(planned.case)
 
     def stage(self, name: str) -> None:
@@ -127,7 +131,7 @@ class TextListener:
         self._tell(f"{self._case}: {row.status}")
 
 
-def _listen(progress: Progress | None) -> Listener:
+def _listen(progress: Progress | None) -> SweepListener:
     if progress is None:
         return TextListener(_tell_nobody)
     return TextListener(progress) if callable(progress) else progress
@@ -140,7 +144,7 @@ def _tell_nobody(_text: str) -> None:
 # --- Results ----------------------------------------------------------------------------------------------------------
 
 
-class Results(Sequence[R], Generic[R]):
+class CaseResults(Sequence[R], Generic[R]):
     """Measured cases, a row each. A row has its `case`, a `status` (`ok`, `oom`, `error`, …) with a `reason`, and what
     was measured. `remarks` say what of a file was left out."""
 
@@ -180,7 +184,7 @@ class Results(Sequence[R], Generic[R]):
         return write_table(self.table)
 
 
-class BenchResults(Results[BenchRow]):
+class BenchResults(CaseResults[BenchRow]):
     """What `bench` measured: the time of a step and of its phases, throughput, MFU and peak memory."""
 
     @classmethod
@@ -190,23 +194,23 @@ class BenchResults(Results[BenchRow]):
 
     @property
     def table(self) -> DataTable:
-        from stepscope.explain.experiments.bench_tables import bench_table
-
         return DataTable.of(bench_table(self.rows))
 
     @property
     def figure(self) -> Picture:
-        from stepscope.explain.experiments.bench_tables import bench_figure
-
         return Picture(bench_figure(self.rows))
 
 
-class MemoryResults(Results[MemoryRow]):
-    """What `memory` recorded: a row per case, and behind each that went well a recording in `folder`."""
+class MemoryResults(CaseResults[MemoryRow]):
+    """What `memory` recorded: a row per case, and behind each that went well a recording in `folder`. A study is of one
+    workload over the ways to recompute its activations."""
 
-    def __init__(self, rows: Sequence[MemoryRow], folder: Path, remarks: Sequence[str] = ()) -> None:
+    def __init__(
+        self, rows: Sequence[MemoryRow], folder: Path, remarks: Sequence[str] = (), *, is_study: bool = False
+    ) -> None:
         super().__init__(rows, remarks)
         self.folder = folder
+        self._is_study = is_study
 
     @classmethod
     def read(cls, path: StrPath) -> "MemoryResults":
@@ -217,22 +221,50 @@ class MemoryResults(Results[MemoryRow]):
     def run(self, index: int = 0) -> "Run":
         """The recording of a case."""
         from stepscope.api.run import Opened, Run
-        from stepscope.jobs.experiments.memory_sweep import recording_folder
-        from stepscope.jobs.experiments.memory_view import load_profile
+        from stepscope.recording import store
 
-        row = self.rows[index]
-        profile = load_profile(self.folder, row)
-        return Run([Opened(recording_folder(self.folder, row.key), profile.recording, None)])
+        path = recording_folder(self.folder, self.rows[index].key)
+        if not store.is_recording(path):
+            raise StepscopeError(
+                f"the recording of this case is gone: `{path}`",
+                detail="its row is there, and says what the table shows",
+                hint="the same command with --fresh",
+            )
+        try:
+            run = Run([Opened(path, store.load(path), None)])
+            assert run.memory
+        except StepscopeError as error:
+            raise StepscopeError(
+                error.message, detail=error.detail, hint="the same command with --fresh records it again"
+            ) from None
+        return run
 
     @property
     def table(self) -> DataTable:
-        return self.tables()[0]
+        return self.tables[0]
 
-    def tables(self, *, study: bool = False) -> tuple[DataTable, ...]:
-        """Peaks per case; of cases that differ in how they recompute activations, or in precision, what that saves."""
-        from stepscope.jobs.experiments.memory_view import show_rows
+    @property
+    def tables(self) -> tuple[DataTable, ...]:
+        """Peaks per case; and of cases that differ in precision alone, what that saves."""
+        from stepscope.explain.memory.grid import grid_table, is_study, precision_table, study_table
 
-        return tuple(map(DataTable.of, show_rows(self.rows, study=study)))
+        if self._is_study or is_study(self.rows):
+            return (DataTable.of(study_table(self.rows)),)
+        compared = precision_table(self.rows)
+        return tuple(map(DataTable.of, [grid_table(self.rows), *([compared] if compared else [])]))
+
+    def compare_saved(self) -> tuple[DataTable, ...]:
+        """What autograd keeps, eager next to compiled, of two cases that differ in nothing else."""
+        from stepscope.explain.memory.saved import compare_saved
+
+        pair = {row.case.workload.compile: place for place, row in enumerate(self.rows) if row.status == "ok"}
+        if len(self.rows) != 2 or len(pair) != 2:
+            raise StepscopeError(
+                "`--table` is of one case, or `--table saved` of one both eager and compiled",
+                hint="--table saved --compile no,yes",
+            )
+        eager, compiled = (self.run(pair[value]).memory.recording.saved for value in (False, True))
+        return tuple(map(DataTable.of, compare_saved(eager, compiled)))
 
     @property
     def figure(self) -> Picture:
@@ -300,7 +332,7 @@ def bench(
     steps: int | None = None,
     memory_limit: int | str | None = None,
     out: StrPath | None = None,
-    retry: Literal["failed", "doubtful"] | None = None,
+    retry: RetryChoice | None = None,
     fresh: bool = False,
     timeout_s: float | None = None,
     progress: Progress | None = None,
@@ -316,14 +348,14 @@ def bench(
     with ExitStack() as stack:
         folder = Path(out) if out is not None else stack.enter_context(scratch_folder())
         sweep = Sweep(
-            kind=Timed(),
+            experiment=BenchExperiment(grid=wanted),
             folder=folder,
             command=command or name_command("bench", wanted),
             retry=Retry(retry) if retry else None,
             fresh=fresh,
             timeout_s=timeout_s,
         )
-        return BenchResults(sweep.run(wanted, _listen(progress)))
+        return BenchResults(sweep.run(_listen(progress)))
 
 
 def memory(
@@ -334,7 +366,7 @@ def memory(
     checkpoint_study: bool = False,
     snapshots: bool = False,
     out: StrPath | None = None,
-    retry: Literal["failed", "doubtful"] | None = None,
+    retry: RetryChoice | None = None,
     fresh: bool = False,
     timeout_s: float | None = None,
     progress: Progress | None = None,
@@ -345,20 +377,18 @@ def memory(
     `checkpoint_study` runs one workload over the ways to recompute its activations. Without `out`, recordings are there
     as long as the result is.
     """
-    from stepscope.jobs.experiments.memory_sweep import MemorySweep
-
     wanted = make_grid(workloads, steps=steps, memory_limit=memory_limit)
     with ExitStack() as stack:
         folder = Path(out) if out is not None else stack.enter_context(scratch_folder())
-        sweep = MemorySweep(
+        sweep = Sweep(
+            experiment=MemoryExperiment(grid=choose_grid(wanted, study=checkpoint_study), snapshots=snapshots),
             folder=folder,
             command=command or name_command("memory", wanted),
-            snapshots=snapshots,
             retry=Retry(retry) if retry else None,
             fresh=fresh,
             timeout_s=timeout_s,
         )
-        results = MemoryResults(sweep.run(wanted, _listen(progress), study=checkpoint_study), folder)
+        results = MemoryResults(sweep.run(_listen(progress)), folder, is_study=checkpoint_study)
         weakref.finalize(results, stack.pop_all().close)
         return results
 
@@ -380,12 +410,12 @@ def profile(
     `out` is a folder in which the recording is kept, `force` replaces one that another command made.
     """
     from stepscope.api.run import Run
-    from stepscope.jobs.recorders.profile import Profile
+    from stepscope.jobs.recorders.profile import ProfileJob
 
     wanted = make_grid(workload)
     with ExitStack() as stack:
         folder = Path(out) if out is not None else stack.enter_context(scratch_folder()) / "profile"
-        job = Profile(
+        job = ProfileJob(
             folder=folder,
             command=command or name_command("profile", wanted),
             force=force,

@@ -289,9 +289,9 @@ class Run:
 
     def figure(self, *, by: Literal["category", "module"] = "category", step: int | str = "last") -> Picture:
         """Memory over time. `step` is the one that is drawn, counted from 1, or `last`, or `all`."""
-        from stepscope.jobs.experiments.memory_view import draw_profile
+        from stepscope.explain.memory.timeline import memory_timeline
 
-        return Picture(draw_profile(self.memory, by=by, step=str(step)))
+        return Picture(memory_timeline(self.memory, by=by, step=_choose_step(self.memory, str(step))))
 
     def page(self, *, overhead: bool = False) -> Page:
         """What `stepscope explain` shows: the first rank in full, and the ranks next to each other where there are
@@ -395,6 +395,23 @@ class BoundedRun(Run):
 
     def require_kernels(self) -> NoReturn:
         raise StepscopeError("this needs all of the recording in memory", hint="stepscope.load(path), not bounded")
+
+
+def _choose_step(profile: "MemoryProfile", step: str) -> int | None:
+    """`step` is `last`, `all`, or a step's number as people count, from one."""
+    if step == "all" or (step == "last" and not profile.steps):
+        return None
+    if not profile.steps:
+        raise StepscopeError(f"no steps are marked in this recording, so there is no step `{step}`", hint="--step all")
+    if step == "last":
+        return profile.last_plain_step
+    if step.isdecimal() and int(step) - 1 in profile.steps:
+        return int(step) - 1
+    raise StepscopeError(
+        f"there is no step `{step}` in this recording",
+        detail=f"it has steps {profile.steps[0] + 1} to {profile.steps[-1] + 1}",
+        hint="--step last, or --step all",
+    )
 
 
 def _time_part(profile: Profile, name: str, top: int | None) -> Table:

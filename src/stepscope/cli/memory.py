@@ -1,17 +1,19 @@
 """`stepscope memory`: where does the memory of a step go, and when is it most?"""
 
 import shlex
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stepscope.api.display import MemoryPart
+from stepscope.cli.experiment import ForceFlag, FromFlag, TimeoutFlag, read_results, typed_command, watch_sweep
 from stepscope.cli.memory_output import Stacked, check_view, draw, show_run
 from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show_tables
 from stepscope.errors import StepscopeError
+from stepscope.recording.rows.memory import MemoryRow
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
 
@@ -23,9 +25,7 @@ def memory(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.jsonl and recordings are kept.")] = Path(
         "runs/memory"
     ),
-    from_: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="Show a results file and run nothing.")
-    ] = None,
+    from_: FromFlag = None,
     table: Annotated[MemoryPart | None, typer.Option("--table", help="One part alone, of one case.")] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a table that can be long.")] = 20,
     questions: Annotated[bool, typer.Option("--questions", help="The questions people ask about memory.")] = False,
@@ -50,24 +50,19 @@ def memory(
     snapshots: Annotated[
         bool, typer.Option("--snapshots", help="Of several cases keep the snapshots too; of one it is kept anyway.")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a file at --plot that stepscope did not draw.")
-    ] = False,
+    force: ForceFlag = False,
     retry: RetryFlag = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Record everything again.")] = False,
-    timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="End a case that takes longer.")
-    ] = None,
+    timeout: TimeoutFlag = None,
 ) -> None:
     """Where does the memory go, and when is it most: parameters, gradients, optimizer state, activations, temporaries?
 
     Records every allocation of --steps steps, from the first after the model was built. One case is shown in full;
     several, comma-separated settings, as a table of peaks. Run the same command again to go on.
     """
-    from stepscope.explain.memory.grid import grid_figure, outcome_of
-    from stepscope.jobs.experiments import memory_view
-    from stepscope.jobs.experiments.memory_sweep import recording_folder
-    from stepscope.report.figures import check_figure, save
+    from stepscope.api.measure import MemoryResults
+    from stepscope.api.measure import memory as record_memory
+    from stepscope.report.figures import check_figure
 
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
@@ -77,46 +72,37 @@ def memory(
         raise StepscopeError(f"`{alone}` needs a single case; got several", hint="leave it out")
     if from_ is not None:
         refuse_settings(grid, "--from shows a file as it is")
-        from stepscope.recording.rows.memory import MemoryRow
-        from stepscope.recording.rows.results_file import read_rows_of
-
-        out = from_.parent
-        rows, left_out = read_rows_of(from_, MemoryRow)
-        for remark in left_out:
-            say(remark)
+        results = MemoryResults(read_results(from_, MemoryRow), from_.parent)
     else:
-        from stepscope.cli.progress import choose_listener
-        from stepscope.jobs.experiments.memory_sweep import MemorySweep
+        from stepscope.explain.memory.grid import outcome_of
 
-        command = shlex.join(["stepscope", *sys.argv[1:]])
-        sweep = MemorySweep(
-            folder=out, command=command, snapshots=snapshots, retry=retry, fresh=fresh, timeout_s=timeout
+        record = partial(
+            record_memory,
+            grid,
+            checkpoint_study=checkpoint_study,
+            snapshots=snapshots,
+            out=out,
+            retry=retry,
+            fresh=fresh,
+            timeout_s=timeout,
+            command=typed_command(),
         )
-        try:
-            with choose_listener(outcome_of) as listener:
-                rows = sweep.run(grid, listener, study=checkpoint_study)
-        except KeyboardInterrupt:
-            say("interrupted: what is done is kept, and the same command goes on")
-            raise
-    if len(rows) == 1 and rows[0].status == "ok" and not checkpoint_study:
-        from stepscope.api.measure import MemoryResults
-
-        run = MemoryResults(rows, out).run()
+        results = watch_sweep(lambda listener: record(progress=listener), outcome_of)
+    if len(results) == 1 and results[0].status == "ok" and not checkpoint_study:
+        run = results.run()
         show_run(run, format_, part=table, top=top, questions=questions, detail=detail)
         if plot is not None:
             draw(run, plot, by=by.value, step=step, detail=detail, force=force)
-        say(f"recording: {recording_folder(out, rows[0].key)}")
-        next_ = f"stepscope explain {shlex.quote(str(recording_folder(out, rows[0].key)))} --questions"
+        say(f"recording: {run.files[0]}")
+        next_ = f"stepscope explain {shlex.quote(str(run.files[0]))} --questions"
     else:
-        if alone and len(rows) > 1:
-            raise StepscopeError(f"`{alone}` needs a single case; got {len(rows)}", hint="leave it out")
+        if alone and len(results) > 1:
+            raise StepscopeError(f"`{alone}` needs a single case; got {len(results)}", hint="leave it out")
         if alone:
             say(f"nothing to show for `{alone}`: the case failed")
-        chosen = memory_view.show_saved(out, rows) if table == "saved" else None
-        tables = chosen or memory_view.show_rows(rows, study=checkpoint_study)
-        show_tables(tables, format_, detail=detail == "yes")
+        show_tables(results.compare_saved() if table == "saved" else results.tables, format_, detail=detail == "yes")
         if plot is not None:
-            save(grid_figure(rows), plot)
+            results.figure.save(plot, force=True)
             say(f"picture: {plot}")
         next_ = f"stepscope memory --from {shlex.quote(str(from_ or out / 'results.jsonl'))} --plot peaks.png"
     say(f"next: {next_}")

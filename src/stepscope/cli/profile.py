@@ -96,9 +96,9 @@ def profile(
         with showing_stages() as on_stage:
             if nsys:
                 from stepscope.api.run import Run
-                from stepscope.jobs.recorders.profile import NsysProfile
+                from stepscope.jobs.recorders.profile import NsysJob
 
-                under_nsys = NsysProfile(
+                under_nsys = NsysJob(
                     folder=folder,
                     command=command,
                     force=force,

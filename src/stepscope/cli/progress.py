@@ -1,41 +1,76 @@
-"""What a person sees while a sweep runs: a bar with the time left on a terminal, a line a case anywhere else."""
+"""What a person sees while a sweep runs or a model trains: a bar with the time left on a terminal, lines anywhere
+else."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
+from stepscope.cli.output import say
 from stepscope.explain.experiments.cases import brief, describe_case
-from stepscope.jobs.experiments.sweep import LOGS_NAME, Listener, Waiting
+from stepscope.explain.experiments.train_tables import say_step
+from stepscope.jobs.experiments.sweep import LOGS_NAME, PlannedCase, SweepListener
+from stepscope.jobs.workers.messages import RankMessage, Resumed, Saved, Stepped
 from stepscope.recording.rows.bench import Row
+from stepscope.recording.rows.train import TrainRow
 from stepscope.report.formats import visible
+
+_EVERY_S = 5.0  # between lines of training, where there is no terminal
+
+
+def _make_bar(count: ProgressColumn, console: Console, *, estimate_s: float = 30.0) -> Progress:
+    """`count` says how much is done, and the speed is that of the last `estimate_s`."""
+    columns = (
+        count,
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    return Progress(*columns, console=console, transient=True, speed_estimate_period=estimate_s)
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+# --- A sweep ----------------------------------------------------------------------------------------------------------
+
+
+def say_end(row: Row, outcome_of: Callable[[Any], str]) -> str:
+    """How a case ended, and where its log is if it has one."""
+    outcome = outcome_of(row) if row.status == "ok" else f"{row.status}: {brief(row.reason)}"
+    log = "" if row.status in ("ok", "oom", "unsupported", "wrong") else f" ({LOGS_NAME}/{row.key}.log)"
+    return outcome + log
 
 
 @contextmanager
 def choose_listener(
     outcome_of: Callable[[Any], str], describe: Callable[[Any], str] = describe_case
-) -> Iterator[Listener]:
+) -> Iterator[SweepListener]:
     """`outcome_of` is a finished row in a few words, `describe` a case."""
     console = Console(stderr=True, highlight=False)
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield _Lines(console, outcome_of, describe)
+    if not _is_terminal():
+        yield _SweepLines(console, outcome_of, describe)
         return
-    columns = (
-        TextColumn("{task.fields[count]}"),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=False),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True, speed_estimate_period=3600) as progress:
-        yield _Bar(console, progress, outcome_of, describe)
+    with _make_bar(TextColumn("{task.fields[count]}"), console, estimate_s=3600) as progress:
+        yield _SweepBar(console, progress, outcome_of, describe)
 
 
-class _Lines:
+class _SweepLines:
     """One line a case, as it is done."""
 
     def __init__(self, console: Console, outcome_of: Callable[[Any], str], describe: Callable[[Any], str]) -> None:
@@ -45,14 +80,14 @@ class _Lines:
         self._total = 0
         self._finished = 0
 
-    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None:
+    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
         self._total = len(planned)
         if repaired_bytes:
             self._say(f"repaired: a last line cut short ({repaired_bytes} bytes) was moved to results.jsonl.damaged")
         if done:
             self._say(f"{len(done)} of {len(done) + len(planned)} cases are done already; --fresh measures them again")
 
-    def start(self, planned: Waiting) -> None:
+    def start(self, planned: PlannedCase[Any]) -> None:
         pass
 
     def stage(self, name: str) -> None:
@@ -60,16 +95,15 @@ class _Lines:
 
     def finish(self, row: Row) -> None:
         self._finished += 1
-        outcome = self._outcome_of(row) if row.status == "ok" else f"{row.status}: {brief(row.reason)}"
-        log = "" if row.status in ("ok", "oom", "unsupported", "wrong") else f" ({LOGS_NAME}/{row.key}.log)"
-        self._say(f"[{self._finished}/{self._total}] {self._describe(row.case)}: {outcome}{log}")
+        ended = say_end(row, self._outcome_of)
+        self._say(f"[{self._finished}/{self._total}] {self._describe(row.case)}: {ended}")
 
     def _say(self, text: str) -> None:
         with suppress(OSError):  # a log on a full disk must not end the sweep
             self._console.print(visible(text), markup=False, soft_wrap=True)
 
 
-class _Bar(_Lines):
+class _SweepBar(_SweepLines):
     """A bar below the lines of what failed. Its length is the work that the cases are expected to be."""
 
     def __init__(
@@ -82,14 +116,14 @@ class _Bar(_Lines):
         super().__init__(console, outcome_of, describe)
         self._progress = progress
         self._task = progress.add_task("looking at the device", total=None, count="")
-        self._running: Waiting | None = None
+        self._running: PlannedCase[Any] | None = None
         self._failed = 0
 
-    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None:
+    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
         super().begin(planned, done, repaired_bytes)
         self._progress.update(self._task, total=sum(one.expected_s for one in planned))
 
-    def start(self, planned: Waiting) -> None:
+    def start(self, planned: PlannedCase[Any]) -> None:
         self._running = planned
         self._update("starting")
 
@@ -113,3 +147,59 @@ class _Bar(_Lines):
             count=f"{self._finished}/{self._total}{failed}",
             description=f"{self._describe(self._running.case)}: {stage}",
         )
+
+
+# --- Training ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watching_training(steps: int) -> Iterator[Callable[[RankMessage], None]]:
+    if not _is_terminal():
+        yield _TrainingLines(steps).hear
+        return
+    with _make_bar(MofNCompleteColumn(), Console(stderr=True, highlight=False)) as progress:
+        yield _TrainingBar(progress, steps).hear
+
+
+class _TrainingLines:
+    """The first step, then one every few seconds, the first whose loss is not finite, and the last."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._said_at = float("-inf")
+        self._was_finite = True
+
+    def hear(self, message: RankMessage) -> None:
+        match message:
+            case Resumed(step=step) if step:
+                say(f"going on after step {step}" if step < self._steps else f"all {step} steps are done already")
+            case Stepped(row=row) if self._is_worth_a_line(row):
+                self._said_at = time.monotonic()
+                self._was_finite = row.is_finite
+                say(f"[{row.step}/{self._steps}] {say_step(row)}")
+
+    def _is_worth_a_line(self, row: TrainRow) -> bool:
+        diverged = self._was_finite and not row.is_finite
+        return diverged or row.step == self._steps or time.monotonic() - self._said_at > _EVERY_S
+
+
+class _TrainingBar:
+    """All steps as they come. The first whose loss is not finite stays on the screen."""
+
+    def __init__(self, progress: Progress, steps: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("starting", total=steps)
+        self._saved = ""
+        self._was_finite = True
+
+    def hear(self, message: RankMessage) -> None:
+        match message:
+            case Resumed(step=step):
+                self._progress.update(self._task, completed=step, description="building")
+            case Stepped(row=row):
+                if self._was_finite and not row.is_finite:
+                    self._progress.console.print(f"step {row.step}: {say_step(row)}")
+                self._was_finite = row.is_finite
+                self._progress.update(self._task, completed=row.step, description=say_step(row) + self._saved)
+            case Saved(step=step):
+                self._saved = f", saved at {step}"

@@ -5,17 +5,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
 
+from stepscope.cli.experiment import add_flags, flag
 from stepscope.cli.output import say, show
 from stepscope.errors import StepscopeError
 from stepscope.jobs.slurm.resources import Resources, parse_mem, parse_sbatch, parse_time_min
 
 if TYPE_CHECKING:
-    from stepscope.jobs.slurm.watch import Counts
+    from stepscope.jobs.slurm.watch import JobCounts
     from stepscope.recording.rows.bench import BenchRow
 
 
@@ -32,22 +33,7 @@ def takes_slurm(*, ranks: bool) -> Callable[[Callable[..., None]], Callable[...,
     """Gives a verb the flags, and hands them over as its argument `slurm`: None without `--slurm`. A verb of `ranks` is
     one job over `--nodes`; any other is a grid, dealt to an `--array` of jobs."""
 
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        flags = _flags(ranks=ranks)
-
-        def wrapper(**values: Any) -> None:
-            given = {flag.name: values.pop(flag.name) for flag in flags}
-            verb(slurm=_choose(given), **values)
-
-        own = [p for p in inspect.signature(verb).parameters.values() if p.name != "slurm"]
-        parameters = [*own, *flags]
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        wrapper.__doc__ = verb.__doc__
-        wrapper.__name__ = verb.__name__
-        return wrapper
-
-    return decorate
+    return lambda verb: add_flags(verb, "slurm", _flags(ranks=ranks), _choose)
 
 
 def refuse_slurm(slurm: SlurmChoice | None, why: str) -> None:
@@ -125,18 +111,16 @@ class JobLines:
             say(f"submitted before and not collected yet: job {' '.join(before)}")
 
     def finish(self, row: "BenchRow") -> None:
-        from stepscope.explain.experiments.cases import brief, describe_case
-        from stepscope.jobs.experiments.sweep import LOGS_NAME
+        from stepscope.cli.progress import say_end
+        from stepscope.explain.experiments.cases import describe_case
 
         self._num_rows += 1
-        outcome = self._outcome_of(row) if row.status == "ok" else f"{row.status}: {brief(row.reason)}"
-        log = "" if row.status in ("ok", "oom") else f" ({LOGS_NAME}/{row.key}.log)"
-        say(f"{describe_case(row.case)}: {outcome}{log}")
+        say(f"{describe_case(row.case)}: {say_end(row, self._outcome_of)}")
 
     def fail(self, text: str) -> None:
         say(text)
 
-    def news(self, counts: "Counts") -> None:
+    def news(self, counts: "JobCounts") -> None:
         named = {"queued": counts.queued, "running": counts.running, "done": counts.done, "failed": counts.failed}
         parts = [f"{count} {name}" for name, count in named.items() if count]
         if counts.reason:
@@ -213,12 +197,8 @@ def _flags(*, ranks: bool) -> list[inspect.Parameter]:
 
 
 def _option(name: str, kind: Any, metavar: str, text: str, least: int | None = None) -> inspect.Parameter:
-    option = typer.Option(f"--{name}", metavar=metavar, help=text, min=least)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-    )
+    return flag(name, kind | None, typer.Option(f"--{name}", metavar=metavar, help=text, min=least))
 
 
 def _switch(name: str, text: str) -> inspect.Parameter:
-    option = typer.Option(f"--{name.replace('_', '-')}", help=text)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
+    return flag(name, bool, typer.Option(f"--{name.replace('_', '-')}", help=text), default=False)

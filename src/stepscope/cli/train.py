@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stepscope.cli.experiment import ForceFlag
 from stepscope.cli.options import refuse_settings, takes_workload
-from stepscope.cli.output import say, show, terminal_width
+from stepscope.cli.output import say, show_tables
 from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, run_on_slurm, takes_slurm
 from stepscope.errors import Exit
 from stepscope.report.formats import Format
@@ -76,9 +77,7 @@ def train(
     format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
     detail: Annotated[bool, typer.Option("--detail", help="All columns.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the loss: .png, .svg, .pdf or .html.")] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a file at --plot that stepscope did not draw.")
-    ] = False,
+    force: ForceFlag = False,
 ) -> None:
     """Train the built-in model: loss, tokens a second, MFU, and how much of the communication was not hidden.
 
@@ -88,7 +87,6 @@ def train(
     from stepscope.explain.experiments.train_tables import loss_figure, memory_table, say_not_finite, train_table
     from stepscope.jobs.train import TrainJob, build_training, read_result
     from stepscope.report.figures import check_figure, save
-    from stepscope.report.tables import render
 
     if plot is not None:
         check_figure(plot, force=force)
@@ -126,7 +124,7 @@ def train(
     if result is None:  # another rank shows it, or nothing ran
         return
     table = memory_table(result.run, result.memory) if memory else train_table(result.run, result.rows)
-    show(render(table, format_, detail=detail, width=terminal_width()))
+    show_tables([table], format_, detail=detail)
     if plot is not None:
         save(loss_figure(result.run, result.rows), plot)
         say(f"chart: {plot}")
@@ -138,11 +136,11 @@ def train(
 
 
 def _run(job: "TrainJob") -> "TrainResult | None":
-    from stepscope.cli.training_progress import watching
+    from stepscope.cli.progress import watching_training
     from stepscope.jobs.train import is_rank
 
     try:
-        with watching(job.training.steps) as on_message:
+        with watching_training(job.training.steps) as on_message:
             return job.run_here(on_message) if is_rank() else job.run(on_message)
     except KeyboardInterrupt:
         say("interrupted: the same command goes on from the last checkpoint")

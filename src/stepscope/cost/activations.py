@@ -1,7 +1,7 @@
 """What autograd keeps for backward in the built-in model, tensor by tensor, and the peak of a step that recomputes it.
 
 The unit of account is memory: distinct storages that a node of the graph holds, without parameters, buffers and inputs.
-`measure.saved_tensors` reads the same off a real graph, and tests hold the two together to the byte.
+`measure.memory.saved_tensors` reads the same off a real graph, and tests hold the two together to the byte.
 
 A formula is its own text. `B·L·d·4` is multiplied out from the symbols of a shape, so what a table shows and what is
 computed cannot differ.
@@ -259,10 +259,11 @@ class StepPeak(msgspec.Struct, frozen=True, kw_only=True):
 def step_peak(workload: Workload) -> StepPeak:
     """Groups of k keep the inputs of N/k groups after forward, and the activations of k blocks while backward works on
     a group. But both go block by block as gradients come, so the peak is searched over all blocks: with few tokens it
-    is at the first one, where all gradients stand beside one group; with many at the last, where all inputs do."""
+    is at the first one, where all gradients stand beside one group; with many at the last, where all inputs do. Where a
+    step has several passes, all gradients are there from the second on."""
     shape = _builtin(workload)
     kept = activations_of(workload)
-    residual = residual_bytes(shape, batch=workload.batch, context=workload.context)
+    residual = residual_bytes(shape, batch=workload.micro_batch, context=workload.context)
     held = [("forward", 0, _held_after_forward(workload, kept))]
     counted = parameters(shape)
     if workload.mode in ("forward-backward", "train"):
@@ -272,6 +273,8 @@ def step_peak(workload: Workload) -> StepPeak:
             for block, gradients in enumerate(_gradients_before(shape))
         ]
         held.append(("embedding", 4 * counted.total, 0))
+        if workload.passes > 1:
+            held = [(moment, 4 * counted.total, activations) for moment, _, activations in held]
     moment, gradient_bytes, activation_bytes = max(held, key=lambda one: one[1] + one[2])
     return StepPeak(
         checkpoint=workload.checkpoint,
@@ -293,10 +296,10 @@ def best_checkpoint(workload: Workload) -> StepPeak:
 
 
 def activations_of(workload: Workload) -> Activations:
-    """Of a workload's built-in model, as if nothing were checkpointed."""
+    """Of one pass of a workload's built-in model, as if nothing were checkpointed."""
     return saved_activations(
         _builtin(workload),
-        batch=workload.batch,
+        batch=workload.micro_batch,
         context=workload.context,
         precision=workload.precision,
         attention=workload.attention or "naive",
@@ -325,7 +328,7 @@ def saved_bytes(workload: Workload) -> int:
     if workload.checkpointing is None:
         return kept.bytes
     groups = math.ceil(kept.num_layers / workload.checkpointing.every)
-    residual = residual_bytes(_builtin(workload), batch=workload.batch, context=workload.context)
+    residual = residual_bytes(_builtin(workload), batch=workload.micro_batch, context=workload.context)
     # A plain number in the code is not handed to a checkpoint's hooks and stays.
     numbers = kept.num_layers * sum(term.bytes for term in kept.block if term.tensor == NUMBER)
     return groups * residual + numbers + kept.outside_bytes

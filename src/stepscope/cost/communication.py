@@ -13,7 +13,7 @@ a fitted link is: whoever predicts need not know which of the two it was given.
 
 from collections.abc import Sequence
 
-from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, Links, Place
+from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, LinkPlace, Links
 
 
 def bus_factor(collective: Collective, ranks: int) -> float:
@@ -27,7 +27,7 @@ def bus_factor(collective: Collective, ranks: int) -> float:
             return 1.0
 
 
-def ring_links(place: Place, *, delay_ns: float, wire_bytes_per_s: float) -> Links:
+def ring_links(place: LinkPlace, *, delay_ns: float, wire_bytes_per_s: float) -> Links:
     """The links of a ring, from the delay and the bandwidth between neighbours: for a network that is not here."""
     links = {
         collective: Link(

@@ -21,11 +21,11 @@ from stepscope.errors import StepscopeError
 from stepscope.findings import Column, Table
 from stepscope.hardware import find
 from stepscope.jobs.recorders.ncu import PERMISSION, PERMISSION_ADVICE
-from stepscope.jobs.workers.instructions import Limits, limit_instructions
+from stepscope.jobs.workers.instructions import CpuLimits, limit_instructions
 from stepscope.jobs.workers.messages import Failed, Inspect, Inspected, OutOfMemory, Result
 from stepscope.jobs.workers.process import Died, Workers
 from stepscope.measure.instructions import read_limits, say_limits
-from stepscope.recording.rows.inspection import DeviceState, Inspection
+from stepscope.recording.rows.bench import DeviceState, Inspection
 from stepscope.units import GIB
 
 Verdict = Literal["fine", "limited", "broken"]
@@ -114,7 +114,7 @@ def _check_instructions() -> Check:
     return judge_instructions(limits, read_limits(os.environ))
 
 
-def judge_instructions(limits: Limits, in_effect: Mapping[str, str]) -> Check:
+def judge_instructions(limits: CpuLimits, in_effect: Mapping[str, str]) -> Check:
     """Which of the CPU's instructions PyTorch may use: what we had to set, and what somebody else has set."""
     subject, slower = "cpu instructions", "CPU timings are those of older instructions"
     if limits.settings:

@@ -16,9 +16,9 @@ from stepscope.files import check_target
 from stepscope.jobs.experiments.sweep import Planned, judge, look_at
 from stepscope.jobs.recorders.profile import plan_case
 from stepscope.jobs.workers.messages import ComparePrecisions, Failed, PrecisionsCompared
-from stepscope.jobs.workers.process import Ended, RefusedError, Workers, require_torch
+from stepscope.jobs.workers.process import Ended, InputRefusedError, Workers, require_torch
 from stepscope.recording.rows.bench import BenchRow
-from stepscope.recording.rows.precision import Comparison, PrecisionReport, write_report
+from stepscope.recording.rows.precision import PrecisionComparison, PrecisionReport, write_report
 from stepscope.spec import SETTINGS, Case, Grid, Precision, Scalar, flag_of
 
 # In the order of the tables.
@@ -107,12 +107,12 @@ def choose_precisions(asked: Collection[Scalar | Precision | None], case: Case) 
     return chosen
 
 
-def _unpack(ended: Ended, case: Case) -> Comparison:
+def _unpack(ended: Ended, case: Case) -> PrecisionComparison:
     answer = ended.answer
     if isinstance(answer, PrecisionsCompared):
         return answer.comparison
     if isinstance(answer, Failed) and answer.bad_input:
-        raise RefusedError(answer)
+        raise InputRefusedError(answer)
     status, reason = judge(answer)
     smaller = f"--batch {max(1, case.workload.batch // 2)}, or a smaller --context"
     raise StepscopeError(

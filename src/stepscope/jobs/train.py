@@ -10,7 +10,7 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.files import claim, is_of_kind, try_lock, writing
 from stepscope.jobs.workers.instructions import limit_instructions
-from stepscope.jobs.workers.rank_messages import RankMessage, Setup, Train
+from stepscope.jobs.workers.messages import RankMessage, Setup, Train
 from stepscope.jobs.workers.ranks import JOURNAL_NAME, run_ranks
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, forget_all, newest
 from stepscope.recording.rows.train import (

@@ -9,8 +9,8 @@ from stepscope import cost
 from stepscope.kernels.attention import chosen_backends
 from stepscope.measure.failures import is_out_of_memory
 from stepscope.measure.flops import count_forward_flops
-from stepscope.measure.memory import HostMemory, limit_memory
-from stepscope.measure.soundness import Watch, doubt_samples
+from stepscope.measure.memory.limits import HostMemory, limit_memory
+from stepscope.measure.soundness import MachineWatch, doubt_samples
 from stepscope.measure.timing import settle_heap, time_steps
 from stepscope.recording.rows.bench import Doubt, Measurement
 from stepscope.spec import Case, ModelShape
@@ -34,7 +34,7 @@ def measure(
     settle_heap()
     warmup = time_steps(step, case.timing.warmup)
     on_stage("timing")
-    watch = Watch(device)
+    watch = MachineWatch(device)
     scale = step.loss_scale
     samples = time_steps(step, case.timing.steps, after_step=watch.look)
     doubts = watch.doubts() + doubt_samples(samples, warmup=case.timing.warmup, waits=step.waits_inside)

@@ -3,7 +3,8 @@
 import os
 import platform
 import subprocess
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,14 +13,19 @@ import torch
 import stepscope
 from stepscope.errors import StepscopeError
 from stepscope.hardware import Hardware, find
+from stepscope.measure import nvml
 from stepscope.measure.instructions import read_limits, say_limits
-from stepscope.measure.nvml import driver_version
-from stepscope.measure.peak import measure_peaks
-from stepscope.recording.rows.bench import Environment
+from stepscope.recording.rows.bench import DeviceState, Environment, Inspection
 from stepscope.spec import Precision
 
 # Where something differs between the versions in this range, it is guarded here and nowhere else. So far nothing does.
 TORCH_RANGE = ((2, 11), (2, 14))
+# The products of tf32 take fp32 numbers, and round them.
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Large enough to be past the library's fixed costs, small enough for a second or two on two cores.
+_WIDTH = {"cpu": 1024, "cuda": 8192}
+_BUDGET_S = 0.5
+_LEAST_RUNS = 3
 
 
 def check_torch() -> None:
@@ -57,13 +63,13 @@ def describe(device: torch.device, precisions: Collection[Precision], *, known: 
         hardware = hardware or known
     return Environment(
         device=str(device),
-        hardware=hardware or measure_peaks(name, device, precisions),
+        hardware=hardware or _measure_peaks(name, device, precisions),
         driver_name=name,
         python=platform.python_version(),
         torch=str(torch.__version__),
         triton=installed_version("triton"),
         cuda=torch.version.cuda or torch.version.hip,
-        driver=driver_version(),
+        driver=nvml.driver_version(),
         threads=torch.get_num_threads(),
         stepscope=stepscope.__version__,
         commit=_commit(),
@@ -102,3 +108,91 @@ def _git(*arguments: str) -> str | None:
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+# --- Peaks that no data sheet has ---
+
+
+def _measure_peaks(name: str, device: torch.device, precisions: Collection[Precision]) -> Hardware:
+    """The matrix-product peak of a device that has no data sheet, marked as measured.
+
+    It is what the installed library reaches on a large square product, which is the ceiling a model's matrix work can
+    be held against; it is lower than a data sheet's peak, so a utilisation against it reads higher. The best of several
+    runs counts, because a ceiling is not moved by another process's interference.
+    """
+    return Hardware(
+        name=name,
+        peak_flops={precision: _matmul_peak(device, precision) for precision in sorted(set(precisions))},
+        source="measured",
+    )
+
+
+def _matmul_peak(device: torch.device, precision: Precision) -> float:
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    width = _WIDTH[device.type]
+    left = torch.randn(width, width, device=device).to(DTYPES[precision])
+    right = torch.randn(width, width, device=device).to(DTYPES[precision])
+
+    def multiply() -> None:
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return 2 * width**3 / _best_seconds(multiply)
+
+
+def _best_seconds(run: Callable[[], None]) -> float:
+    run()
+    best = float("inf")
+    deadline = time.perf_counter() + _BUDGET_S
+    runs = 0
+    while runs < _LEAST_RUNS or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+        runs += 1
+    return best
+
+
+# --- What `stepscope doctor` shows ---
+
+
+def inspect_torch() -> Inspection:
+    """What torch sees of this machine. Runs in a worker: a broken torch breaks it alone."""
+    available = torch.cuda.is_available()
+    return Inspection(
+        torch=str(torch.__version__),
+        torch_problem=_torch_problem(),
+        triton=installed_version("triton"),
+        cuda=torch.version.cuda or torch.version.hip,
+        driver=nvml.driver_version(),
+        threads=torch.get_num_threads(),
+        devices=tuple(_inspect_device(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))
+        if available
+        else (),
+    )
+
+
+def _torch_problem() -> str:
+    try:
+        check_torch()
+    except StepscopeError as error:
+        return f"{error.message}: {error.detail}"
+    return ""
+
+
+def _inspect_device(device: torch.device) -> DeviceState:
+    free, total = torch.cuda.mem_get_info(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    clocks = nvml.clocks(device)
+    reasons = nvml.throttle_reasons(device)
+    return DeviceState(
+        name=torch.cuda.get_device_name(device),
+        capability=f"{major}.{minor}",
+        free_bytes=free,
+        total_bytes=total,
+        sm_mhz=clocks.sm_mhz if clocks else None,
+        max_sm_mhz=clocks.max_sm_mhz if clocks else None,
+        throttled_by=tuple(sorted(reasons)) if reasons is not None else None,
+        other_processes=nvml.other_processes(device),
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from stepscope.cost import attention_flops
 from stepscope.step import Step
 
 _aten = torch.ops.aten
@@ -48,3 +49,31 @@ def _formula(position: int) -> Callable[..., int]:
         return int(full) // 2 if causal else int(full)
 
     return formula
+
+
+def count_operations(step: Step) -> dict[str, int]:
+    """The operations of one pass, as they are dispatched. Attention counts in full, as the textbook has it: how much a
+    causal kernel skips is for the counters to say."""
+
+    def in_full(query_shape: Any, key_shape: Any, *_: Any, **__: Any) -> int:
+        batch, heads, queries, head_dim = query_shape
+        return attention_flops(
+            batch=batch, heads=heads, queries=queries, keys=key_shape[2], head_dim=head_dim, causal=False
+        )
+
+    # Those that PyTorch's counter does not know, or that count a causal one as half.
+    operators = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu]
+    if hasattr(torch.ops.stepscope, "flash_attention_forward"):
+        operators.append(torch.ops.stepscope.flash_attention_forward)
+    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(operators, in_full))
+    with counter:
+        step.forward_without_graph()
+    flops: dict[str, int] = {}
+    for operator, counted in counter.get_flop_counts().get("Global", {}).items():
+        kind = _class_of(str(operator))
+        flops[kind] = flops.get(kind, 0) + counted
+    return flops
+
+
+def _class_of(operator: str) -> str:
+    return "attention" if "attention" in operator else "convolution" if "conv" in operator else "gemm"

@@ -10,7 +10,6 @@ kept out of the trace: one recording is thrown away, and every recording begins 
 which switches on, and `start_trace`, which begins to keep.
 """
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,20 +20,14 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
-from stepscope.measure.memory import limit_memory
-from stepscope.measure.soundness import Watch, doubt_samples
-from stepscope.measure.timing import Samples, settle_heap, time_steps
+from stepscope.measure.memory.limits import limit_memory
+from stepscope.measure.soundness import MachineWatch, doubt_samples
+from stepscope.measure.timing import Samples, settle_heap, time_in_turns, time_steps, wait_for
 from stepscope.recording.recorded import RAW_NAME, RecordedRun
 from stepscope.recording.rows.bench import Doubt
 from stepscope.spec import Case
 from stepscope.step import Step, build
 from stepscope.step.annotation import annotated, check_functions
-
-# Steps with and without annotation take turns, to see what it costs. The first after each change is left out: Python
-# runs it slowly, because what it had learnt about the changed functions is void (5 % of a step of 6 ms on a 2-core VM).
-LEAST_TURNS, MOST_TURNS = 3, 25
-TURNS_S = 2.0
-STEPS_A_TURN = 4
 
 Stage = Literal[
     "importing",
@@ -70,7 +63,7 @@ def record(
         step.run()
     on_stage("weighing the recorder")
     with _profiling(step, with_stack=with_stack):
-        recorded_ns, annotated_ns = _compare(step, functions)
+        recorded_ns, annotated_ns = time_in_turns(step, lambda: annotated(step, functions=functions), least=3, most=25)
     on_stage("recording")
     with annotated(step, functions=functions) as annotation, _profiling(step, with_stack=with_stack) as profiler:
         annotation.next_step = 0  # one went by before the profiler began to keep
@@ -106,25 +99,12 @@ def prepare(case: Case, device: torch.device, on_stage: OnStage) -> Step:
 
 def time_plainly(step: Step, case: Case) -> tuple[Samples, tuple[Doubt, ...]]:
     """Steps without a recorder, and what to doubt about them."""
-    watch = Watch(step.device)
+    watch = MachineWatch(step.device)
     samples = time_steps(step, case.timing.steps, after_step=watch.look)
     doubts = watch.doubts() + doubt_samples(samples, warmup=case.timing.warmup, waits=step.waits_inside)
     if not step.loss_is_finite():
         doubts.append(Doubt(code="not-finite", text="the loss of the last step is not finite"))
     return samples, tuple(doubts)
-
-
-def _compare(step: Step, functions: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Steps without and with annotation, in turns."""
-    without, within = [], []
-    started = time.monotonic()
-    for turn in range(MOST_TURNS):
-        if turn >= LEAST_TURNS and time.monotonic() - started > TURNS_S:
-            break
-        without += time_steps(step, STEPS_A_TURN).step_ns[1:]
-        with annotated(step, functions=functions):
-            within += time_steps(step, STEPS_A_TURN).step_ns[1:]
-    return without, within
 
 
 @contextmanager
@@ -138,23 +118,29 @@ def _profiling(step: Step, *, with_stack: bool) -> Iterator[_KinetoProfile]:
         # Not `acc_events`: the profiler would turn every event into a Python object, which takes ten times as long as
         # the rest of its end, and which nobody here looks at.
     )
+
+    def warm_up() -> None:
+        step.run()
+        wait_for(step)
+
+    with keeping_events(profiler, warm_up):
+        yield profiler
+        wait_for(step)
+
+
+@contextmanager
+def keeping_events(profiler: _KinetoProfile, warm_up: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """The profiler keeps what happens inside. `warm_up` runs when it is switched on and does not keep yet."""
     with warnings.catch_warnings():
         # torch 2.11 says that events are kept for one cycle only; there is one.
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         profiler.prepare_trace()
-        step.run()
-        _wait(step)
+        warm_up()
         profiler.start_trace()
     try:
-        yield profiler
-        _wait(step)
+        yield
     finally:
         profiler.stop_trace()
-
-
-def _wait(step: Step) -> None:
-    if step.device.type == "cuda":
-        torch.cuda.synchronize(step.device)
 
 
 def _describe_gaps(case: Case, uncalled: Sequence[str] | set[str]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ one without knowing.
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ OTHERS_LIMIT = 0.10  # of all cores, used by other processes
 NVML_INTERVAL_NS = 100_000_000
 
 
-class Watch:
+class MachineWatch:
     """Looks at the machine while steps run: GPU throttling and company on CUDA, other processes' load on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -69,16 +70,21 @@ class Watch:
         return [Doubt(code="shared", text=f"other processes used {others:.0%} of the CPU meanwhile")]
 
 
+def doubt_spread(*timings: Sequence[int], of: str) -> list[Doubt]:
+    """One at most, for the worst of the timings: too few samples, or samples that spread too far."""
+    fewest = min(map(len, timings))
+    if fewest < FEWEST_STEPS:
+        return [Doubt(code="few", text=f"{fewest} {of} are too few for a spread")]
+    spread = max(summarise(samples).spread for samples in timings)
+    if spread > SPREAD_LIMIT:
+        return [Doubt(code="spread", text=f"the middle 60 % of {of} spread over {spread:.0%} of the median")]
+    return []
+
+
 def doubt_samples(samples: Samples, *, warmup: int, waits: bool = False) -> list[Doubt]:
     """What the samples themselves say against each other. `waits` when the step waits for the device inside."""
     step = summarise(samples.step_ns)
-    doubts = []
-    if len(samples.step_ns) < FEWEST_STEPS:
-        doubts.append(Doubt(code="few", text=f"{len(samples.step_ns)} steps are too few for a spread"))
-    elif step.spread > SPREAD_LIMIT:
-        doubts.append(
-            Doubt(code="spread", text=f"the middle 60 % of steps spread over {step.spread:.0%} of the median")
-        )
+    doubts = doubt_spread(samples.step_ns, of="steps")
     if len(samples.step_ns) > 1 and samples.step_ns[0] > COLD_RATIO * step.median:
         first = samples.step_ns[0] / step.median
         after = f"after {warmup} warm-up steps" if warmup else "without warm-up"

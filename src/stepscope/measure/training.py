@@ -19,7 +19,7 @@ from torch import Tensor
 from stepscope.errors import StepscopeError
 from stepscope.files import write_atomically, writing
 from stepscope.measure.environment import describe
-from stepscope.measure.memory import HostMemory
+from stepscope.measure.memory.limits import HostMemory
 from stepscope.parallel import FSDP, Communicator
 from stepscope.parallel.agreement import require_agreement
 from stepscope.parallel.group import choose_device
@@ -41,7 +41,7 @@ from stepscope.step.learner import Learner, held_bytes
 from stepscope.step.tokens import Tokens
 
 
-class Listener(Protocol):
+class TrainingListener(Protocol):
     """Who is told how a run goes. Rank 0 tells of steps and checkpoints."""
 
     def resumed(self, step: int) -> None: ...
@@ -62,7 +62,7 @@ def train(
     command: str,
     data_digest: str = "",
     stop_on_nan: bool = False,
-    listener: Listener,
+    listener: TrainingListener,
 ) -> None:
     """To the last step, from the newest checkpoint in `folder` on; with `stop_on_nan` to the first whose loss is not
     finite, of which no checkpoint is kept."""
@@ -74,7 +74,7 @@ def train(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // communicator.world))
     is_first = communicator.rank == 0
     require_agreement(communicator, _say_settings(training, data_digest), "training", hint="one command on all ranks")
-    run = _Run(training, folder, communicator, place, data_digest)
+    run = _TrainingRun(training, folder, communicator, place, data_digest)
     done = run.resume()
     if is_first:
         _keep_run(training, folder, place, command, data_digest)
@@ -121,7 +121,7 @@ def _keep(path: Path, value: object) -> None:
         write_atomically(path, msgspec.json.encode(value))
 
 
-class _Run:
+class _TrainingRun:
     """The learner, its data and its clocks."""
 
     def __init__(

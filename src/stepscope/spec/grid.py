@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.errors import nearest
 from stepscope.files import read_plain
-from stepscope.spec.settings import Scalar, SpecError, flag_of, require_positive
+from stepscope.spec.settings import Scalar, Setting, SpecError, flag_of, require_positive
 from stepscope.spec.workload import (
     OWN_MODEL_SETTINGS,
     RUN_SETTINGS,
@@ -135,7 +135,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 def grid_from_flags(flags: Mapping[str, str], arguments: Sequence[str] = ()) -> Grid:
     """A grid from flags' texts (`{"size": "small,medium"}`) and `--set` pairs (`["depth=2,4"]`)."""
     check_names(flags)
-    axes = tuple((name, tuple(_parse_flag(name, part) for part in _split(name, text))) for name, text in flags.items())
+    axes = tuple(
+        (name, tuple(parse_flag(SETTINGS[name], part) for part in split_values(name, text)))
+        for name, text in flags.items()
+    )
     pairs = [_parse_argument(pair) for pair in arguments]
     for name, _ in pairs:
         if [other for other, _ in pairs].count(name) > 1:
@@ -173,7 +176,9 @@ def _toml_values(name: str, value: object) -> tuple[Scalar | None, ...]:
     line."""
     values: list[Scalar | None] = []
     for item in _as_scalars(name, value):
-        values += [_parse_flag(name, part) for part in _split(name, item)] if isinstance(item, str) else [item]
+        values += (
+            [parse_flag(SETTINGS[name], part) for part in split_values(name, item)] if isinstance(item, str) else [item]
+        )
     return tuple(values)
 
 
@@ -187,25 +192,27 @@ def _as_scalars(name: str, value: object) -> tuple[Scalar, ...]:
     return tuple(items)
 
 
-def _split(name: str, text: str) -> list[str]:
+def split_values(name: str, text: str) -> list[str]:
+    """The values of a flag, which commas separate."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise SpecError(f"an empty value in `{flag_of(name)} {text}`", detail="expected values separated by commas")
     return parts
 
 
-def _parse_flag(name: str, text: str) -> Scalar | None:
+def parse_flag(setting: Setting, text: str) -> Scalar | None:
+    """One value of a flag. What cannot be read is refused with the flag's name."""
     try:
-        return SETTINGS[name].parse(text)
+        return setting.parse(text)
     except SpecError as error:
-        raise SpecError(f"`{flag_of(name)}`: {error.message}", detail=error.detail, hint=error.hint) from None
+        raise SpecError(f"`{flag_of(setting.name)}`: {error.message}", detail=error.detail, hint=error.hint) from None
 
 
 def _parse_argument(pair: str) -> tuple[str, tuple[Scalar, ...]]:
     name, equals, text = pair.partition("=")
     if not equals or not name.isidentifier():
         raise SpecError(f"not an argument: `--set {pair}`", detail="expected name=value", hint="--set depth=4")
-    return name, tuple(_parse_scalar(part) for part in _split("set", text))
+    return name, tuple(_parse_scalar(part) for part in split_values("set", text))
 
 
 def _parse_scalar(text: str) -> Scalar:

@@ -313,6 +313,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return parse_checkpoint(self.checkpoint)
 
     @property
+    def passes(self) -> int:
+        """Forward and backward passes that make one step."""
+        return 1
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences in one pass."""
+        return self.batch // self.passes
+
+    @property
     def tokens(self) -> int:
         """Tokens one step works on."""
         return self.batch * self.context

@@ -12,9 +12,9 @@ from stepscope.explain.memory.saved import saved_beside_closed_form
 from stepscope.kernels.attention import chosen_backends
 from stepscope.kernels.attention.transformers import register
 from stepscope.measure.flops import count_forward_flops
-from stepscope.measure.saved_tensors import audit_case, saved_frame
 from stepscope.spec import Attention, build_case
 from stepscope.step import Step, build
+from tests.cpu.saved import saved_by
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"batch": 2, "context": 24, "device": "cpu", "mode": "forward-backward"}
@@ -85,7 +85,7 @@ def test_operations_are_counted_as_for_sdpa(attention: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_kept_for_backward_is_the_closed_form(attention: str, precision: str) -> None:
     chosen = build_case({**BUILT_IN, "attention": attention, "precision": precision})
-    table = saved_beside_closed_form(saved_frame(audit_case(chosen, CPU)), cost.activations_of(chosen.workload))
+    table = saved_beside_closed_form(saved_by(chosen.workload), cost.activations_of(chosen.workload))
     assert [row[0] for row in table.rows if row[-1] != 0] == []
 
 

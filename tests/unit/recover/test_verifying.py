@@ -13,8 +13,7 @@ from stepscope.recover.claims.sensitivity import is_narrowed, is_tested
 from stepscope.recover.claims.verdict import Verdict, describe_interval, undecided
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.recording import gather
-from stepscope.recover.facts import Sighting, exactly
-from stepscope.recover.families.attention_rules import Rule, build_fact
+from stepscope.recover.facts import Attention, Rule, Sighting, exactly
 from tests.unit.recover.claims import find, spoil, true_claim, verified
 from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, truth_of, with_kernels
 
@@ -344,11 +343,11 @@ def test_a_consistent_answer_says_what_would_have_passed_as_well() -> None:
 )
 def test_attention_may_be_called_with_repeated_heads_and_without_a_mask(rule: Rule) -> None:
     shape = Shape(d_model=64, num_heads=4, num_kv_heads=2, d_head=16, batch=2, context=8)
-    assert admits_attention(build_fact("forward", rule), shape)
-    assert not admits_attention(build_fact("forward", lambda _: False), shape)
+    assert admits_attention(Attention("forward", (rule,)), shape)
+    assert not admits_attention(Attention("forward", (lambda _: False,)), shape)
     opened = msgspec.structs.replace(shape, d_head=None)
-    assert admits_attention(build_fact("forward", rule), opened) is None
-    assert admits_attention(build_fact("forward", rule, batch=exactly(3)), opened) is False
+    assert admits_attention(Attention("forward", (rule,)), opened) is None
+    assert admits_attention(Attention("forward", (rule,), batch=exactly(3)), opened) is False
 
 
 @pytest.mark.parametrize("file", ["held_qwen2.csv.gz", "gpt2_compiled.csv.gz"])

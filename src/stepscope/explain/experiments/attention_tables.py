@@ -1,4 +1,4 @@
-"""From the rows of `stepscope attention` to its tables.
+"""From the rows of `stepscope attention` to its tables and pictures.
 
 Implementations of one shape stand together, so that a reader compares down a column. A ratio is always to a peer at the
 same shape: the fastest of SDPA's backends in the file unless another is named, for forward and for backward each its
@@ -6,7 +6,6 @@ own.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -14,14 +13,14 @@ from stepscope.cost.attention import (
     ATTENTION_CONVENTION,
     EXACT_BEFORE_BACKWARD,
     EXACT_PEAK,
-    AttentionNeed,
     flops_of_attention,
     need_of_attention,
 )
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.experiments.cases import brief, doubt_notes, limit_notes
+from stepscope.explain.experiments.columns import Columns, count_failed, join_shared, tell_apart
 from stepscope.explain.statistics import Summary, summarise
-from stepscope.findings import Cell, Column, Table
+from stepscope.findings import Axis, Cell, Figure, Point, Table
 from stepscope.recording.rows.attention import (
     IMPLEMENTATIONS,
     NOT_TRIED,
@@ -30,14 +29,13 @@ from stepscope.recording.rows.attention import (
     AttentionRow,
     Implementation,
 )
+from stepscope.units import MIB
 
 Part = Literal["time", "memory", "all"]
 Timing = Literal["forward", "backward", "both"]
 TIMINGS: tuple[Timing, ...] = ("forward", "backward", "both")
-Kind = Literal["text", "ms", "bytes", "count", "number", "share", "ratio"]
 _SHORT: dict[Timing, str] = {"forward": "fwd", "backward": "bwd", "both": "both"}
 _STATISTICS = ("p20", "p80", "mean", "min", "max")
-_ALWAYS_SHOWN = ("implementation", "head_dim", "length")
 
 DOUBTS = {
     "throttled": "the GPU held its clocks back",
@@ -80,15 +78,6 @@ def parse_peer(text: str | None) -> Implementation | None:
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Field:
-    """A column and where its values come from. `part` is the table it stands in."""
-
-    column: Column
-    read: Callable[[AttentionRow], Cell]
-    part: Literal["case", "time", "memory"] = "case"
-
-
 def make_tables(
     rows: Sequence[AttentionRow], *, part: Part | None = None, peer: Implementation | None = None
 ) -> tuple[Table, ...]:
@@ -100,20 +89,17 @@ def make_tables(
 def attention_table(rows: Sequence[AttentionRow], *, part: Part, peer: Implementation | None = None) -> Table:
     """Time, memory, or all in one, for programs."""
     ordered, peers = in_order(rows), _Peers(rows, peer)
-    fields = [
-        *_case_fields(ordered),
-        *_time_fields(peers),
-        *_memory_fields(ordered),
-        *_end_fields(ordered, part),
-    ]
-    chosen = [field for field in fields if part == "all" or field.part in ("case", part)]
+    columns = Columns(ordered)
+    _add_case(columns)
+    if part != "memory":
+        _add_times(columns, peers)
+    if part != "time":
+        _add_memory(columns)
+    for result in ("output", "dq", "dk", "dv"):
+        columns.add(f"{result}_error", f"error of {result}", partial(_error, result=result), "number", detail=True)
+    columns.add_ends(_failure if part == "memory" else _remark)  # what is doubted is the time
     what = {"time": "medians in ms", "memory": "memory on top of the inputs", "all": "time and memory"}[part]
-    return Table(
-        title=f"{say_shared(ordered)}; {what}",
-        columns=tuple(field.column for field in chosen),
-        rows=tuple(tuple(field.read(row) for field in chosen) for row in ordered),
-        notes=tuple(_notes(ordered, part, peers)),
-    )
+    return columns.table(f"{say_common(ordered)}; {what}", _notes(ordered, part, peers))
 
 
 def _shape(row: AttentionRow) -> tuple[str | int, ...]:
@@ -128,26 +114,21 @@ def in_order(rows: Sequence[AttentionRow]) -> list[AttentionRow]:
     return sorted(rows, key=lambda row: (_shape(row), IMPLEMENTATIONS.index(row.case.implementation)))
 
 
-def _case_fields(rows: Sequence[AttentionRow]) -> list[_Field]:
-    def field(key: str, label: str, read: Callable[[AttentionRow], Cell], kind: Literal["text", "count"]) -> _Field:
-        shown = key in _ALWAYS_SHOWN or len({read(row) for row in rows}) > 1
-        return _Field(column=Column(key=key, label=label, kind=kind, detail=not shown), read=read)
-
-    return [
-        field("precision", "precision", lambda row: row.case.precision, "text"),
-        field("mask", "mask", lambda row: "causal" if row.case.causal else "full", "text"),
-        field("batch", "batch", lambda row: row.case.batch, "count"),
-        field("heads", "heads", lambda row: row.case.heads, "count"),
-        field("head_dim", "D", lambda row: row.case.head_dim, "count"),
-        field("length", "L", lambda row: row.case.length, "count"),
-        field("implementation", "implementation", lambda row: row.case.implementation, "text"),
-        field("device_name", "device", lambda row: row.environment.driver_name, "text"),
-        field("torch", "torch", lambda row: row.environment.torch, "text"),
-        field("repetitions", "at most", lambda row: row.case.repetitions, "count"),
-        field("seconds", "seconds", lambda row: f"{row.case.seconds:g}", "text"),
-        field("seed", "seed", lambda row: str(row.case.seed), "text"),
-        field("memory_limit", "held to", _say_limit, "text"),
-    ]
+def _add_case(columns: Columns[AttentionRow]) -> None:
+    add = columns.add_setting
+    add("precision", "precision", lambda row: row.case.precision)
+    add("mask", "mask", lambda row: "causal" if row.case.causal else "full")
+    add("batch", "batch", lambda row: row.case.batch, "count")
+    add("heads", "heads", lambda row: row.case.heads, "count")
+    add("head_dim", "D", lambda row: row.case.head_dim, "count", shown=True)
+    add("length", "L", lambda row: row.case.length, "count", shown=True)
+    add("implementation", "implementation", lambda row: row.case.implementation, shown=True)
+    add("device_name", "device", lambda row: row.environment.driver_name)
+    add("torch", "torch", lambda row: row.environment.torch)
+    add("repetitions", "at most", lambda row: row.case.repetitions, "count")
+    add("seconds", "seconds", lambda row: f"{row.case.seconds:g}")
+    add("seed", "seed", lambda row: str(row.case.seed))
+    add("memory_limit", "held to", _say_limit)
 
 
 class _Peers:
@@ -182,37 +163,22 @@ class _Peers:
         return found[0] / own.median if found and own else None
 
 
-def _time_fields(peers: _Peers) -> list[_Field]:
+def _add_times(columns: Columns[AttentionRow], peers: _Peers) -> None:
     """Without a peer in the file its columns are left to programs."""
-    fields = [field for timing in TIMINGS for field in _statistic_fields(timing)]
     for timing in TIMINGS:
-        rate, share = partial(tflops_of, timing=timing), partial(_of_peak, timing=timing)
-        fields.append(_field("tflops", timing, f"{_SHORT[timing]} TFLOP/s", "number", rate, detail=timing == "both"))
-        fields.append(_field("of_peak", timing, f"{_SHORT[timing]} of peak", "share", share))
+        labels = {"median": timing, **{name: f"{timing} {name}" for name in _STATISTICS}}
+        columns.add_summary(f"{timing}_", partial(summary_ms, timing=timing), labels, shown=("median",))
+        repetitions = partial(_repetitions, timing=timing)
+        columns.add(f"{timing}_repetitions", f"{timing} repetitions", repetitions, "count", detail=True)
     for timing in TIMINGS:
-        ratio, name = partial(peers.ratio, timing=timing), partial(peers.name, timing=timing)
-        label = f"{_SHORT[timing]} vs {peers.label}"
-        fields.append(_field("vs_peer", timing, label, "ratio", ratio, detail=timing == "both" or not peers))
-        fields.append(_field("peer", timing, f"{_SHORT[timing]} peer", "text", name))
-    return fields
-
-
-def _field(
-    name: str, timing: Timing, label: str, kind: Kind, read: Callable[[AttentionRow], Cell], *, detail: bool = True
-) -> _Field:
-    return _Field(column=Column(key=f"{timing}_{name}", label=label, kind=kind, detail=detail), read=read, part="time")
-
-
-def _statistic_fields(timing: Timing) -> list[_Field]:
-    """The median; the rest of the statistics as detail, and how many repetitions they are of."""
-    return [
-        _field("median_ms", timing, timing, "ms", partial(_statistic, timing=timing, name="median"), detail=False),
-        *(
-            _field(f"{name}_ms", timing, f"{timing} {name}", "ms", partial(_statistic, timing=timing, name=name))
-            for name in _STATISTICS
-        ),
-        _field("repetitions", timing, f"{timing} repetitions", "count", partial(_repetitions, timing=timing)),
-    ]
+        rate, share, short = partial(tflops_of, timing=timing), partial(_of_peak, timing=timing), _SHORT[timing]
+        columns.add(f"{timing}_tflops", f"{short} TFLOP/s", rate, "number", detail=timing == "both")
+        columns.add(f"{timing}_of_peak", f"{short} of peak", share, "share", detail=True)
+    for timing in TIMINGS:
+        ratio, name, short = partial(peers.ratio, timing=timing), partial(peers.name, timing=timing), _SHORT[timing]
+        is_detail = timing == "both" or not peers
+        columns.add(f"{timing}_vs_peer", f"{short} vs {peers.label}", ratio, "ratio", detail=is_detail)
+        columns.add(f"{timing}_peer", f"{short} peer", name, detail=True)
 
 
 def _samples_ns(measurement: AttentionMeasurement, timing: Timing) -> tuple[int, ...]:
@@ -227,12 +193,6 @@ def summary_ms(row: AttentionRow, timing: Timing) -> Summary | None:
     if row.measurement is None:
         return None
     return summarise([sample / 1e6 for sample in _samples_ns(row.measurement, timing)])
-
-
-def _statistic(row: AttentionRow, timing: Timing, name: str) -> Cell:
-    summary = summary_ms(row, timing)
-    value: Cell = getattr(summary, name) if summary else None
-    return value
 
 
 def _repetitions(row: AttentionRow, timing: Timing) -> Cell:
@@ -250,33 +210,28 @@ def _of_peak(row: AttentionRow, timing: Timing) -> float | None:
     return tflops * 1e12 / peak if tflops is not None and peak else None
 
 
-def _memory_fields(rows: Sequence[AttentionRow]) -> list[_Field]:
+def _add_memory(columns: Columns[AttentionRow]) -> None:
     """Measured beside the closed form, at both moments. A CPU reserves nothing."""
 
-    def field(key: str, label: str, read: Callable[[AttentionRow], Cell], *, detail: bool = False) -> _Field:
-        kind: Kind = "bytes" if key.endswith("_bytes") else "text"
-        return _Field(column=Column(key=key, label=label, kind=kind, detail=detail), read=read, part="memory")
+    def weighed(key: str, label: str, *, detail: bool = True) -> None:
+        columns.add(key, label, partial(_weighed, name=key), "bytes", detail=detail)
 
-    def weighed(key: str, label: str, *, detail: bool = True) -> _Field:
-        return field(key, label, partial(_weighed, name=key), detail=detail)
+    def formed(moment: str, formula_label: str) -> None:
+        columns.add(f"{moment}_form_bytes", "closed form", partial(_need, name=f"{moment}_bytes"), "bytes")
+        columns.add(f"{moment}_bound", "it is", partial(_need, name=f"{moment}_bound"), detail=True)
+        columns.add(f"{moment}_formula", formula_label, partial(_need, name=f"{moment}_formula"), detail=True)
 
-    reserves = any(row.measurement and row.measurement.memory.peak_reserved_bytes is not None for row in rows)
-    return [
-        weighed("before_backward_bytes", "before backward", detail=False),
-        field("before_backward_form_bytes", "closed form", lambda row: _need(row).before_backward_bytes),
-        field("before_backward_bound", "it is", lambda row: _need(row).before_backward_bound, detail=True),
-        field("before_backward_formula", "formula", lambda row: _need(row).before_backward_formula, detail=True),
-        weighed("peak_bytes", "peak", detail=False),
-        field("peak_form_bytes", "closed form", lambda row: _need(row).peak_bytes),
-        field("peak_bound", "it is", lambda row: _need(row).peak_bound, detail=True),
-        field("peak_formula", "formula of the peak", lambda row: _need(row).peak_formula, detail=True),
-        weighed("before_backward_reserved_bytes", "reserved before", detail=not reserves),
-        weighed("peak_reserved_bytes", "reserved at the peak", detail=not reserves),
-        weighed("before_backward_allocated_bytes", "all allocated before"),
-        weighed("peak_allocated_bytes", "all allocated at the peak"),
-        weighed("forward_peak_bytes", "peak of forward"),
-        weighed("input_bytes", "inputs"),
-    ]
+    reserves = any(row.measurement and row.measurement.memory.peak_reserved_bytes is not None for row in columns.rows)
+    weighed("before_backward_bytes", "before backward", detail=False)
+    formed("before_backward", "formula")
+    weighed("peak_bytes", "peak", detail=False)
+    formed("peak", "formula of the peak")
+    weighed("before_backward_reserved_bytes", "reserved before", detail=not reserves)
+    weighed("peak_reserved_bytes", "reserved at the peak", detail=not reserves)
+    weighed("before_backward_allocated_bytes", "all allocated before")
+    weighed("peak_allocated_bytes", "all allocated at the peak")
+    weighed("forward_peak_bytes", "peak of forward")
+    weighed("input_bytes", "inputs")
 
 
 def _weighed(row: AttentionRow, name: str) -> Cell:
@@ -284,37 +239,14 @@ def _weighed(row: AttentionRow, name: str) -> Cell:
     return value
 
 
-def _need(row: AttentionRow) -> AttentionNeed:
-    return need_of_attention(row.case)
+def _need(row: AttentionRow, name: str) -> Cell:
+    value: Cell = getattr(need_of_attention(row.case), name)
+    return value
 
 
-def _end_fields(rows: Sequence[AttentionRow], part: Part) -> list[_Field]:
-    """Errors and remarks. What is doubted is the time, so a table of memory has the status alone."""
-
-    def error_of(result: str) -> Callable[[AttentionRow], Cell]:
-        return lambda row: next(
-            (one.error for one in (row.measurement.accuracies if row.measurement else ()) if one.result == result), None
-        )
-
-    fields = [
-        _Field(
-            column=Column(key=f"{result}_error", label=f"error of {result}", kind="number", detail=True),
-            read=error_of(result),
-        )
-        for result in ("output", "dq", "dk", "dv")
-    ]
-    fields += [
-        _Field(column=Column(key="status", label="status", detail=True), read=lambda row: row.status),
-        _Field(column=Column(key="reason", label="reason", detail=True), read=_reason),
-    ]
-    remark = _failure if part == "memory" else _remark
-    if any(remark(row) for row in rows):
-        fields.append(_Field(column=Column(key="remarks", label="remarks"), read=remark))
-    return fields
-
-
-def _reason(row: AttentionRow) -> str:
-    return row.reason or "; ".join(doubt.text for doubt in row.doubts)
+def _error(row: AttentionRow, result: str) -> Cell:
+    accuracies = row.measurement.accuracies if row.measurement else ()
+    return next((one.error for one in accuracies if one.result == result), None)
 
 
 def _remark(row: AttentionRow) -> str:
@@ -352,16 +284,9 @@ def _say_limit(row: AttentionRow) -> str:
     return f"{row.case.memory_limit / 1e9:g} GB" if row.case.memory_limit else ""
 
 
-def say_shared(rows: Sequence[AttentionRow]) -> str:
+def say_common(rows: Sequence[AttentionRow]) -> str:
     """What all rows have in common, in a line."""
-    said = [{word(row) for row in rows} for word in _WORDS]
-    return ", ".join(text for texts in said if len(texts) == 1 for text in texts if text)
-
-
-def tell_apart(rows: Sequence[AttentionRow]) -> Callable[[AttentionRow], str]:
-    """What tells a row apart from the others, in a line; empty where nothing does."""
-    words = [word for word in (*_WORDS, *_FINER_WORDS) if len({word(row) for row in rows}) > 1]
-    return lambda row: ", ".join(text for word in words if (text := word(row)))
+    return join_shared(_WORDS, rows)
 
 
 def _notes(rows: Sequence[AttentionRow], part: Part, peers: _Peers) -> list[str]:
@@ -399,3 +324,75 @@ def _failure_notes(rows: Sequence[AttentionRow]) -> list[str]:
     reasons = {(row.status, row.case.implementation): row.reason for row in reversed(rows) if row.status != "ok"}
     ordered = sorted(reasons.items(), key=lambda item: (item[0][0], IMPLEMENTATIONS.index(item[0][1])))
     return [f"{status}: {name}: {brief(reason)}" for (status, name), reason in ordered]
+
+
+# --- Pictures -------------------------------------------------------------------------------------------------------
+
+AttentionQuantity = Literal["forward", "backward", "both", "forward-rate", "backward-rate", "before-backward", "peak"]
+
+_TIME = Axis(label="time", unit="ms", log=True)
+# Linear, from zero: a rate comes to rest as lengths grow, and how far apart two lines lie there is what matters.
+_RATE = Axis(label="rate", unit="TFLOP/s")
+_MEMORY = Axis(label="memory", unit="MiB", log=True)
+_DRAWN: dict[AttentionQuantity, tuple[str, Axis]] = {
+    "forward": ("Attention, forward: median with the middle 60 % of repetitions", _TIME),
+    "backward": ("Attention, backward: median with the middle 60 % of repetitions", _TIME),
+    "both": ("Attention, forward and backward: median with the middle 60 % of repetitions", _TIME),
+    "forward-rate": ("Attention, forward: operations a second", _RATE),
+    "backward-rate": ("Attention, backward: operations a second", _RATE),
+    "before-backward": ("Attention: memory held between forward and backward, without the inputs", _MEMORY),
+    "peak": ("Attention: memory at the peak of forward and backward, without the inputs", _MEMORY),
+}
+
+
+def attention_figure(rows: Sequence[AttentionRow], quantity: AttentionQuantity) -> Figure:
+    """Time, rate or memory against length, a panel for each D and a line for each implementation. Rows that were not
+    measured are named in the subtitle: a line that ends has a reason."""
+    ordered = in_order(rows)
+    title, y = _DRAWN[quantity]
+    say_rest = tell_apart((*_WORDS, *_FINER_WORDS), ordered)
+    return Figure(
+        title=title,
+        subtitle="; ".join([say_common(ordered), *_say_missing(ordered)]),
+        x=Axis(label="length", log=True),
+        y=y,
+        # The other way round than in tables: the first colours are the strongest, and the fastest deserve them.
+        series=IMPLEMENTATIONS[::-1],
+        series_label="implementation",
+        points=tuple(_point(row, quantity, _panel(row, say_rest)) for row in ordered if row.measurement is not None),
+    )
+
+
+def _panel(row: AttentionRow, say_rest: Callable[[AttentionRow], str]) -> str:
+    more = say_rest(row)
+    return f"D {row.case.head_dim}" + (f", {more}" if more else "")
+
+
+def _say_missing(rows: Sequence[AttentionRow]) -> list[str]:
+    """Where memory ran out first, and how many rows are missing for other reasons."""
+    shortest: dict[str, int] = {}
+    for row in rows:
+        if row.status == "oom":
+            name = row.case.implementation
+            shortest[name] = min(row.case.length, shortest.get(name, row.case.length))
+    where = ", ".join(f"{name} from {length}" for name, length in shortest.items())
+    return [f"out of memory: {where}"] * bool(where) + count_failed(rows, but=("ok", "oom"))
+
+
+def _point(row: AttentionRow, quantity: AttentionQuantity, panel: str) -> Point:
+    assert row.measurement is not None
+    series, x = row.case.implementation, row.case.length
+    memory = row.measurement.memory
+    match quantity:
+        case "before-backward":
+            return Point(panel=panel, series=series, x=x, y=memory.before_backward_bytes / MIB)
+        case "peak":
+            return Point(panel=panel, series=series, x=x, y=memory.peak_bytes / MIB)
+        case "forward-rate" | "backward-rate":
+            rate = tflops_of(row, "forward" if quantity == "forward-rate" else "backward")
+            assert rate is not None
+            return Point(panel=panel, series=series, x=x, y=rate)
+        case _:
+            summary = summary_ms(row, quantity)
+            assert summary is not None
+            return Point(panel=panel, series=series, x=x, y=summary.median, low=summary.p20, high=summary.p80)

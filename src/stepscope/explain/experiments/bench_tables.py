@@ -4,8 +4,9 @@ A column stands for what differs between the rows; what they share is said once,
 since one interrupted step should not decide a comparison; means and deviations stand beside them.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,14 +24,11 @@ from stepscope.explain.experiments.cases import (
     say_shared,
     varies,
 )
+from stepscope.explain.experiments.columns import Columns, count_failed
 from stepscope.explain.statistics import Summary, summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.rows.bench import BenchRow, CaseRow, Environment
 from stepscope.spec import SIZES
-
-# A column of ratios, and a column of what makes each of them doubtful.
-_Filled = tuple[Column, list[Cell]]
-_Ratio = tuple[_Filled, _Filled]
 
 PHASES = ("forward", "backward", "optimizer")
 _STATISTICS = ("mean", "sd", "median", "p20", "p80", "min", "max")
@@ -53,26 +51,25 @@ DOUBTS = {
 
 
 def bench_table(rows: Sequence[BenchRow]) -> Table:
-    shown = [setting for setting in CASE_SETTINGS if setting.key in ALWAYS_SHOWN or varies(setting, rows)]
-    columns: list[tuple[Column, list[Cell]]] = [
-        (
-            Column(key=setting.key, label=setting.label, kind=setting.kind, detail=setting not in shown),
-            [setting.read(row) for row in rows],
-        )
-        for setting in CASE_SETTINGS
-    ]
-    columns += _phase_columns(rows) + _step_columns(rows) + _rate_columns(rows)
-    ratios = [_speedup_columns(s, rows) for s in shown if s.baseline is not None and varies(s, rows)]
+    columns = Columns(rows)
+    for setting in CASE_SETTINGS:
+        shown = setting.key in ALWAYS_SHOWN or varies(setting, rows)
+        columns.add_setting(setting.key, setting.label, setting.read, setting.kind, shown=shown)
+    _add_times(columns)
+    _add_rates(columns)
+    compared = [setting for setting in CASE_SETTINGS if setting.baseline is not None and varies(setting, rows)]
+    ratios = [_speedup_column(setting, rows) for setting in compared]
     if varies(find_setting("warmup"), rows):
-        ratios.append(_warmup_columns(rows))
-    columns += [one for pair in ratios for one in pair]
-    columns += _remark_columns(rows)
-    return Table(
-        title=_title(rows),
-        columns=tuple(column for column, _ in columns),
-        rows=tuple(zip(*(values for _, values in columns), strict=True)),
-        notes=(*_notes(rows), *_doubt_note(doubts for _, (_, doubts) in ratios)),
-        doubted_by={ratio.key: doubts.key for (ratio, _), (doubts, _) in ratios},
+        ratios.append(_warmup_column(rows))
+    for ratio in ratios:
+        columns.put(ratio.column, ratio.cells)
+        columns.put(ratio.doubt_column, ratio.doubts)
+    columns.add_ends()
+    title = f"{say_shared(rows)}; medians in ms" if rows else "no cases"
+    return columns.table(
+        title,
+        (*_notes(rows), *_doubt_note(ratios)),
+        doubted_by={ratio.column.key: ratio.doubt_column.key for ratio in ratios},
     )
 
 
@@ -84,11 +81,10 @@ def bench_figure(rows: Sequence[BenchRow]) -> Figure:
     inside = ("context", "precision") if by_context else ("model", "precision", "vocab")
     told_apart = [s for s in CASE_SETTINGS if varies(s, rows) or (by_context and s.key == "model")]
     series = [setting for setting in told_apart if setting.key not in inside]
-    missing = Counter(row.status for row in rows if row.measurement is None)
-    subtitle = say_shared(rows) + "".join(f"; {count} {status}" for status, count in missing.items())
+    missing = count_failed([row for row in rows if row.measurement is None], but=())
     return Figure(
         title="Step time, median with the middle 60 % of steps",
-        subtitle=subtitle,
+        subtitle="; ".join([say_shared(rows), *missing]),
         x=Axis(label="context", unit="tokens", log=True) if by_context else Axis(label="parameters", log=True),
         y=Axis(label="step", unit="ms", log=True),
         series_label=" · ".join(setting.label for setting in series),
@@ -127,62 +123,39 @@ def _summary_ms(samples_ns: Sequence[int]) -> Summary:
     return summarise([sample / 1e6 for sample in samples_ns])
 
 
-def _phase_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
-    """A phase's median; the rest of its statistics as detail. Of a step with one phase, the step says it all."""
-    columns = []
-    present = [p for p in PHASES if any(row.measurement and p in row.measurement.phases_ns for row in rows)]
-    for phase in present if len(present) > 1 else ():
-        samples = [row.measurement.phases_ns.get(phase, ()) if row.measurement else () for row in rows]
-        summaries = [_summary_ms(values) if values else None for values in samples]
-        columns += _statistic_columns(phase, summaries, shown={"median": phase})
-    return columns
+def _add_times(columns: Columns[BenchRow]) -> None:
+    """The median of each phase; the rest of its statistics as detail. Of a step with one phase, the step says it
+    all."""
+    phases = [p for p in PHASES if any(row.measurement and p in row.measurement.phases_ns for row in columns.rows)]
+    for phase in phases if len(phases) > 1 else ():
+        _add_statistics(columns, phase, partial(_phase_ms, phase=phase), {"median": phase})
+    _add_statistics(columns, "step", step_ms, {"median": "step", "mean": "mean", "sd": "sd"})
 
 
-def _step_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
-    return _statistic_columns(
-        "step", [step_ms(row) for row in rows], shown={"median": "step", "mean": "mean", "sd": "sd"}
-    )
+def _add_statistics(
+    columns: Columns[BenchRow], name: str, read: Callable[[BenchRow], Summary | None], shown: dict[str, str]
+) -> None:
+    others = {one: f"{name} {one}" for one in _STATISTICS if one not in shown}
+    columns.add_summary(f"{name}_", read, shown | others, shown=tuple(shown))
 
 
-def _statistic_columns(
-    name: str, summaries: Sequence[Summary | None], *, shown: dict[str, str]
-) -> list[tuple[Column, list[Cell]]]:
-    order = [*shown, *(statistic for statistic in _STATISTICS if statistic not in shown)]
-    return [
-        (
-            Column(
-                key=f"{name}_{statistic}_ms",
-                label=shown.get(statistic, f"{name} {statistic}"),
-                kind="ms",
-                detail=statistic not in shown,
-            ),
-            [getattr(summary, statistic) if summary else None for summary in summaries],
-        )
-        for statistic in order
-    ]
+def _phase_ms(row: BenchRow, phase: str) -> Summary | None:
+    samples = row.measurement.phases_ns.get(phase) if row.measurement else None
+    return _summary_ms(samples) if samples else None
 
 
-def _rate_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
+def _add_rates(columns: Columns[BenchRow]) -> None:
     """Tokens a second; samples a second where a case has no tokens and all have samples."""
-    measured = [row.measurement for row in rows if row.measurement]
+    measured = [row.measurement for row in columns.rows if row.measurement]
     has_tokens = all(one.has_tokens or not one.has_samples for one in measured)
-    kinds: tuple[tuple[Column, Callable[[BenchRow], Cell]], ...] = (
-        (Column(key="tokens_per_s", label="tokens/s", kind="count", detail=not has_tokens), tokens_per_s),
-        (Column(key="samples_per_s", label="samples/s", kind="number", detail=has_tokens), samples_per_s),
-        (Column(key="tflops", label="TFLOP/s", kind="number"), _tflops),
-        (Column(key="mfu", label="MFU", kind="share"), mfu_of),
-        (Column(key="peak_bytes", label="peak", kind="bytes"), lambda row: _of(row, "peak_bytes")),
-        (
-            Column(key="reserved_bytes", label="reserved", kind="bytes", detail=True),
-            lambda row: _of(row, "reserved_bytes"),
-        ),
-        (
-            Column(key="parameters", label="parameters", kind="count", detail=True),
-            lambda row: _of(row, "parameters"),
-        ),
-        (Column(key="attention_kernels", label="attention kernels", detail=True), _attention_kernels),
-    )
-    return [(column, [read(row) for row in rows]) for column, read in kinds]
+    columns.add("tokens_per_s", "tokens/s", tokens_per_s, "count", detail=not has_tokens)
+    columns.add("samples_per_s", "samples/s", samples_per_s, "number", detail=has_tokens)
+    columns.add("tflops", "TFLOP/s", _tflops, "number")
+    columns.add("mfu", "MFU", mfu_of, "share")
+    columns.add("peak_bytes", "peak", partial(_of, name="peak_bytes"), "bytes")
+    columns.add("reserved_bytes", "reserved", partial(_of, name="reserved_bytes"), "bytes", detail=True)
+    columns.add("parameters", "parameters", partial(_of, name="parameters"), "count", detail=True)
+    columns.add("attention_kernels", "attention kernels", _attention_kernels, detail=True)
 
 
 def _attention_kernels(row: BenchRow) -> Cell:
@@ -224,31 +197,42 @@ def _of(row: BenchRow, name: str) -> Cell:
     return value
 
 
-def _speedup_columns(setting: CaseSetting, rows: Sequence[BenchRow]) -> _Ratio:
+class _RatioColumn(NamedTuple):
+    """Each row against another, and what makes the times of either uncertain."""
+
+    column: Column
+    cells: list[Cell]
+    doubts: list[Cell]
+
+    @property
+    def doubt_column(self) -> Column:
+        return Column(key=f"{self.column.key}_doubts", label=f"{self.column.label}: doubts", detail=True)
+
+
+def _speedup_column(setting: CaseSetting, rows: Sequence[BenchRow]) -> _RatioColumn:
     """Step time of the baseline over this row's, all else equal. Without the usual baseline the first value is it."""
     values = [setting.read(row) for row in rows]
     baseline = setting.baseline if setting.baseline in values else values[0]
     named = f"{setting.label} {baseline}" if setting.needs_label else baseline
     column = Column(key=f"speedup_{setting.key}", label=f"vs {named}", kind="ratio")
-    return _ratio_columns(column, setting, rows, baseline, lambda base, step: base.median / step.median)
+    return _ratio_column(column, setting, rows, baseline, lambda base, step: base.median / step.median)
 
 
-def _warmup_columns(rows: Sequence[BenchRow]) -> _Ratio:
+def _warmup_column(rows: Sequence[BenchRow]) -> _RatioColumn:
     """The mean against that of the longest warm-up: what skipping it does to the figure people quote."""
     longest = max(row.case.timing.warmup for row in rows)
     column = Column(key="mean_vs_warm", label=f"mean vs {longest} warm-ups", kind="ratio")
-    return _ratio_columns(column, find_setting("warmup"), rows, longest, lambda base, step: step.mean / base.mean)
+    return _ratio_column(column, find_setting("warmup"), rows, longest, lambda base, step: step.mean / base.mean)
 
 
-def _ratio_columns(
+def _ratio_column(
     column: Column,
     setting: CaseSetting,
     rows: Sequence[BenchRow],
     baseline: Cell,
     divide: Callable[[Summary, Summary], float],
-) -> _Ratio:
-    """Each row against the one with the baseline's value and all else equal, and what makes the times of either
-    uncertain."""
+) -> _RatioColumn:
+    """Each row against the one with the baseline's value and all else equal."""
     others = {all_else(row, setting): row for row in rows if setting.read(row) == baseline}
     ratios: list[Cell] = []
     doubts: list[Cell] = []
@@ -259,33 +243,12 @@ def _ratio_columns(
         both = (base, row) if base and base is not row and ratios[-1] is not None else ()
         codes = dict.fromkeys(doubt.code for one in both for doubt in one.doubts if doubt.code not in _NOT_OF_TIMES)
         doubts.append(", ".join(codes) or None)
-    said = Column(key=f"{column.key}_doubts", label=f"{column.label}: doubts", detail=True)
-    return (column, ratios), (said, doubts)
+    return _RatioColumn(column, ratios, doubts)
 
 
-def _doubt_note(doubts: Iterable[Sequence[Cell]]) -> list[str]:
-    codes = dict.fromkeys(code for cells in doubts for cell in cells if cell for code in str(cell).split(", "))
+def _doubt_note(ratios: Iterable[_RatioColumn]) -> list[str]:
+    codes = dict.fromkeys(code for one in ratios for cell in one.doubts if cell for code in str(cell).split(", "))
     return [f"?: the times behind this ratio are doubtful: {', '.join(codes)}"] if codes else []
-
-
-def _remark_columns(rows: Sequence[BenchRow]) -> list[tuple[Column, list[Cell]]]:
-    columns: list[tuple[Column, list[Cell]]] = [
-        (Column(key="status", label="status", detail=True), [row.status for row in rows]),
-        (
-            Column(key="reason", label="reason", detail=True),
-            [row.reason or "; ".join(doubt.text for doubt in row.doubts) for row in rows],
-        ),
-    ]
-    remarks: list[Cell] = [
-        row.status if row.status != "ok" else ", ".join(doubt.code for doubt in row.doubts) for row in rows
-    ]
-    if any(remarks):
-        columns.append((Column(key="remarks", label="remarks"), remarks))
-    return columns
-
-
-def _title(rows: Sequence[BenchRow]) -> str:
-    return f"{say_shared(rows)}; medians in ms" if rows else "no cases"
 
 
 def _notes(rows: Sequence[BenchRow]) -> list[str]:

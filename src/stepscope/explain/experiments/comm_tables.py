@@ -1,4 +1,4 @@
-"""From the rows of `stepscope comm` to its table, and to the line of each collective.
+"""From the rows of `stepscope comm` to its table, its pictures, and the line of each collective.
 
 A collective is done when its last rank is, so a sample is the slowest rank's. How far ranks differ stands beside it: a
 rank that is always late is a slow link or a busy core, not noise.
@@ -6,15 +6,15 @@ rank that is always late is a slow link or a busy core, not noise.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from stepscope.cost.communication import bus_factor, fit_link
 from stepscope.explain.experiments.cases import brief, doubt_notes, limit_notes
+from stepscope.explain.experiments.columns import Columns, count_failed, join_shared, tell_apart
 from stepscope.explain.statistics import Summary, summarise
-from stepscope.findings import Cell, Column, Table
+from stepscope.findings import Axis, Cell, Figure, Point, Table
 from stepscope.recording.rows.comm import CommCase, CommRow
-from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, Links, Place
+from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, LinkPlace, Links
 from stepscope.units import say_message_bytes
 
 DOUBTS = {
@@ -22,8 +22,6 @@ DOUBTS = {
     "spread": "repetitions differ by more than 10 % from one another",
     "crowded": "more ranks than cores: they wait for each other, not for the network",
 }
-_ALWAYS_SHOWN, _NEVER_SHOWN = ("collective", "ranks", "message"), ("message_bytes",)
-Kind = Literal["text", "ms", "count", "number", "share"]
 
 
 def describe_comm(case: CommCase) -> str:
@@ -82,8 +80,8 @@ def slowest_rank(row: CommRow) -> str | None:
 
 def fit_links(rows: Iterable[CommRow]) -> tuple[Links, ...]:
     """The line of each collective of each place that was measured at two sizes or more, in one environment."""
-    points: dict[tuple[Place, tuple[str, ...]], dict[Collective, dict[int, float]]] = {}
-    when: dict[tuple[Place, tuple[str, ...]], str] = {}
+    points: dict[tuple[LinkPlace, tuple[str, ...]], dict[Collective, dict[int, float]]] = {}
+    when: dict[tuple[LinkPlace, tuple[str, ...]], str] = {}
     for row in rows:
         if row.measurement is not None and row.case.ranks > 1:
             key = (row.place, row.environment.identity)
@@ -99,7 +97,7 @@ def fit_links(rows: Iterable[CommRow]) -> tuple[Links, ...]:
     return tuple(found)
 
 
-def say_link(place: Place, collective: Collective, link: Link) -> str:
+def say_link(place: LinkPlace, collective: Collective, link: Link) -> str:
     """One fitted line in words."""
     fit = (
         "two sizes, so nothing is left over"
@@ -115,24 +113,15 @@ def say_link(place: Place, collective: Collective, link: Link) -> str:
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Field:
-    """A column and where its values come from."""
-
-    column: Column
-    read: Callable[[CommRow], Cell]
-
-
 def comm_table(rows: Sequence[CommRow]) -> Table:
     """A row for each case, the sizes of one collective together."""
     ordered = in_order(rows)
-    fields = [*_case_fields(ordered), *_time_fields(), *_end_fields(ordered)]
-    return Table(
-        title=f"{say_shared(ordered)}; times of the slowest rank, medians in ms",
-        columns=tuple(field.column for field in fields),
-        rows=tuple(tuple(field.read(row) for field in fields) for row in ordered),
-        notes=tuple(_notes(ordered)),
-    )
+    columns = Columns(ordered)
+    _add_case(columns)
+    _add_times(columns)
+    columns.add_ends()
+    title = f"{join_shared(_WORDS, ordered)}; times of the slowest rank, medians in ms"
+    return columns.table(title, _notes(ordered))
 
 
 def in_order(rows: Sequence[CommRow]) -> list[CommRow]:
@@ -145,52 +134,32 @@ def in_order(rows: Sequence[CommRow]) -> list[CommRow]:
     return sorted(rows, key=key)
 
 
-def _case_fields(rows: Sequence[CommRow]) -> list[_Field]:
-    def field(key: str, label: str, read: Callable[[CommRow], Cell], kind: Kind = "text") -> _Field:
-        shown = key in _ALWAYS_SHOWN or (key not in _NEVER_SHOWN and len({read(row) for row in rows}) > 1)
-        return _Field(column=Column(key=key, label=label, kind=kind, detail=not shown), read=read)
-
-    return [
-        field("device_name", "device", lambda row: row.environment.driver_name),
-        field("torch", "torch", lambda row: row.environment.torch),
-        field("backend", "backend", lambda row: row.case.backend),
-        field("device", "on", lambda row: row.case.device),
-        field("interface", "interface", lambda row: row.case.interface or ""),
-        field("hosts", "hosts", lambda row: row.case.hosts, "count"),
-        field("dtype", "dtype", lambda row: row.case.dtype),
-        field("collective", "collective", lambda row: row.case.collective),
-        field("ranks", "ranks", lambda row: row.case.ranks, "count"),
-        field("message", "message", lambda row: say_message_bytes(row.case.message_bytes)),
-        field("message_bytes", "bytes", lambda row: row.case.message_bytes, "count"),
-        field("repetitions", "at most", lambda row: row.case.repetitions, "count"),
-        field("seconds", "seconds", lambda row: f"{row.case.seconds:g}"),
-    ]
+def _add_case(columns: Columns[CommRow]) -> None:
+    add = columns.add_setting
+    add("device_name", "device", lambda row: row.environment.driver_name)
+    add("torch", "torch", lambda row: row.environment.torch)
+    add("backend", "backend", lambda row: row.case.backend)
+    add("device", "on", lambda row: row.case.device)
+    add("interface", "interface", lambda row: row.case.interface or "")
+    add("hosts", "hosts", lambda row: row.case.hosts, "count")
+    add("dtype", "dtype", lambda row: row.case.dtype)
+    add("collective", "collective", lambda row: row.case.collective, shown=True)
+    add("ranks", "ranks", lambda row: row.case.ranks, "count", shown=True)
+    add("message", "message", lambda row: say_message_bytes(row.case.message_bytes), shown=True)
+    add("message_bytes", "bytes", lambda row: row.case.message_bytes, "count", shown=False)
+    add("repetitions", "at most", lambda row: row.case.repetitions, "count")
+    add("seconds", "seconds", lambda row: f"{row.case.seconds:g}")
 
 
-def _time_fields() -> list[_Field]:
-    def field(key: str, label: str, kind: Kind, read: Callable[[CommRow], Cell], *, detail: bool = False) -> _Field:
-        return _Field(column=Column(key=key, label=label, kind=kind, detail=detail), read=read)
-
-    def statistic(name: str) -> Callable[[CommRow], Cell]:
-        def read(row: CommRow) -> Cell:
-            value: Cell = getattr(slowest_ms(row), name) if row.measurement else None
-            return value
-
-        return read
-
-    return [
-        field("median_ms", "latency", "ms", statistic("median")),
-        field("p20_ms", "p20", "ms", statistic("p20")),
-        field("p80_ms", "p80", "ms", statistic("p80")),
-        field("min_ms", "min", "ms", statistic("min"), detail=True),
-        field("max_ms", "max", "ms", statistic("max"), detail=True),
-        field("algorithm_gb_per_s", "algorithm GB/s", "number", algorithm_gb_per_s),
-        field("bus_gb_per_s", "bus GB/s", "number", bus_gb_per_s),
-        field("rank_spread", "ranks differ", "share", rank_spread),
-        field("slowest_rank", "slowest rank", "text", slowest_rank, detail=True),
-        field("processor_share", "of a core", "share", _processor_share, detail=True),
-        field("samples", "repetitions", "count", _count, detail=True),
-    ]
+def _add_times(columns: Columns[CommRow]) -> None:
+    labels = {"median": "latency", "p20": "p20", "p80": "p80", "min": "min", "max": "max"}
+    columns.add_summary("", slowest_ms, labels, shown=("median", "p20", "p80"))
+    columns.add("algorithm_gb_per_s", "algorithm GB/s", algorithm_gb_per_s, "number")
+    columns.add("bus_gb_per_s", "bus GB/s", bus_gb_per_s, "number")
+    columns.add("rank_spread", "ranks differ", rank_spread, "share")
+    columns.add("slowest_rank", "slowest rank", slowest_rank, detail=True)
+    columns.add("processor_share", "of a core", _processor_share, "share", detail=True)
+    columns.add("samples", "repetitions", _count, "count", detail=True)
 
 
 def _processor_share(row: CommRow) -> Cell:
@@ -199,23 +168,6 @@ def _processor_share(row: CommRow) -> Cell:
 
 def _count(row: CommRow) -> Cell:
     return len(row.measurement.slowest_ns) if row.measurement else None
-
-
-def _end_fields(rows: Sequence[CommRow]) -> list[_Field]:
-    fields = [
-        _Field(column=Column(key="status", label="status", detail=True), read=lambda row: row.status),
-        _Field(
-            column=Column(key="reason", label="reason", detail=True),
-            read=lambda row: row.reason or "; ".join(doubt.text for doubt in row.doubts),
-        ),
-    ]
-    if any(_remark(row) for row in rows):
-        fields.append(_Field(column=Column(key="remarks", label="remarks"), read=_remark))
-    return fields
-
-
-def _remark(row: CommRow) -> str:
-    return row.status if row.status != "ok" else ", ".join(doubt.code for doubt in row.doubts)
 
 
 # --- Words ------------------------------------------------------------------------------------------------------------
@@ -231,17 +183,6 @@ _WORDS: tuple[Callable[[CommRow], str], ...] = (
 )
 
 
-def say_shared(rows: Sequence[CommRow]) -> str:
-    """What all rows have in common, in a line."""
-    said = [{word(row) for row in rows} for word in _WORDS]
-    return ", ".join(text for texts in said if len(texts) == 1 for text in texts if text)
-
-
-def say_differing(row: CommRow, rows: Sequence[CommRow]) -> str:
-    """What tells this row apart from others besides collective, ranks and size; empty where nothing does."""
-    return ", ".join(text for word in _WORDS if len({word(other) for other in rows}) > 1 and (text := word(row)))
-
-
 def _notes(rows: Sequence[CommRow]) -> list[str]:
     notes = [
         "message: all ranks' parts together; algorithm: message over time; bus: times 2(n−1)/n for an all-reduce, "
@@ -253,3 +194,41 @@ def _notes(rows: Sequence[CommRow]) -> list[str]:
     notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, DOUBTS)
     reasons = {(row.status, row.case.collective): row.reason for row in reversed(rows) if row.status != "ok"}
     return notes + [f"{status}: {name}: {brief(reason)}" for (status, name), reason in sorted(reasons.items())]
+
+
+# --- Pictures ---------------------------------------------------------------------------------------------------------
+
+CommQuantity = Literal["bus", "algorithm", "time"]
+_DRAWN: dict[CommQuantity, tuple[str, Axis]] = {
+    "bus": ("Collectives: bus bandwidth", Axis(label="bus bandwidth", unit="GB/s")),
+    "algorithm": ("Collectives: message over time", Axis(label="algorithm bandwidth", unit="GB/s")),
+    "time": ("Collectives: time of the slowest rank", Axis(label="time", unit="ms", log=True)),
+}
+
+
+def comm_figure(rows: Sequence[CommRow], quantity: CommQuantity) -> Figure:
+    """Bandwidth or time against the message, a panel for each collective and a line for each number of ranks: medians
+    with the middle 60 % of repetitions. What was not measured is counted in the subtitle."""
+    ordered = in_order(rows)
+    title, y = _DRAWN[quantity]
+    say_rest = tell_apart(_WORDS, ordered)
+    return Figure(
+        title=f"{title}, median with the middle 60 % of repetitions",
+        subtitle="; ".join([join_shared(_WORDS, ordered), *count_failed(ordered)]),
+        x=Axis(label="message", unit="MB", log=True),
+        y=y,
+        series_label="ranks",
+        points=tuple(_point(row, quantity, say_rest(row)) for row in ordered if row.measurement is not None),
+    )
+
+
+def _point(row: CommRow, quantity: CommQuantity, more: str) -> Point:
+    slowest = slowest_ms(row)
+    assert slowest is not None
+    series = f"{row.case.ranks}" + (f", {more}" if more else "")
+    panel, x = row.case.collective, row.case.message_bytes / 1e6
+    if quantity == "time":
+        return Point(panel=panel, series=series, x=x, y=slowest.median, low=slowest.p20, high=slowest.p80)
+    factor = bus_factor(row.case.collective, row.case.ranks) if quantity == "bus" else 1.0
+    rates = [factor * row.case.moved_bytes / time_ms / 1e6 for time_ms in (slowest.median, slowest.p80, slowest.p20)]
+    return Point(panel=panel, series=series, x=x, y=rates[0], low=rates[1], high=rates[2])

@@ -202,13 +202,14 @@ def _residual(profile: MemoryProfile) -> Answer:
     if case is None or not isinstance(case.workload.model, ModelShape):
         return missing(key, question, "the shape of the model is not in the recording", "stepscope memory --size 2.7B")
     workload, shape = case.workload, case.workload.model
-    size = cost.residual_bytes(shape, batch=workload.batch, context=workload.context)
+    size = cost.residual_bytes(shape, batch=workload.micro_batch, context=workload.context)
     return Answer(
         key=key,
         question=question,
         figure=f"{size / MIB:,.4g} MiB",
-        sentence=f"batch × context × width × 4 bytes = {workload.batch} × {workload.context} × {shape.d_model} × 4 "
-        f"= {size:,} bytes, {size / MIB:,.4g} MiB in fp32.",
+        sentence="batch × context × width × 4 bytes = "
+        f"{workload.micro_batch} × {workload.context} × {shape.d_model} × 4 = {size:,} bytes, "
+        f"{size / MIB:,.4g} MiB in fp32.",
     )
 
 

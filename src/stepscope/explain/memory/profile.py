@@ -116,10 +116,16 @@ class MemoryProfile:
         return plain[-1] if plain else self.steps[-1]
 
     def span(self, step: int, phase: str | None = None) -> tuple[int, int] | None:
-        """First and last (exclusive) event of a step or of one of its phases."""
-        wanted = pl.col("phase").is_null() if phase is None else pl.col("phase") == phase
-        found = self.recording.spans.filter((pl.col("step") == step) & wanted)
+        """First and last (exclusive) event of a step or of one of its phases: of the last, where it runs several."""
+        if phase is not None:
+            return next(reversed(self.phase_spans(step, phase)), None)
+        found = self.recording.spans.filter((pl.col("step") == step) & pl.col("phase").is_null())
         return (int(found["start_event"][0]), int(found["end_event"][-1])) if found.height else None
+
+    def phase_spans(self, step: int, phase: str) -> list[tuple[int, int]]:
+        """The same of a phase, as often as the step runs it."""
+        found = self.recording.spans.filter((pl.col("step") == step) & (pl.col("phase") == phase))
+        return list(found.select("start_event", "end_event").iter_rows())
 
     @cached_property
     def phases(self) -> tuple[str, ...]:

@@ -73,21 +73,23 @@ def saved_bytes(saved: pl.DataFrame) -> int | None:
 
 
 def _phases(profile: MemoryProfile) -> tuple[PhaseBytes, ...]:
-    """Of the first and the last step; where no steps are marked, of the stages that stacks tell."""
+    """Of the first and the last step; where no steps are marked, of the stages that stacks tell. A phase that a step
+    runs several times begins and ends as its last run does, and peaks where any of them does."""
     if not profile.steps:
         return _stages(profile)
     rows = []
     for step in dict.fromkeys((profile.steps[0], profile.steps[-1])):
         for phase in profile.phases:
-            span = profile.span(step, phase)
-            if span is not None:
+            spans = profile.phase_spans(step, phase)
+            if spans:
+                start, end = spans[-1]
                 rows.append(
                     PhaseBytes(
                         step=step,
                         phase=phase,
-                        start_bytes=profile.allocated_at(span[0] - 1),
-                        peak_bytes=profile.peak_between(*span)[1],
-                        end_bytes=profile.allocated_at(span[1] - 1),
+                        start_bytes=profile.allocated_at(start - 1),
+                        peak_bytes=max(profile.peak_between(*span)[1] for span in spans),
+                        end_bytes=profile.allocated_at(end - 1),
                     )
                 )
     return tuple(rows)

@@ -143,8 +143,8 @@ def _extents(profile: Profile, products: pl.DataFrame, role: str) -> tuple[Exten
         return ()
     shape, length = case.workload.model, case.workload.context
     k, n = (shape.head_dim, length) if role == SCORES else (length, shape.head_dim)
-    one = Extent(case.workload.batch * shape.num_heads, length, k, n)
-    return (one,) * shape.num_layers
+    one = Extent(case.workload.micro_batch * shape.num_heads, length, k, n)
+    return (one,) * shape.num_layers * case.workload.passes
 
 
 def _repeats(recorded: list[Extent], steps: int) -> bool:

@@ -17,6 +17,7 @@ from stepscope.explain.questions.answers import (
     stepped,
     time_of,
 )
+from stepscope.explain.trace.phases import FORWARD_RANGE, number_passes
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import say_count, say_share, say_time
@@ -25,7 +26,6 @@ _AGREE = 0.05  # two clocks within this say the same
 _MATTERS = 0.01
 _NO_FORWARD = "nothing in it is known to belong to a forward pass"
 _RECORD = "stepscope profile --mode train"
-_FORWARD_RANGE = "phase:forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def _with_loss(kernels: pl.DataFrame) -> str:
 
 def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_Clock]:
     word = device_word(profile)
-    spans = _spans(kernels)
+    spans = _spans(profile, kernels)
     clocks = [
         _Clock(
             name="kernels",
@@ -91,9 +91,12 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_Clock]:
         ),
         _Clock(name="span", per_step_ns=statistics.median(spans), remark=f"first start to last end on the {word}"),
     ]
-    ranges = profile.recording.ranges.filter(pl.col("name") == _FORWARD_RANGE)
+    ranges = profile.recording.ranges.filter(pl.col("name") == FORWARD_RANGE).sort("start_ns")
     if ranges.height:
-        host = (ranges["end_ns"] - ranges["start_ns"]).to_list()
+        case = profile.recording.manifest.case
+        passes = case.workload.passes if case else 1
+        each = (ranges["end_ns"] - ranges["start_ns"]).to_list()
+        host = [sum(each[first : first + passes]) for first in range(0, len(each), passes)]
         clocks.append(
             _Clock(
                 name="range", per_step_ns=statistics.median(host), remark="the host's range around forward, recorded"
@@ -112,9 +115,13 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_Clock]:
     return clocks
 
 
-def _spans(kernels: pl.DataFrame) -> list[int]:
-    spans = kernels.group_by("step", "process", "device").agg(ns=pl.col("end_ns").max() - pl.col("start_ns").min())
-    return spans["ns"].to_list()
+def _spans(profile: Profile, kernels: pl.DataFrame) -> list[int]:
+    """Of each step on each device; where a step has several passes, backward runs in between, and is left out."""
+    passes = kernels.with_columns(number=number_passes(profile.recording, kernels["launch_ns"]))
+    spans = passes.group_by("step", "process", "device", "number").agg(
+        ns=pl.col("end_ns").max() - pl.col("start_ns").min()
+    )
+    return spans.group_by("step", "process", "device").agg(pl.col("ns").sum())["ns"].to_list()
 
 
 def plain_forward(profile: Profile) -> list[int]:

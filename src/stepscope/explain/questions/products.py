@@ -32,14 +32,15 @@ def products_by_role(profile: Profile) -> Answer:
             share = 1 - known.height / products.height
             sentence += f", and the role of {share * 100:.0f} % of them is not told by the names of modules"
     else:
-        layers, roles = expected
+        layers, roles, passes = expected
         per_layer = [role for role in roles if role != "head"]
         forward = len(per_layer) * layers + 1
-        match = _verdict(counts, forward, profile)
+        match = _verdict(counts, forward * passes, profile)
+        times = f", in {passes} passes a step" if passes > 1 else ""
         fused = "" if SCORES in roles else ", attention being one fused kernel"
         sentence = (
             f"{len(per_layer)} a layer are expected ({say_list(per_layer)}{fused}), {layers} × {len(per_layer)} and "
-            f"the head = {forward} a forward pass, and twice that backward; counted {counted}: {match}"
+            f"the head = {forward} a forward pass, and twice that backward{times}; counted {counted}: {match}"
         )
     return Answer(
         key=_KEY,
@@ -62,14 +63,18 @@ def _stages(products: pl.DataFrame) -> dict[str, pl.DataFrame]:
     }
 
 
-def _expected(profile: Profile) -> tuple[int, tuple[str, ...]] | None:
-    """The layers and the roles of the built-in model; of other models we know nothing."""
+_Expected = tuple[int, tuple[str, ...], int]
+
+
+def _expected(profile: Profile) -> _Expected | None:
+    """The layers and the roles of the built-in model, and how often a step runs it; of other models we know nothing."""
     case = profile.recording.manifest.case
     if case is None or not isinstance(case.workload.model, ModelShape):
         return None
     fused = bool((stepped(profile)["class"] == "attention").any())
     attention = () if fused else (SCORES, VALUES)
-    return case.workload.model.num_layers, (*_LINEAR[:3], *attention, *_LINEAR[3:], "head")
+    roles = (*_LINEAR[:3], *attention, *_LINEAR[3:], "head")
+    return case.workload.model.num_layers, roles, case.workload.passes
 
 
 def _verdict(counts: dict[str, float], forward: int, profile: Profile) -> str:
@@ -96,8 +101,8 @@ def _per_layer(products: pl.DataFrame, steps: int) -> str:
     return f"each of {layers} layers makes {spread} in forward"
 
 
-def _table(profile: Profile, products: pl.DataFrame, expected: tuple[int, tuple[str, ...]] | None) -> Table:
-    layers, wanted = expected or (0, ())
+def _table(profile: Profile, products: pl.DataFrame, expected: _Expected | None) -> Table:
+    layers, wanted, passes = expected or (0, (), 1)
     steps = profile.num_steps
     rows: list[tuple[Cell, ...]] = []
     unknown: list[tuple[Cell, ...]] = []
@@ -111,7 +116,8 @@ def _table(profile: Profile, products: pl.DataFrame, expected: tuple[int, tuple[
             part = by_role.get(role, shaped.clear())
             keys = ["shape"] if role == UNKNOWN_ROLE else []
             for piece in part.partition_by(keys) if keys else [part]:
-                row = _row(stage, role, piece, steps, _due(stage, role, layers, wanted))
+                due_here = _due(stage, role, layers, passes) if role in wanted else None
+                row = _row(stage, role, piece, steps, due_here)
                 (unknown if role == UNKNOWN_ROLE else rows).append(row)
     unknown.sort(key=lambda row: -float(row[5] or 0))
     notes = ["backward makes two for each: the gradient of the input and that of the weight"]
@@ -133,10 +139,10 @@ def _table(profile: Profile, products: pl.DataFrame, expected: tuple[int, tuple[
     )
 
 
-def _due(stage: str, role: str, layers: int, wanted: tuple[str, ...]) -> int | None:
-    if role not in wanted or stage not in ("forward", "backward"):
+def _due(stage: str, role: str, layers: int, passes: int) -> int | None:
+    if stage not in ("forward", "backward"):
         return None
-    return (1 if role == "head" else layers) * (2 if stage == "backward" else 1)
+    return passes * (1 if role == "head" else layers) * (2 if stage == "backward" else 1)
 
 
 def _shapes(profile: Profile, group: pl.DataFrame) -> list[str | None]:

@@ -9,6 +9,7 @@ from stepscope import cost
 from stepscope.explain.rules.evidence import POINTWISE, Evidence, ms
 from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.rule import Hit, Rule, settle, workload_of
+from stepscope.explain.trace.phases import number_passes
 from stepscope.recording.store import Manifest
 
 # What PyTorch's fused kernels reach of the peak on an H200 with many queries (batch × heads × length), causal counted
@@ -31,7 +32,7 @@ _MOST_BETWEEN = 16  # kernels from a product to the softmax
 
 
 def find_naive_attention(evidence: Evidence) -> Hit | None:
-    pieces = _by_parts(evidence.kernels)
+    pieces = _by_parts(evidence)
     if not pieces.height:
         pieces = _by_pattern(evidence.kernels)
     if not pieces.height:
@@ -57,11 +58,12 @@ def _host_share(evidence: Evidence, pieces: pl.DataFrame) -> Floats:
     return share
 
 
-def _by_parts(kernels: pl.DataFrame) -> pl.DataFrame:
+def _by_parts(evidence: Evidence) -> pl.DataFrame:
     """The kernels of our own attention by its annotation, with `group` (one pass of one module) and `forward`."""
     forward = (pl.col("phase") != "backward") | pl.col("recomputed")
-    pieces = kernels.filter(pl.col("part").is_in(_PARTS)).with_columns(forward=forward.fill_null(value=True))
-    return pieces.with_columns(group=pl.struct("step", "module", "forward").rank("dense"))
+    pieces = evidence.kernels.filter(pl.col("part").is_in(_PARTS)).with_columns(forward=forward.fill_null(value=True))
+    passes = number_passes(evidence.profile.recording, pieces["launch_ns"])
+    return pieces.with_columns(group=pl.struct("step", "module", "forward", passes.alias("pass")).rank("dense"))
 
 
 def _by_pattern(kernels: pl.DataFrame) -> pl.DataFrame:

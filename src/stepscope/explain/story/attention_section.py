@@ -4,8 +4,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stepscope.explain.experiments.attention_figure import attention_figure
-from stepscope.explain.experiments.attention_tables import describe_attention, make_tables, say_shared, summary_ms
+from stepscope.explain.experiments.attention_tables import (
+    attention_figure,
+    describe_attention,
+    make_tables,
+    say_common,
+    summary_ms,
+)
 from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.phrases import MOST_ROWS, retitle
 from stepscope.explain.story.sources import Materials
@@ -59,7 +64,7 @@ def say_attention(rows: Sequence[AttentionRow]) -> str:
     failed = sum(row.measurement is None for row in rows)
     missing = f" {failed} of {len(rows)} cases could not be measured; the tables say why." if failed else ""
     if not compared:
-        return f"{len(rows)} cases: {say_shared(rows)}.{missing}"
+        return f"{len(rows)} cases: {say_common(rows)}.{missing}"
     fullest = max(compared, key=lambda shape: (len(compared[shape]), shape))
     length, head_dim, _ = fullest
     ordered = sorted(compared[fullest], key=_both_ms)

@@ -14,6 +14,7 @@ from stepscope.recording.store import Recording
 
 PHASES = ("warm-up", "input", "forward", "loss", "backward", "optimizer")
 _OURS = "phase:"
+FORWARD_RANGE = "phase:forward"
 _STEP = r"^(?:ProfilerStep#|step:|step[_ ]|iteration[_ ]|iter[_ ])(\d{1,9})$"
 # Names that people and frameworks give to the parts of a step. The first that fits counts.
 _NAMED = (
@@ -89,3 +90,12 @@ def step_ranges(recording: Recording) -> pl.DataFrame:
     """The ranges that are steps, with `step`, in order; ours or the profiler's first, a person's names otherwise."""
     steps = recording.ranges.with_columns(step=pl.col("name").str.extract(_STEP).cast(pl.Int32, strict=False))
     return steps.filter(pl.col("step").is_not_null()).sort("start_ns")
+
+
+def number_passes(recording: Recording, moments: pl.Series) -> pl.Series:
+    """How many forward passes had begun at each moment, where a step of the case runs several; 0 where it runs one, or
+    is not ours to know."""
+    case = recording.manifest.case
+    if case is None or case.workload.passes == 1:
+        return pl.zeros(moments.len(), pl.UInt32, eager=True)
+    return recording.ranges.filter(pl.col("name") == FORWARD_RANGE)["start_ns"].sort().search_sorted(moments, "right")

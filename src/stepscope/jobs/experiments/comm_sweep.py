@@ -5,38 +5,40 @@ that says how, and others go on behind it. Where somebody else started the ranks
 one of them: rank 0 plans, shows and writes, and the others serve.
 """
 
-import itertools
 import os
 import re
 import shutil
 import signal
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.comm_tables import fit_links
 from stepscope.files import MARKER_NAME, claim, find_foreign, require_own
-from stepscope.jobs.experiments.comm_grid import CommGrid, Machine
-from stepscope.jobs.experiments.sweep import RESULTS_NAME, Listener, keep_log, look_at
+from stepscope.jobs.experiments.grids import CommGrid, RankHost
+from stepscope.jobs.experiments.sweep import Experiment, PlannedCase, Results, Sweep, SweepListener, Turn, look_at
 from stepscope.jobs.workers.instructions import limit_instructions
-from stepscope.jobs.workers.messages import Inspect, Inspected
+from stepscope.jobs.workers.messages import (
+    CommMeasured,
+    Inspect,
+    Inspected,
+    MeasureComm,
+    RankMessage,
+    Setup,
+    StageReached,
+)
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.jobs.workers.rank import serve_here
-from stepscope.jobs.workers.rank_messages import CommMeasured, MeasureComm, RankMessage, Setup, Stage
-from stepscope.jobs.workers.ranks import JOURNAL_NAME, LOGS_NAME, run_ranks
+from stepscope.jobs.workers.ranks import JOURNAL_NAME, LOGS_NAME, Heard, run_ranks
 from stepscope.measure.failures import mentions_out_of_memory
-from stepscope.recording.rows.bench import Environment, Retry, Status, case_key
-from stepscope.recording.rows.comm import CommCase, CommOutcome, CommRow
+from stepscope.recording.rows.bench import Environment, Status
+from stepscope.recording.rows.comm import CommCase, CommRow
 from stepscope.recording.rows.links import LINKS_NAME, keep_links, links_path, read_links
-from stepscope.recording.rows.results_file import ResultsFile
 from stepscope.spec import build_case
 
+DEFAULT_TIMEOUT_S = 300.0
 RANKS_NAME = "ranks"  # the folder in which ranks keep what they are doing, while they do it
 _RANKS_SCHEMA = "stepscope.ranks/1"
 _RANK_FILES = re.compile(
@@ -46,15 +48,8 @@ _RANK_FILES = re.compile(
 EXPECTED_EXTRA_S = 0.2
 
 
-class PlannedComm(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedComm(PlannedCase[CommCase], frozen=True, kw_only=True):
     """A case with the environment it will run in."""
-
-    case: CommCase
-    environment: Environment
-
-    @property
-    def key(self) -> str:
-        return case_key(self.case, self.environment, None)
 
     @property
     def expected_s(self) -> float:
@@ -62,184 +57,135 @@ class PlannedComm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommSweep:
-    """How to run a grid. `retry` runs some cases again, `fresh` all of them; older rows stay in the file. A
-    collective that takes longer than `timeout_s` has failed. `remark` is told what went wrong but does not end the
-    sweep."""
+class CommExperiment(Experiment[CommCase, CommRow]):
+    """`world` is how many ranks there are where somebody else started them, this process being one."""
 
-    folder: Path
-    command: str
-    retry: Retry | None = None
-    fresh: bool = False
-    timeout_s: float = 300.0
-    remark: Callable[[str], None]
+    grid: CommGrid = field(default_factory=CommGrid)
+    world: int | None = None
 
-    def run(self, grid: CommGrid, listener: Listener) -> tuple[CommRow, ...] | None:
-        """The rows of all cases in the grid's order, whether they were measured now or before. None on a rank that
-        somebody else started and that is not the first."""
-        require_torch()
-        require_own(self.folder / RANKS_NAME, _RANKS_SCHEMA)
-        for path in (links_path(), self.folder / LINKS_NAME):  # what cannot be read is said before anything is measured
-            read_links(path, missing_ok=True)
-        world = _started_ranks()
-        if world is not None:
-            grid.refuse_other_ranks(world)
-            limit_instructions()
-            if os.environ["RANK"] != "0":
-                self._serve_rank_0(grid)
-                return None
-        with ResultsFile.open(self.folder / RESULTS_NAME, CommRow) as results, Workers() as workers:
-            if world is None:  # of a run that was killed: nobody else's, as the results file is locked
-                _forget_ranks(self.folder)
-            machine, environment = _look(grid.device, workers) if world is None else _look_here(grid.device, world)
-            planned = [PlannedComm(case=case, environment=environment) for case in grid.cases(machine)]
-            kept = {row.key: row for row in results.rows}
-            rows = {one.key: kept[one.key] for one in planned if one.key in kept and self._is_done(kept[one.key])}
-            waiting = [one for one in planned if one.key not in rows]
-            listener.begin(waiting, list(rows.values()), results.damaged_bytes)
-            for _, alike in itertools.groupby(waiting, key=lambda one: one.case.ranks):
-                turn = _Turn(sweep=self, waiting=deque(alike), results=results, listener=listener)
-                rows |= {row.key: row for row in turn.run(here=machine.world is not None)}
-            if not waiting and machine.world is not None:  # the other ranks want to hear that
-                turn = _Turn(sweep=self, waiting=deque(), results=results, listener=listener)
-                turn.serve(planned[0].case)
-        ordered = tuple(rows[one.key] for one in planned)
-        self._keep_links(ordered)
-        return ordered
+    row_type = CommRow
 
-    def _is_done(self, row: CommRow) -> bool:
-        return not self.fresh and row.is_settled(self.retry)
+    @contextmanager
+    def open(self, folder: Path) -> Iterator[Results[CommRow]]:
+        with super().open(folder) as results:
+            if self.world is None:  # of a run that was killed: nobody else's, as the results file is locked
+                _forget_ranks(folder)
+            yield results
 
-    def _keep_links(self, rows: Sequence[CommRow]) -> None:
-        """Where predictions find them, and beside the rows, to be carried elsewhere."""
-        if found := fit_links(rows):
-            keep_links(found, self.folder / LINKS_NAME)
-            try:
-                keep_links(found)
-            except StepscopeError as error:  # it costs predictions, not what was measured
-                self.remark(f"links not cached: {error.message}")
+    def plan(self, workers: Workers, timeout_s: float | None) -> list[PlannedComm]:  # noqa: ARG002
+        look = _look(self.grid.device, workers) if self.world is None else _look_here(self.grid.device, self.world)
+        host, environment = look
+        return [PlannedComm(case=case, environment=environment) for case in self.grid.cases(host)]
 
-    def _serve_rank_0(self, grid: CommGrid) -> None:
-        """Which cases are left is rank 0's to say; how to join the others follows from what was asked for."""
-        from stepscope.measure.environment import resolve_device
+    def group_of(self, planned: PlannedCase[CommCase]) -> int:
+        return planned.case.ranks
 
-        # A rank that waits for others inside of a library hears nothing of a handler in Python.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        device = resolve_device(grid.device).type
-        backend = grid.backend or ("gloo" if device == "cpu" else "nccl")
-        _claim_ranks(self.folder)
-        serve_here(self.setup(backend, device), MeasureComm(cases=()), lambda _: None)
+    def groups(self, waiting: Sequence[PlannedCase[CommCase]]) -> list[list[PlannedCase[CommCase]]]:
+        """Where nothing is left to do, ranks that somebody else started want to hear that."""
+        return super().groups(waiting) or ([] if self.world is None else [[]])
 
-    def setup(self, backend: str, device: str) -> Setup:
-        """For ranks that meet where their environment says."""
-        return Setup(
-            world=int(os.environ["WORLD_SIZE"]),
-            backend=backend,
-            device=device,
-            timeout_s=self.timeout_s,
-            journal=str(self.folder / RANKS_NAME / JOURNAL_NAME),
-        )
+    def run_group(self, turn: Turn[CommCase, CommRow], workers: Workers) -> None:  # noqa: ARG002
+        """Ranks that somebody else started are not ours to start again after a failure."""
+        if self.world is not None:
+            self._run_ranks(turn)
+        while turn.waiting:
+            self._run_ranks(turn)
 
+    def _run_ranks(self, turn: Turn[CommCase, CommRow]) -> None:
+        """The case that ran when the ranks failed is the one that failed. After the last there is none: all rows are
+        there, and stand. A failure before the first word has nothing to do with a case: no other would do better."""
+        begun = False
 
-@dataclass(kw_only=True)
-class _Turn:
-    """The cases of one number of ranks that wait, and the writing of their rows as they come."""
+        def hear(rank: int, message: RankMessage) -> None:
+            nonlocal begun
+            if rank:
+                return
+            begun = True
+            if isinstance(message, StageReached):
+                turn.listener.stage(message.name)
+            elif isinstance(message, CommMeasured):
+                turn.take(message.outcome)
 
-    sweep: CommSweep
-    waiting: deque[PlannedComm]
-    results: ResultsFile[CommRow]
-    listener: Listener
+        if turn.waiting:
+            turn.start()
+        try:
+            self._ask_ranks(turn, hear)
+            assert not turn.waiting, "the ranks were done before their cases were"
+        except StepscopeError as error:
+            if begun and turn.waiting:
+                turn.finish(*_judge(error), log=_gather_logs(turn.sweep.folder, error))
+            if not begun or self.world is not None:
+                raise
 
-    def run(self, *, here: bool) -> list[CommRow]:
-        """`here` where this process is one of the ranks: they are not ours to start again after a failure."""
-        self._rows: list[CommRow] = []
-        while self.waiting:
-            self._start()
-            self._begun = False
-            first = self.waiting[0].case
-            try:
-                if here:
-                    self.serve(first)
-                else:
-                    self._run_ranks(first)
-                assert not self.waiting, "the ranks were done before their cases were"
-            except StepscopeError as error:
-                if not self._begun:  # nothing to do with a case: no other would do better
-                    raise
-                self._blame(error)
-                if here:
-                    raise
-        return self._rows
-
-    def serve(self, first: CommCase) -> None:
-        _claim_ranks(self.sweep.folder)
-        setup = self.sweep.setup(first.backend, first.device)
-        serve_here(setup, self._request(), lambda message: self._take(0, message))
-        _forget_ranks(self.sweep.folder)
-
-    def _run_ranks(self, first: CommCase) -> None:
-        run_ranks(
-            self._request(),
-            world=first.ranks,
-            backend=first.backend,
-            device=first.device,
-            folder=_claim_ranks(self.sweep.folder),
-            timeout_s=self.sweep.timeout_s,
-            on_message=self._take,
-        )
-        _forget_ranks(self.sweep.folder)
-
-    def _request(self) -> MeasureComm:
-        return MeasureComm(cases=tuple(one.case for one in self.waiting))
-
-    def _blame(self, error: StepscopeError) -> None:
-        """The case that ran is the one that failed. After the last there is none: all rows are there, and stand."""
-        if not self.waiting:
-            return
-        logs = sorted((self.sweep.folder / RANKS_NAME / LOGS_NAME).glob("*.log"))
-        said = [f"--- {log.name}\n".encode() + log.read_bytes() for log in logs]
-        keep_log(self.sweep.folder, self.waiting[0].key, b"\n".join([f"{error}\n".encode(), *said]))
-        status, reason = _judge(error)
-        self._keep(CommOutcome(status=status, reason=reason))
-
-    def _start(self) -> None:
-        self._started, self._clock = datetime.now(UTC), time.monotonic()
-        self.listener.start(self.waiting[0])
-
-    def _take(self, rank: int, message: RankMessage) -> None:
-        if rank:
-            return
-        self._begun = True
-        if isinstance(message, Stage):
-            self.listener.stage(message.name)
-        elif isinstance(message, CommMeasured):
-            self._keep(message.outcome)
-            if self.waiting:
-                self._start()
-
-    def _keep(self, outcome: CommOutcome) -> None:
-        one = self.waiting.popleft()
-        row = CommRow(
-            key=one.key,
-            case=one.case,
-            environment=one.environment,
-            status=outcome.status,
-            reason=outcome.reason,
-            started=self._started.isoformat(timespec="seconds"),
-            wall_s=round(time.monotonic() - self._clock, 3),
-            command=self.sweep.command,
-            measurement=outcome.measurement,
-            doubts=outcome.doubts,
-        )
-        self.results.append(row)
-        self._rows.append(row)
-        self.listener.finish(row)
+    def _ask_ranks(self, turn: Turn[CommCase, CommRow], hear: Heard) -> None:
+        folder, timeout_s = turn.sweep.folder, turn.sweep.timeout_s or DEFAULT_TIMEOUT_S
+        request = MeasureComm(cases=tuple(one.case for one in turn.waiting))
+        case = turn.waiting[0].case if turn.waiting else next(iter(turn.rows.values())).case
+        claim(folder / RANKS_NAME, _RANKS_SCHEMA)
+        if self.world is not None:
+            serve_here(_setup(folder, case.backend, case.device, timeout_s), request, lambda message: hear(0, message))
+        else:
+            run_ranks(
+                request,
+                world=case.ranks,
+                backend=case.backend,
+                device=case.device,
+                folder=folder / RANKS_NAME,
+                timeout_s=timeout_s,
+                on_message=hear,
+            )
+        _forget_ranks(folder)
 
 
-def _claim_ranks(folder: Path) -> Path:
-    """Where the ranks of a run in `folder` keep their logs and journals, which is ours before any of them writes."""
+def run_comm(
+    sweep: Sweep[CommCase, CommRow], listener: SweepListener, *, remark: Callable[[str], None]
+) -> tuple[CommRow, ...] | None:
+    """The rows of all cases in the grid's order, and what is fitted to them kept. None on a rank that somebody else
+    started and that is not the first. A collective that takes longer than the sweep's time has failed. `remark` is told
+    what went wrong but does not end the sweep."""
+    assert isinstance(sweep.experiment, CommExperiment)
+    grid, folder = sweep.experiment.grid, sweep.folder
+    require_torch()
+    require_own(folder / RANKS_NAME, _RANKS_SCHEMA)
+    for path in (links_path(), folder / LINKS_NAME):  # what cannot be read is said before anything is measured
+        read_links(path, missing_ok=True)
+    world = _started_ranks()
+    if world is not None:
+        grid.refuse_other_ranks(world)
+        limit_instructions()
+        if os.environ["RANK"] != "0":
+            _serve_rank_0(grid, folder, sweep.timeout_s or DEFAULT_TIMEOUT_S)
+            return None
+    rows = replace(sweep, experiment=replace(sweep.experiment, world=world)).run(listener)
+    if found := fit_links(rows):  # where predictions find them, and beside the rows, to be carried elsewhere
+        keep_links(found, folder / LINKS_NAME)
+        try:
+            keep_links(found)
+        except StepscopeError as error:  # it costs predictions, not what was measured
+            remark(f"links not cached: {error.message}")
+    return rows
+
+
+def _serve_rank_0(grid: CommGrid, folder: Path, timeout_s: float) -> None:
+    """Which cases are left is rank 0's to say; how to join the others follows from what was asked for."""
+    from stepscope.measure.environment import resolve_device
+
+    # A rank that waits for others inside of a library hears nothing of a handler in Python.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    device = resolve_device(grid.device).type
     claim(folder / RANKS_NAME, _RANKS_SCHEMA)
-    return folder / RANKS_NAME
+    serve_here(_setup(folder, grid.backend_on(device), device, timeout_s), MeasureComm(cases=()), lambda _: None)
+
+
+def _setup(folder: Path, backend: str, device: str, timeout_s: float) -> Setup:
+    """For ranks that meet where their environment says."""
+    return Setup(
+        world=int(os.environ["WORLD_SIZE"]),
+        backend=backend,
+        device=device,
+        timeout_s=timeout_s,
+        journal=str(folder / RANKS_NAME / JOURNAL_NAME),
+    )
 
 
 def _forget_ranks(folder: Path) -> None:
@@ -249,6 +195,12 @@ def _forget_ranks(folder: Path) -> None:
         ranks, lambda name: _RANK_FILES.fullmatch(name) is not None
     ) is None:
         shutil.rmtree(ranks, ignore_errors=True)
+
+
+def _gather_logs(folder: Path, error: StepscopeError) -> bytes:
+    logs = sorted((folder / RANKS_NAME / LOGS_NAME).glob("*.log"))
+    said = [f"--- {log.name}\n".encode() + log.read_bytes() for log in logs]
+    return b"\n".join([f"{error}\n".encode(), *said])
 
 
 def _judge(error: StepscopeError) -> tuple[Status, str]:
@@ -265,17 +217,17 @@ def _started_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
-def _look(device: str, workers: Workers) -> tuple[Machine, Environment]:
+def _look(device: str, workers: Workers) -> tuple[RankHost, Environment]:
     """By way of a workload, which names a device; its model is not run."""
     environment = look_at([build_case({"device": device, "precision": "fp32"})], workers, None).environment
     if environment.device == "cpu":
-        return Machine(device="cpu"), environment
+        return RankHost(device="cpu"), environment
     answer = workers.run(Inspect()).answer
     gpus = len(answer.inspection.devices) if isinstance(answer, Inspected) else 0
-    return Machine(device="cuda", gpus=gpus), environment
+    return RankHost(device="cuda", gpus=gpus), environment
 
 
-def _look_here(device: str, world: int) -> tuple[Machine, Environment]:
+def _look_here(device: str, world: int) -> tuple[RankHost, Environment]:
     """In this process, which is a rank and will need torch anyway."""
     from stepscope.measure.environment import check_torch, describe, resolve_device
 
@@ -283,4 +235,4 @@ def _look_here(device: str, world: int) -> tuple[Machine, Environment]:
     environment = describe(resolve_device(device), {"fp32"})
     hosts = world // int(os.environ.get("LOCAL_WORLD_SIZE") or world)
     kind = "cpu" if environment.device == "cpu" else "cuda"
-    return Machine(device=kind, world=world, hosts=max(1, hosts)), environment
+    return RankHost(device=kind, world=world, hosts=max(1, hosts)), environment

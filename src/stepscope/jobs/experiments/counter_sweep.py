@@ -23,7 +23,7 @@ from stepscope.jobs.experiments.sweep import Planned, plan_cases
 from stepscope.jobs.recorders.ncu import CaseRefusedError, choose_metrics, count_with_ncu, require_ncu
 from stepscope.jobs.recorders.profile import check_folder
 from stepscope.jobs.workers.process import Workers, require_torch
-from stepscope.measure.ncu_target import MOST_LAYERS, Counted, no_gpu, too_many_layers
+from stepscope.measure.targets.ncu import MOST_LAYERS, NcuCounted, no_gpu, too_many_layers
 from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
 
 if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
@@ -215,7 +215,7 @@ def _is_of(recording: "Recording", planned: Planned, metrics: Sequence[str]) -> 
 
 
 def _describe(
-    recording: "Recording", planned: Planned, counted: Counted, *, command: str, started: datetime
+    recording: "Recording", planned: Planned, counted: NcuCounted, *, command: str, started: datetime
 ) -> "Recording":
     """What the CSV cannot know: the case, where it ran, and what its operators are by the textbook."""
     environment = planned.environment

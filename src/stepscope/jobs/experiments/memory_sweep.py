@@ -7,7 +7,6 @@ again without running anything.
 
 import gzip
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,13 +18,12 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case, limit_notes
 from stepscope.explain.statistics import summarise
 from stepscope.files import scratch_folder
-from stepscope.jobs.experiments.sweep import Listener, Planned, Sweep
+from stepscope.jobs.experiments.sweep import PlannedCase, Turn, WorkloadExperiment
 from stepscope.jobs.workers.messages import Failed, MemoryRecorded, RecordMemory
 from stepscope.jobs.workers.process import Ended, Workers
 from stepscope.recording.memory.labels import SNAPSHOT_NAME, MemoryRun
-from stepscope.recording.rows.bench import Retry
 from stepscope.recording.rows.memory import MemoryRow
-from stepscope.spec import Grid, grid_from_flags
+from stepscope.spec import Case, Grid, grid_from_flags
 
 if TYPE_CHECKING:  # loads polars, which a bad flag need not wait for
     from stepscope.recording.store import Recording
@@ -34,47 +32,42 @@ RECORDINGS_NAME = "recordings"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weighed:
-    """What a sweep over memory does with a case. `snapshots` keeps each one's snapshot beside its tables: other viewers
-    read it, and it can be large."""
+class MemoryExperiment(WorkloadExperiment[MemoryRow]):
+    """`snapshots` keeps each case's snapshot beside its tables: other viewers read it, and it can be large. That of a
+    single case is kept anyway."""
 
-    folder: Path
-    command: str
-    snapshots: bool
+    snapshots: bool = False
 
-    @property
-    def row_type(self) -> type[MemoryRow]:
-        return MemoryRow
+    row_type = MemoryRow
 
     def default_grid(self, *, on_cpu: bool) -> Grid:
         size, context = ("nano", "128") if on_cpu else ("small", "256")
         return grid_from_flags({"size": size, "context": context})
 
-    def measure(
-        self, planned: Planned, workers: Workers, on_stage: Callable[[str], None], timeout_s: float | None
-    ) -> tuple[Ended, dict[str, object]]:
+    def measure(self, turn: Turn[Case, MemoryRow], workers: Workers) -> tuple[Ended, dict[str, object]]:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         with scratch_folder() as scratch:
-            request = RecordMemory(case=planned.case, folder=str(scratch))
-            ended = workers.run(request, on_stage=on_stage, timeout_s=timeout_s)
+            request = RecordMemory(case=turn.waiting[0].case, folder=str(scratch))
+            ended = workers.run(request, on_stage=turn.listener.stage, timeout_s=turn.sweep.timeout_s)
             if not isinstance(ended.answer, MemoryRecorded):
                 return ended, {}
-            on_stage("reading the snapshot")
+            turn.listener.stage("reading the snapshot")
             try:
-                return ended, self._keep(scratch / SNAPSHOT_NAME, planned, ended.answer.run, started)
+                return ended, self._keep(scratch / SNAPSHOT_NAME, turn, ended.answer.run, started)
             except StepscopeError as error:  # it costs this case, not those after it
                 failed = Failed(message=error.message, detail=error.detail, hint=error.hint)
                 return msgspec.structs.replace(ended, answer=failed), {}
 
-    def _keep(self, snapshot: Path, planned: Planned, run: MemoryRun, started: str) -> dict[str, object]:
+    def _keep(self, snapshot: Path, turn: Turn[Case, MemoryRow], run: MemoryRun, started: str) -> dict[str, object]:
         from stepscope.explain.memory import make_memory_profile
         from stepscope.explain.memory.summary import summarise_memory
         from stepscope.recording.memory import reader as memory
         from stepscope.recording.store import save
 
-        recording = _describe(memory.read(snapshot), planned, run, command=self.command, started=started)
-        raw = _compress(snapshot) if self.snapshots else None
-        save(recording, recording_folder(self.folder, planned.key), raw=raw, force=True)
+        planned, sweep = turn.waiting[0], turn.sweep
+        recording = _describe(memory.read(snapshot), planned, run, command=sweep.command, started=started)
+        raw = _compress(snapshot) if self.snapshots or len(self.grid.cases()) == 1 else None
+        save(recording, recording_folder(sweep.folder, planned.key), raw=raw, force=True)
         return {"summary": summarise_memory(make_memory_profile(recording)), "run": run}
 
 
@@ -82,7 +75,9 @@ def recording_folder(folder: Path, key: str) -> Path:
     return folder / RECORDINGS_NAME / key
 
 
-def _describe(recording: "Recording", planned: Planned, run: MemoryRun, *, command: str, started: str) -> "Recording":
+def _describe(
+    recording: "Recording", planned: PlannedCase[Case], run: MemoryRun, *, command: str, started: str
+) -> "Recording":
     """What the snapshot cannot know: the case, where it ran, and what recording cost."""
     from stepscope.recording.store import Overhead
 
@@ -119,35 +114,13 @@ def _compress(snapshot: Path) -> Path:
     return target
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemorySweep:
-    """How to record a grid. A study is one workload over the ways to recompute its activations."""
-
-    folder: Path
-    command: str
-    snapshots: bool = False
-    retry: Retry | None = None
-    fresh: bool = False
-    timeout_s: float | None = None
-
-    def run(self, grid: Grid, listener: Listener, *, study: bool) -> tuple[MemoryRow, ...]:
-        if "warmup" in dict(grid.axes):
-            raise StepscopeError(
-                "`--warmup` does nothing here", detail="steps are recorded from the first", hint="--steps 10"
-            )
-        if study:
-            grid = _study_grid(grid)
-        alone = len(grid.cases()) == 1
-        kind = Weighed(folder=self.folder, command=self.command, snapshots=self.snapshots or alone)
-        sweep = Sweep(
-            kind=kind,
-            folder=self.folder,
-            command=self.command,
-            retry=self.retry,
-            fresh=self.fresh,
-            timeout_s=self.timeout_s,
+def choose_grid(grid: Grid, *, study: bool) -> Grid:
+    """What to record. A study is one workload over the ways to recompute its activations."""
+    if "warmup" in dict(grid.axes):
+        raise StepscopeError(
+            "`--warmup` does nothing here", detail="steps are recorded from the first", hint="--steps 10"
         )
-        return sweep.run(grid, listener)
+    return _study_grid(grid) if study else grid
 
 
 def _study_grid(grid: Grid) -> Grid:
@@ -159,5 +132,6 @@ def _study_grid(grid: Grid) -> Grid:
             "`--checkpoint-study` is of one workload, and chooses --checkpoint itself",
             hint="one value for each setting, without --checkpoint",
         )
-    values = study_values(cases[0].workload)
-    return grid.override(grid_from_flags({"checkpoint": ",".join(values)}))
+    replace, case = msgspec.structs.replace, cases[0]
+    workloads = (replace(case.workload, checkpoint=value) for value in study_values(case.workload))
+    return Grid(listed=tuple(replace(case, workload=one) for one in workloads))

@@ -1,18 +1,24 @@
-"""A grid of cases, each in its own process, resumable at any moment.
+"""The engine of every experiment: a grid of cases, run group by group, resumable at any moment.
 
 The results file is the only state. A case is done when its row is in the file, under a key made of everything that
 changes what is measured: the case, the device, the versions, and the source of a model of the user's own. So running
 the same command again goes on where it stopped, a wider grid reuses what it shares with a narrower one, and an
 upgrade or an edited model measures anew.
+
+What `bench`, `memory`, `attention`, `comm` and `profile --counters` measure, in which processes, and what they keep of
+it, is an `Experiment`. Which cases are left, who watches, and when a row is on the disk is decided here, once.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -23,23 +29,33 @@ from stepscope.jobs.workers.messages import (
     AttentionDone,
     Failed,
     Inspected,
-    Measured,
+    MeasureStep,
     MemoryRecorded,
     OutOfMemory,
     PrecisionsCompared,
-    Probe,
+    ProbeCases,
     Probed,
-    Recorded,
     Result,
-    Run,
+    StepMeasured,
+    StepsRecorded,
 )
-from stepscope.jobs.workers.process import Died, Ended, RefusedError, Workers, require_torch
-from stepscope.recording.rows.bench import BenchRow, CaseRow, Environment, Retry, Row, Status, case_key
+from stepscope.jobs.workers.process import Died, Ended, InputRefusedError, Workers, require_torch
+from stepscope.recording.rows.bench import (
+    BenchRow,
+    CaseOutcome,
+    CaseRow,
+    Environment,
+    Retry,
+    Row,
+    Status,
+    case_key,
+)
 from stepscope.recording.rows.results_file import ResultsFile
 from stepscope.spec import DEFAULT_CONTEXT, Case, Grid, ModelShape, grid_from_flags
 
-R = TypeVar("R", bound=CaseRow)
-R_co = TypeVar("R_co", bound=CaseRow, covariant=True)
+C = TypeVar("C", bound=msgspec.Struct)
+R = TypeVar("R", bound=Row)
+CR = TypeVar("CR", bound=CaseRow)
 
 RESULTS_NAME = "results.jsonl"
 LOGS_NAME = "logs"
@@ -47,34 +63,12 @@ EXPECTED_START_S = 1.0
 EXPECTED_MFU = 0.3
 
 
-class Waiting(Protocol):
-    """What whoever watches a sweep knows of a case that has not run."""
+class PlannedCase(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
+    """A case with the environment it will run in. `source` is the digest of a model of the user's own."""
 
-    @property
-    def case(self) -> object: ...
-
-    @property
-    def expected_s(self) -> float: ...
-
-
-class Listener(Protocol):
-    """Who watches a sweep: a progress bar, or lines in a log."""
-
-    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None: ...
-
-    def start(self, planned: Waiting) -> None: ...
-
-    def stage(self, name: str) -> None: ...
-
-    def finish(self, row: Row) -> None: ...
-
-
-class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A case with the environment it will run in."""
-
-    case: Case
+    case: C
     environment: Environment
-    source: str | None
+    source: str | None = None
 
     @property
     def key(self) -> str:
@@ -82,7 +76,16 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expected_s(self) -> float:
-        """A guess, for the time left: a fixed start, and the steps at a share of the peak that untuned models reach."""
+        """A guess, for the time left."""
+        return EXPECTED_START_S
+
+
+class Planned(PlannedCase[Case], frozen=True, kw_only=True):
+    """A workload with the environment it will run in."""
+
+    @property
+    def expected_s(self) -> float:
+        """A fixed start, and the steps at a share of the peak that untuned models reach."""
         workload, timing = self.case.workload, self.case.timing
         peak = self.environment.hardware.peak_flops.get(workload.precision)
         if not isinstance(workload.model, ModelShape) or peak is None:
@@ -92,24 +95,197 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
         return EXPECTED_START_S + steps_s / EXPECTED_MFU
 
 
-class Kind(Protocol[R_co]):
-    """What a sweep does with a case, and keeps of it."""
+class SweepListener(Protocol):
+    """Who watches a sweep: a progress bar, or lines in a log."""
+
+    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None: ...
+
+    def start(self, planned: PlannedCase[Any]) -> None: ...
+
+    def stage(self, name: str) -> None: ...
+
+    def finish(self, row: Row) -> None: ...
+
+
+class Results(Protocol[R]):
+    """Where rows are kept: `rows` are those of before, `damaged_bytes` how much of a cut line was set aside."""
+
+    rows: tuple[R, ...]
+    damaged_bytes: int
+
+    def append(self, row: R, /) -> None: ...
+
+
+class Experiment(ABC, Generic[C, R]):
+    """Which cases there are, how those that wait are run, and what a row keeps of each."""
 
     @property
-    def row_type(self) -> type[R_co]: ...
+    @abstractmethod
+    def row_type(self) -> type[R]: ...
 
+    @abstractmethod
+    def plan(self, workers: Workers, timeout_s: float | None) -> Sequence[PlannedCase[C]]:
+        """All cases, with what they will run on."""
+
+    def open(self, folder: Path) -> AbstractContextManager[Results[R]]:
+        return ResultsFile.open(folder / RESULTS_NAME, self.row_type)
+
+    def group_of(self, planned: PlannedCase[C]) -> object:
+        """Cases of one group that follow each other share a process, or ranks; here each has one of its own."""
+        return planned.key
+
+    def groups(self, waiting: Sequence[PlannedCase[C]]) -> list[list[PlannedCase[C]]]:
+        return [list(alike) for _, alike in itertools.groupby(waiting, key=self.group_of)]
+
+    @abstractmethod
+    def run_group(self, turn: "Turn[C, R]", workers: Workers) -> None:
+        """Runs all that waits in `turn`, and gives it the outcome of each case as it comes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Generic[C, R]):
+    """How to run an experiment. `retry` runs some cases again that were run before, `fresh` all of them; older rows
+    stay in the file. `keeps_refusals` makes refused input a row, like any other failure."""
+
+    experiment: Experiment[C, R]
+    folder: Path
+    command: str
+    retry: Retry | None = None
+    fresh: bool = False
+    timeout_s: float | None = None
+    keeps_refusals: bool = False
+
+    def run(self, listener: SweepListener) -> tuple[R, ...]:
+        """The rows of all cases in the grid's order, whether they were measured now or before."""
+        require_torch()
+        with self.experiment.open(self.folder) as results, Workers() as workers:
+            return self._run_all(self.experiment.plan(workers, self.timeout_s), results, workers, listener)
+
+    def run_planned(
+        self, planned: Sequence[PlannedCase[C]], workers: Workers, listener: SweepListener
+    ) -> tuple[R, ...]:
+        """The same for cases that were planned before, by whoever has other things for these workers to do."""
+        with self.experiment.open(self.folder) as results:
+            return self._run_all(planned, results, workers, listener)
+
+    def is_done(self, row: R) -> bool:
+        return not self.fresh and row.is_settled(self.retry)
+
+    def _run_all(
+        self, planned: Sequence[PlannedCase[C]], results: Results[R], workers: Workers, listener: SweepListener
+    ) -> tuple[R, ...]:
+        """Bad input that shows only while a model is built (a factory that raises) is an error when no case gets
+        further, and rows when some do: it must not end a long grid at one point that the factory cannot do."""
+        done = {row.key: row for row in results.rows if self.is_done(row)}
+        rows = {one.key: done[one.key] for one in planned if one.key in done}
+        waiting = [one for one in planned if one.key not in rows]
+        listener.begin(waiting, list(rows.values()), results.damaged_bytes)
+        turn = Turn(sweep=self, results=results, listener=listener, rows=rows)
+        for group in self.experiment.groups(waiting):
+            turn.waiting.extend(group)
+            self.experiment.run_group(turn, workers)
+        turn.keep_refused()
+        return tuple(rows[one.key] for one in planned)
+
+
+@dataclass(kw_only=True)
+class Turn(Generic[C, R]):
+    """The cases of a group that wait, the first of which runs, and the keeping of their rows as they come."""
+
+    sweep: Sweep[C, R]
+    results: Results[R]
+    listener: SweepListener
+    rows: dict[str, R]
+    waiting: deque[PlannedCase[C]] = field(default_factory=deque)
+    _refused: list[tuple[R, StepscopeError]] = field(default_factory=list)
+
+    def start(self) -> None:
+        self._started, self._clock = datetime.now(UTC), time.monotonic()
+        self.listener.start(self.waiting[0])
+
+    def take(self, outcome: "CaseOutcome[Any]") -> None:
+        """The case that runs is done, and its process goes on with the next."""
+        self.finish(outcome.status, outcome.reason, measurement=outcome.measurement, doubts=outcome.doubts)
+        if self.waiting:
+            self.start()
+
+    def finish(
+        self,
+        status: Status,
+        reason: str = "",
+        *,
+        log: bytes | None = None,
+        refusal: StepscopeError | None = None,
+        **measured: object,
+    ) -> None:
+        """`log` is kept where there is one. `refusal` is set where the user's input is at fault."""
+        one = self.waiting.popleft()
+        if log is not None:
+            keep_log(self.sweep.folder, one.key, log)
+        row = self.sweep.experiment.row_type(
+            key=one.key,
+            case=one.case,
+            environment=one.environment,
+            status=status,
+            reason=reason,
+            started=self._started.isoformat(timespec="seconds"),
+            wall_s=round(time.monotonic() - self._clock, 3),
+            command=self.sweep.command,
+            **measured,  # type: ignore[arg-type]
+        )
+        if refusal is not None and not self.sweep.keeps_refusals:
+            self._refused.append((row, refusal))
+        else:
+            self._keep(row)
+        self.listener.finish(row)
+
+    def keep_refused(self) -> None:
+        if self._refused and not self.rows:
+            raise self._refused[0][1]
+        for row, _ in self._refused:
+            self._keep(row)
+
+    def _keep(self, row: R) -> None:
+        self.results.append(row)
+        self.rows[row.key] = row
+
+
+# --- Workloads --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadExperiment(Experiment[Case, CR]):
+    """Workloads, each in a process of its own. An empty grid is the default one."""
+
+    grid: Grid = field(default_factory=Grid)
+
+    @abstractmethod
     def default_grid(self, *, on_cpu: bool) -> Grid:
         """What runs when nothing is asked for."""
-        ...
 
-    def measure(
-        self, planned: Planned, workers: Workers, on_stage: Callable[[str], None], timeout_s: float | None
-    ) -> tuple[Ended, dict[str, object]]:
-        """How the case ended, and the fields of its row that this kind has beyond those of every row."""
-        ...
+    @abstractmethod
+    def measure(self, turn: Turn[Case, CR], workers: Workers) -> tuple[Ended, dict[str, object]]:
+        """How the first case that waits ended, and the fields of its row beyond those of every row."""
+
+    def plan(self, workers: Workers, timeout_s: float | None) -> list[Planned]:
+        grid = self.grid
+        if grid == Grid():
+            grid = self.default_grid(on_cpu=True)
+            if look_at(grid.cases()[:1], workers, timeout_s).environment.device != "cpu":
+                grid = self.default_grid(on_cpu=False)
+        return plan_cases(grid.cases(), workers, timeout_s)
+
+    def run_group(self, turn: Turn[Case, CR], workers: Workers) -> None:
+        turn.start()
+        ended, measured = self.measure(turn, workers)
+        answer = ended.answer
+        refusal = InputRefusedError(answer) if isinstance(answer, Failed) and answer.bad_input else None
+        status, reason = judge(answer)
+        log = ended.log if status != "ok" and refusal is None else None
+        turn.finish(status, reason, log=log, refusal=refusal, source=turn.waiting[0].source, **measured)
 
 
-class Timed:
+class BenchExperiment(WorkloadExperiment[BenchRow]):
     """`stepscope bench`: how long a step takes."""
 
     row_type = BenchRow
@@ -120,112 +296,13 @@ class Timed:
             return grid_from_flags({"size": "nano", "context": "128,256", "precision": "fp32,bf16"})
         return grid_from_flags({"size": "small,medium", "context": "256,1024", "precision": "fp32,bf16"})
 
-    def measure(
-        self, planned: Planned, workers: Workers, on_stage: Callable[[str], None], timeout_s: float | None
-    ) -> tuple[Ended, dict[str, object]]:
-        ended = workers.run(Run(case=planned.case), on_stage=on_stage, timeout_s=timeout_s)
+    def measure(self, turn: Turn[Case, BenchRow], workers: Workers) -> tuple[Ended, dict[str, object]]:
+        request = MeasureStep(case=turn.waiting[0].case)
+        ended = workers.run(request, on_stage=turn.listener.stage, timeout_s=turn.sweep.timeout_s)
         answer = ended.answer
-        if not isinstance(answer, Measured):
+        if not isinstance(answer, StepMeasured):
             return ended, {}
         return ended, {"measurement": answer.measurement, "doubts": answer.doubts}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep(Generic[R]):
-    """How to run a grid. `retry` runs some cases again that were run before, `fresh` all of them; older rows stay in
-    the file."""
-
-    kind: Kind[R]
-    folder: Path
-    command: str
-    retry: Retry | None = None
-    fresh: bool = False
-    timeout_s: float | None = None
-
-    def run(self, grid: Grid, listener: Listener) -> tuple[R, ...]:
-        """The rows of all cases in the grid's order, whether they were measured now or before. An empty grid is the
-        default one.
-
-        Bad input that shows only while a model is built (a factory that raises) is an error when no case gets further,
-        and rows when some do: it must not end a long grid at one point that the factory cannot do.
-        """
-        require_torch()
-        with self._open() as results, Workers() as workers:
-            grid = grid if grid != Grid() else self._default_grid(workers)
-            planned = plan_cases(grid.cases(), workers, self.timeout_s)
-            return self._run_all(planned, results, workers, listener)
-
-    def run_planned(self, planned: Sequence[Planned], workers: Workers, listener: Listener) -> tuple[R, ...]:
-        """The same for cases that were planned before, by whoever has other things for these workers to do."""
-        with self._open() as results:
-            return self._run_all(planned, results, workers, listener)
-
-    def _open(self) -> AbstractContextManager[ResultsFile[R]]:
-        return ResultsFile.open(self.folder / RESULTS_NAME, self.kind.row_type)
-
-    def _run_all(
-        self, planned: Sequence[Planned], results: ResultsFile[R], workers: Workers, listener: Listener
-    ) -> tuple[R, ...]:
-        refused: list[tuple[R, StepscopeError]] = []
-        kept = {row.key: row for row in results.rows}
-        rows = {one.key: kept[one.key] for one in planned if one.key in kept and self._is_done(kept[one.key])}
-        waiting = [one for one in planned if one.key not in rows]
-        listener.begin(waiting, list(rows.values()), results.damaged_bytes)
-        for one in waiting:
-            listener.start(one)
-            row, refusal = self._run_one(one, workers, listener)
-            if refusal is None:
-                results.append(row)
-                rows[row.key] = row
-            else:
-                refused.append((row, refusal))
-            listener.finish(row)
-        if refused and not rows:
-            raise refused[0][1]
-        for row, _ in refused:
-            results.append(row)
-            rows[row.key] = row
-        return tuple(rows[one.key] for one in planned)
-
-    def _is_done(self, row: R) -> bool:
-        return not self.fresh and row.is_settled(self.retry)
-
-    def _default_grid(self, workers: Workers) -> Grid:
-        on_cpu = self.kind.default_grid(on_cpu=True)
-        environment = look_at(on_cpu.cases()[:1], workers, self.timeout_s).environment
-        return on_cpu if environment.device == "cpu" else self.kind.default_grid(on_cpu=False)
-
-    def _run_one(self, one: Planned, workers: Workers, listener: Listener) -> tuple[R, StepscopeError | None]:
-        """One case as a row, and as an error too where the user's input is at fault."""
-        started, clock = datetime.now(UTC), time.monotonic()
-        ended, measured = self.kind.measure(one, workers, listener.stage, self.timeout_s)
-        answer = ended.answer
-        refusal = None
-        if isinstance(answer, Failed) and answer.bad_input:
-            refusal = RefusedError(answer)
-        status, reason = judge(answer)
-        if status != "ok" and refusal is None:
-            keep_log(self.folder, one.key, ended.log)
-        fields = {
-            "key": one.key,
-            "case": one.case,
-            "environment": one.environment,
-            "source": one.source,
-            "status": status,
-            "reason": reason,
-            "started": started.isoformat(timespec="seconds"),
-            "wall_s": round(time.monotonic() - clock, 3),
-            "command": self.command,
-        }
-        return self.kind.row_type(**fields, **measured), refusal  # type: ignore[arg-type]
-
-
-def keep_log(folder: Path, key: str, log: bytes) -> None:
-    """What a failed case printed, traceback included, for whoever wants more than its reason."""
-    logs = folder / LOGS_NAME
-    with writing(logs):
-        logs.mkdir(exist_ok=True)
-        (logs / f"{key}.log").write_bytes(log)
 
 
 def plan_cases(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> list[Planned]:
@@ -251,9 +328,9 @@ def place_cases(cases: Sequence[Case], probed: Probed) -> list[Planned]:
 
 def look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> Probed:
     """The environment of cases that name one device, found in a process of its own; bad input comes out here."""
-    answer = workers.run(Probe(cases=tuple(cases)), timeout_s=timeout_s).answer
+    answer = workers.run(ProbeCases(cases=tuple(cases)), timeout_s=timeout_s).answer
     if isinstance(answer, Failed):
-        raise RefusedError(answer)
+        raise InputRefusedError(answer)
     if not isinstance(answer, Probed):
         _, reason = judge(answer)
         raise StepscopeError(f"before the first case: {reason}", hint="stepscope doctor")
@@ -262,7 +339,7 @@ def look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) ->
 
 def judge(answer: Result | Died) -> tuple[Status, str]:
     match answer:
-        case Measured() | MemoryRecorded():
+        case StepMeasured() | MemoryRecorded():
             return "ok", ""
         case OutOfMemory(reason=reason):
             return "oom", reason
@@ -270,5 +347,13 @@ def judge(answer: Result | Died) -> tuple[Status, str]:
             return "error", f"{message} {detail}".strip()
         case Died(status=status, reason=reason):
             return status, reason
-        case Probed() | Inspected() | Recorded() | PrecisionsCompared() | AttentionDone():
+        case Probed() | Inspected() | StepsRecorded() | PrecisionsCompared() | AttentionDone():
             raise AssertionError("a case was answered as if it were a question")
+
+
+def keep_log(folder: Path, key: str, log: bytes) -> None:
+    """What a failed case printed, traceback included, for whoever wants more than its reason."""
+    logs = folder / LOGS_NAME
+    with writing(logs):
+        logs.mkdir(exist_ok=True)
+        (logs / f"{key}.log").write_bytes(log)

@@ -2,7 +2,7 @@
 
 Nsight Compute runs every kernel several times over, once for each group of counters, and gives the GPU's memory back
 its content in between. It writes its CSV at the very end, and nothing when it is killed. So a case is a program of its
-own (`measure.ncu_target`), and what is lost by an interrupt is one case.
+own (`measure.targets.ncu`), and what is lost by an interrupt is one case.
 """
 
 import re
@@ -18,8 +18,8 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.files import writing
 from stepscope.jobs.recorders.external import Finished, hear, run_outside
-from stepscope.measure.ncu_target import Counted, NcuAnswer, NcuRequest, progress_path
-from stepscope.measure.target import RefusedError, answer_path
+from stepscope.measure.targets import TargetFailed, answer_path
+from stepscope.measure.targets.ncu import NcuAnswer, NcuCounted, NcuRequest, progress_path
 from stepscope.recording.readers.counter_metrics import FEW, FULL
 from stepscope.spec import Case
 
@@ -77,13 +77,13 @@ def ncu_command(ncu: str, request: Path, csv: Path, metrics: Sequence[str]) -> l
         *("--log-file", str(csv)),
         *("--metrics", ",".join(metrics)),
         # -P, as for every worker: a stray `random.py` in the current folder must not break torch.
-        *(sys.executable, "-P", "-m", "stepscope.measure.ncu_target", str(request)),
+        *(sys.executable, "-P", "-m", "stepscope.measure.targets.ncu", str(request)),
     ]
 
 
 def count_with_ncu(
     case: Case, *, metrics: Sequence[str], scratch: Path, on_stage: Callable[[str], None] = lambda _: None
-) -> tuple[Path, Counted]:
+) -> tuple[Path, NcuCounted]:
     """Leaves the CSV in `scratch`, and says what the program measured besides."""
     ncu = require_ncu()
     request, csv = scratch.absolute() / "request.json", scratch.absolute() / "counters.csv"
@@ -99,7 +99,7 @@ def count_with_ncu(
     finished = run_outside(command, look)
     answer: NcuAnswer | None = hear(answer_path(request), NcuAnswer)
     _check(answer, finished, csv, command)
-    assert isinstance(answer, Counted), "anything else was an error"
+    assert isinstance(answer, NcuCounted), "anything else was an error"
     return csv, answer
 
 
@@ -119,7 +119,7 @@ def _check(answer: NcuAnswer | None, finished: Finished, csv: Path, command: lis
             detail=f"{complaint}\n{PERMISSION_ADVICE}; in confidential-computing mode there are none",
             hint="stepscope doctor",
         )
-    if isinstance(answer, RefusedError):
+    if isinstance(answer, TargetFailed):
         raise CaseRefusedError(answer.message, detail=answer.detail, hint=answer.hint)
     if answer is None or finished.returncode or not csv.is_file():
         before = "" if answer else ", before the case had run"

@@ -1,8 +1,8 @@
 """`stepscope profile --nsys`: one case under Nsight Systems.
 
 Nsight Systems records from outside: it starts the program, and keeps what CUDA and NVTX do between cudaProfilerStart
-and Stop. So the case runs in a program of its own (`measure.nsys_target`), told by a file what to do. The request stays
-beside the report, so that the command which was run can be typed again.
+and Stop. So the case runs in a program of its own (`measure.targets.nsys`), told by a file what to do. The request
+stays beside the report, so that the command which was run can be typed again.
 """
 
 import shlex
@@ -18,8 +18,8 @@ from stepscope.errors import StepscopeError
 from stepscope.files import decode, read_plain, require_own, write_atomically, writing
 from stepscope.jobs.recorders.external import hear, run_outside
 from stepscope.jobs.workers.process import require_torch
-from stepscope.measure.nsys_target import NsysAnswer, NsysRequest, Recorded
-from stepscope.measure.target import RefusedError, answer_path
+from stepscope.measure.targets import TargetFailed, answer_path
+from stepscope.measure.targets.nsys import NsysAnswer, NsysRecorded, NsysRequest
 from stepscope.recording.readers.nsys_export import REPORT_ENDING, export
 from stepscope.spec import Case
 
@@ -35,7 +35,7 @@ class NsysRun:
     report: Path
     exported: Path
     command: tuple[str, ...]
-    recorded: Recorded
+    recorded: NsysRecorded
 
     @property
     def typed(self) -> str:
@@ -110,7 +110,7 @@ def nsys_command(
         *([f"--pytorch={pytorch}"] if pytorch else []),
         *("--export", "none"),
         # -P, as for every worker: a stray `random.py` in the current folder must not break torch.
-        *(sys.executable, "-P", "-m", "stepscope.measure.nsys_target", str(request)),
+        *(sys.executable, "-P", "-m", "stepscope.measure.targets.nsys", str(request)),
     ]
 
 
@@ -153,10 +153,10 @@ def _check_pytorch(pytorch: str | None) -> tuple[str, ...]:
     return asked
 
 
-def _run(command: list[str], answer: Path) -> Recorded:
+def _run(command: list[str], answer: Path) -> NsysRecorded:
     finished = run_outside(command)
     heard: NsysAnswer | None = hear(answer, NsysAnswer)
-    if isinstance(heard, RefusedError):
+    if isinstance(heard, TargetFailed):
         raise StepscopeError(heard.message, detail=heard.detail, hint=heard.hint)
     if finished.returncode or heard is None:
         raise StepscopeError(

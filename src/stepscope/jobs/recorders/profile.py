@@ -18,8 +18,8 @@ from stepscope.explain.experiments.cases import limit_notes
 from stepscope.explain.statistics import summarise
 from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.sweep import Planned, judge, look_at, place_cases
-from stepscope.jobs.workers.messages import Failed, Record, Recorded
-from stepscope.jobs.workers.process import Ended, RefusedError, Workers, require_torch
+from stepscope.jobs.workers.messages import Failed, Record, StepsRecorded
+from stepscope.jobs.workers.process import Ended, InputRefusedError, Workers, require_torch
 from stepscope.recording.recorded import RAW_NAME, RecordedRun
 from stepscope.spec import Case, Grid, grid_from_flags
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
 OnStage = Callable[[str], None]
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileJob(msgspec.Struct, frozen=True, kw_only=True):
     """How to record a case with PyTorch's profiler. `functions` are annotated, `stacks` are Python's."""
 
     folder: Path
@@ -73,12 +73,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             stacks=self.stacks,
         )
         ended = workers.run(request, on_stage=on_stage)
-        if isinstance(ended.answer, Recorded):
+        if isinstance(ended.answer, StepsRecorded):
             return ended.answer.run
         raise explain_failure(ended, planned.case)
 
 
-class NsysProfile(msgspec.Struct, frozen=True, kw_only=True):
+class NsysJob(msgspec.Struct, frozen=True, kw_only=True):
     """How to record a case with Nsight Systems. Its report, and what is needed to type the command again, stay in a
     folder beside the recording."""
 
@@ -162,8 +162,8 @@ def explain_failure(ended: Ended, case: Case) -> StepscopeError:
     """Why there is no recording, with the last lines that the worker printed where it died without a word."""
     answer = ended.answer
     if isinstance(answer, Failed) and answer.bad_input:
-        return RefusedError(answer)
-    assert not isinstance(answer, Recorded), "this one did not fail"
+        return InputRefusedError(answer)
+    assert not isinstance(answer, StepsRecorded), "this one did not fail"
     status, reason = judge(answer)
     smaller = f"--batch {max(1, case.workload.batch // 2)}, or a smaller --context"
     return StepscopeError(

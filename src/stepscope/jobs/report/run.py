@@ -27,7 +27,7 @@ from stepscope.jobs.recorders.profile import only_case
 from stepscope.jobs.report import stages as report_stages
 from stepscope.jobs.report.data import STAGES, State, check_data, open_data, write_state
 from stepscope.jobs.report.stages import Stage, UnavailableError, Work, other_precision
-from stepscope.jobs.workers.process import RefusedError, Workers, require_torch
+from stepscope.jobs.workers.process import InputRefusedError, Workers, require_torch
 from stepscope.spec import Case, Grid, build_case
 
 _MOST_CHARACTERS = 100  # of a folder's name
@@ -274,7 +274,7 @@ class _Making:
             self._materials, keys = stage.run(self.work, self._materials)
             self._keep(stage, keys)
         except StepscopeError as error:
-            if isinstance(error, RefusedError) and not self._done and not self._has_failed:
+            if isinstance(error, InputRefusedError) and not self._done and not self._has_failed:
                 raise
             self._fail(stage, error)
         else:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,16 +20,15 @@ from stepscope.explain.precision.tables import find_speeds
 from stepscope.explain.story.commands import write_command
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import make_profile
-from stepscope.jobs.experiments.attention_sweep import AttentionSweep, PlannedAttention
-from stepscope.jobs.experiments.memory_sweep import Weighed, recording_folder
-from stepscope.jobs.experiments.sweep import RESULTS_NAME, Planned, Sweep, Timed, Waiting
+from stepscope.jobs.experiments.attention_sweep import AttentionExperiment, PlannedAttention
+from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, recording_folder
+from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, Planned, PlannedCase, Sweep
 from stepscope.jobs.precision import CONTEXT_ON_CPU, PrecisionJob, choose_precisions
-from stepscope.jobs.recorders.profile import Profile
-from stepscope.jobs.workers.process import RefusedError, Workers
+from stepscope.jobs.recorders.profile import ProfileJob
+from stepscope.jobs.workers.process import InputRefusedError, Workers
 from stepscope.recording import store
 from stepscope.recording.rows.attention import AttentionCase, AttentionRow
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
-from stepscope.recording.rows.memory import MemoryRow
 from stepscope.recording.rows.precision import read_report
 from stepscope.recording.rows.results_file import R, read_rows_of
 from stepscope.spec import Factory, ModelShape, Precision, for_precisions
@@ -108,13 +107,17 @@ class Bench:
 
     def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         sweep = Sweep(
-            kind=Timed(), folder=work.folder / self.name, command=work.command, retry=Retry.FAILED, fresh=work.fresh
+            experiment=BenchExperiment(),
+            folder=work.folder / self.name,
+            command=work.command,
+            retry=Retry.FAILED,
+            fresh=work.fresh,
         )
         rows = sweep.run_planned([work.planned], work.workers, _Relay(work.on_stage))
         _require_ok(rows)
         if rows[0].wall_s <= _LITTLE_S:
             relay = _Relay(lambda text: work.on_stage(f"in {work.other.case.workload.precision}: {text}"))
-            with suppress(RefusedError):  # a model that cannot do the other one has no row of it
+            with suppress(InputRefusedError):  # a model that cannot do the other one has no row of it
                 rows += tuple(r for r in sweep.run_planned([work.other], work.workers, relay) if r.status == "ok")
         return replace(materials, bench=rows), tuple(row.key for row in rows)
 
@@ -143,7 +146,9 @@ class Profiled:
 
     def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         place = work.folder / self.name
-        Profile(folder=place, command=work.command, force=True).run_planned(work.planned, work.workers, work.on_stage)
+        ProfileJob(folder=place, command=work.command, force=True).run_planned(
+            work.planned, work.workers, work.on_stage
+        )
         work.on_stage("explaining it")
         return self.load(work.folder, (), materials), self.keys(work)
 
@@ -177,9 +182,8 @@ class Memory:
 
     def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         folder = work.folder / self.name
-        kind = Weighed(folder=folder, command=work.command, snapshots=True)
         # A row without its recording is no use here, so whatever is not loaded is recorded anew.
-        sweep: Sweep[MemoryRow] = Sweep(kind=kind, folder=folder, command=work.command, fresh=True)
+        sweep = Sweep(experiment=MemoryExperiment(snapshots=True), folder=folder, command=work.command, fresh=True)
         rows = sweep.run_planned([work.planned], work.workers, _Relay(work.on_stage))
         _require_ok(rows)
         work.on_stage("explaining it")
@@ -255,8 +259,12 @@ class AttentionStage:
 
     def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         planned = self.plan(work)
-        sweep = AttentionSweep(
-            folder=work.folder / self.name, command=work.command, retry=Retry.FAILED, fresh=work.fresh
+        sweep = Sweep(
+            experiment=AttentionExperiment(),
+            folder=work.folder / self.name,
+            command=work.command,
+            retry=Retry.FAILED,
+            fresh=work.fresh,
         )
         rows = sweep.run_planned(planned, work.workers, _Relay(work.on_stage))
         here = tuple(row for row in rows if row.status != "unsupported")
@@ -287,7 +295,7 @@ class AttentionStage:
             PlannedAttention(
                 case=AttentionCase(
                     implementation=implementation,
-                    batch=workload.batch,
+                    batch=workload.micro_batch,
                     heads=shape.num_heads,
                     length=length,
                     head_dim=shape.head_dim,
@@ -319,10 +327,10 @@ class _Relay:
         self._on_stage = on_stage
         self._case = ""
 
-    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None:
+    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
         pass
 
-    def start(self, planned: Waiting) -> None:
+    def start(self, planned: PlannedCase[Any]) -> None:
         case = planned.case
         self._case = f"{case.implementation}, length {case.length}: " if isinstance(case, AttentionCase) else ""
 

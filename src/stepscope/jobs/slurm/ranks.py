@@ -11,24 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from stepscope.errors import StepscopeError
 from stepscope.files import writing
 from stepscope.jobs.slurm.executor import holding_signals, make_executor, require_slurm, script, submit
 from stepscope.jobs.slurm.resources import Resources
 from stepscope.jobs.slurm.submissions import FOLDER_NAME, Kept, RankWork, keep, next_folder, read_submissions
-from stepscope.jobs.slurm.watch import Counts, Watch, raise_failures
+from stepscope.jobs.slurm.watch import JobListener, JobWatch, raise_failures
 from stepscope.jobs.train import lock_or_raise
 from stepscope.jobs.workers.process import require_torch
-
-
-class RankListener(Protocol):
-    """Who watches the job from here."""
-
-    def begin(self, job_ids: list[str], *, submitted: str | None) -> None: ...
-
-    def news(self, counts: Counts) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +47,7 @@ class SlurmRanks:
         executor = make_executor(next_folder(self.folder), self.resources, name=self.name, tasks=self.ranks)
         return script(executor, 1)
 
-    def run(self, listener: RankListener, *, wait: bool = True, prepare: Callable[[], None] = lambda: None) -> bool:
+    def run(self, listener: JobListener, *, wait: bool = True, prepare: Callable[[], None] = lambda: None) -> bool:
         """Submits, or finds the job that does the same already, and waits for it. False when it is not done and nobody
         waits. `prepare` is called just before a job is submitted: what it deletes is no job's of before."""
         require_slurm()
@@ -68,14 +59,8 @@ class SlurmRanks:
                 kept = found or self._submit(prepare)
                 (job,) = kept.jobs()
                 listener.begin([job.id], submitted=None if found else job.id)
-            watch = Watch([job])
-            while watch.waiting:
-                watch.look()
-                listener.news(watch.counts())
-                if not wait or not watch.waiting:
-                    break
-                watch.rest()
-            if watch.waiting:
+            watch = JobWatch([job])
+            if not watch.follow(listener, wait=wait):
                 return False
             kept.with_ended(job)
         raise_failures(list(watch.failures.values()), kept="the same command goes on from the last checkpoint")

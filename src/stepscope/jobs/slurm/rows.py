@@ -22,7 +22,7 @@ class _Identity(msgspec.Struct, frozen=True):
     wall_s: float
 
 
-class Ledger:
+class RowLedger:
     """The run's results file while jobs' rows come in. `rows` are the newest by key; nothing comes in twice."""
 
     def __init__(self, results: ResultsFile[BenchRow]) -> None:

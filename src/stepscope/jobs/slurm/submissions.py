@@ -52,7 +52,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     ended: tuple[int, ...] = ()
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class TaskOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a task of a job says when it is through: the keys of its rows in the order of its cases, or what it raised.
     `life` counts how often the job had been queued again, `ended_ns` is when."""
 
@@ -78,7 +78,7 @@ class Job:
         """Standard output and error of each task, as submitit names them."""
         return tuple(self.folder.parent / f"{self.id}_{task}_log.out" for task in range(self.tasks))
 
-    def outcomes(self) -> tuple[Outcome | None, ...]:
+    def outcomes(self) -> tuple[TaskOutcome | None, ...]:
         return tuple(_read_outcome(outcome_path(self.folder, task)) for task in range(self.tasks))
 
 
@@ -161,9 +161,9 @@ def _numbered(run_folder: Path) -> Iterator[Path]:
         yield from (folder for folder in (run_folder / FOLDER_NAME).absolute().iterdir() if folder.name.isdigit())
 
 
-def _read_outcome(path: Path) -> Outcome | None:
+def _read_outcome(path: Path) -> TaskOutcome | None:
     try:
-        return decode(read_plain(path), Outcome)
+        return decode(read_plain(path), TaskOutcome)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

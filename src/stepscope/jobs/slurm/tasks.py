@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from submitit import JobEnvironment
@@ -20,13 +21,13 @@ from submitit.helpers import Checkpointable, TorchDistributedEnvironment
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
-from stepscope.jobs.experiments.sweep import RESULTS_NAME, Listener, Planned, Sweep, Timed, Waiting
+from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, PlannedCase, Sweep, plan_cases
 from stepscope.jobs.slurm.executor import holding_signals
 from stepscope.jobs.slurm.rows import forget_killed
-from stepscope.jobs.slurm.submissions import Outcome, outcome_path, write_whole
-from stepscope.jobs.workers.process import Workers
-from stepscope.recording.rows.bench import BenchRow, Row
-from stepscope.spec import Case, Grid
+from stepscope.jobs.slurm.submissions import TaskOutcome, outcome_path, write_whole
+from stepscope.jobs.workers.process import Workers, require_torch
+from stepscope.recording.rows.bench import Row
+from stepscope.spec import Case
 
 
 class ShareRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,32 +79,13 @@ class RankTask(Checkpointable):
         _run(Path(request.folder), JobEnvironment().global_rank, call)
 
 
-class _Share(Grid, frozen=True, kw_only=True):
-    """Some cases of a grid, which need not be a product of anything."""
-
-    chosen: tuple[Case, ...]
-
-    def cases(self) -> tuple[Case, ...]:
-        return self.chosen
-
-
-class _ShareSweep(Sweep[BenchRow]):
-    """A share cannot tell a model that never builds from one that does not build at these points. So what is refused is
-    a row, like any other failure."""
-
-    def _run_one(self, one: Planned, workers: Workers, listener: Listener) -> tuple[BenchRow, StepscopeError | None]:
-        row, _ = super()._run_one(one, workers, listener)
-        return row, None
-
-
 class _Log:
     """Who watches the sweep here: the job's log."""
 
-    def begin(self, planned: Sequence[Waiting], done: Sequence[Row], repaired_bytes: int) -> None:  # noqa: ARG002
+    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:  # noqa: ARG002
         self._say(f"{len(planned)} cases to run, {len(done)} done before")
 
-    def start(self, planned: Waiting) -> None:
-        assert isinstance(planned, Planned)
+    def start(self, planned: PlannedCase[Any]) -> None:
         self._say(f"running {describe_case(planned.case)}")
 
     def stage(self, name: str) -> None:
@@ -123,12 +105,21 @@ def _measure(request: ShareRequest, folder: Path) -> tuple[str, ...]:
     Device by device: `auto` and `cuda` may turn out to be the same one, and then a sweep over both has fewer rows
     than cases, and nobody could tell which is whose."""
     forget_killed(folder / RESULTS_NAME)
-    sweep = _ShareSweep(kind=Timed(), folder=folder, command=request.command, timeout_s=request.timeout_s)
+    require_torch()
+    # A share cannot tell a model that never builds from one that does not build at these points.
+    sweep = Sweep(
+        experiment=BenchExperiment(),
+        folder=folder,
+        command=request.command,
+        timeout_s=request.timeout_s,
+        keeps_refusals=True,
+    )
     keys: dict[Case, str] = {}
-    for device in dict.fromkeys(case.workload.device for case in request.cases):
-        chosen = tuple(case for case in request.cases if case.workload.device == device)
-        rows = sweep.run(_Share(chosen=chosen), _Log())
-        keys |= {case: row.key for case, row in zip(chosen, rows, strict=True)}
+    with Workers() as workers:
+        for device in dict.fromkeys(case.workload.device for case in request.cases):
+            chosen = tuple(case for case in request.cases if case.workload.device == device)
+            rows = sweep.run_planned(plan_cases(chosen, workers, request.timeout_s), workers, _Log())
+            keys |= {case: row.key for case, row in zip(chosen, rows, strict=True)}
     return tuple(keys[case] for case in request.cases)
 
 
@@ -149,7 +140,7 @@ def _run(folder: Path, task: int, work: Callable[[], tuple[str, ...]]) -> None:
 
 def _leave(path: Path, *, keys: tuple[str, ...] = (), message: str = "", detail: str = "", hint: str = "") -> None:
     life = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    outcome = Outcome(life=life, ended_ns=time.time_ns(), keys=keys, message=message, detail=detail, hint=hint)
+    outcome = TaskOutcome(life=life, ended_ns=time.time_ns(), keys=keys, message=message, detail=detail, hint=hint)
     write_whole(path, msgspec.json.encode(outcome))
 
 

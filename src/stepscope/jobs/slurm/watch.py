@@ -1,17 +1,46 @@
-"""Waiting for jobs: what they left, what Slurm says of them, and how it ends."""
+"""Waiting for jobs: what they left, what Slurm says of them, and how it ends.
+
+submitit asks `sacct` about states, which needs accounting: without it a cancelled job is in an unknown state for ever.
+`scontrol` asks the controller, which every cluster has. It forgets a job some minutes after its end, and a job of an
+array that is cancelled before it started at once, so an id that is not in the answer means an end too.
+"""
 
 import os
+import re
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Literal, Protocol
 
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.slurm.states import JobState, read_states
-from stepscope.jobs.slurm.submissions import Job, Outcome
+from stepscope.jobs.slurm.submissions import Job, TaskOutcome
 
+Phase = Literal["queued", "running", "ended"]
+
+_QUEUED = frozenset(
+    ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+)
+_ENDED = frozenset(
+    (
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "LAUNCH_FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "RECONFIG_FAIL",
+        "REVOKED",
+        "TIMEOUT",
+    )
+)
+_TIMEOUT_S = 60
 # Slurm is asked often at first, for short jobs, then rarely: its controller serves a whole cluster.
 _FIRST_LOOK_S = 0.3
 _LONGEST_LOOK_S = 10.0
@@ -21,6 +50,22 @@ _FILES_LOOK_S = 1.0
 _LAG_S = 3.0
 _LAG_OF_COMPLETED_S = 60.0
 _SILENT = "Slurm does not answer"
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
+    """`state` in Slurm's words; `reason` why it waits, where it does."""
+
+    state: str
+    reason: str = ""
+
+    @property
+    def phase(self) -> Phase:
+        """A word that is new to us counts as running: whatever ends leaves Slurm's memory, and then we know."""
+        if self.state in _QUEUED:
+            return "queued"
+        return "ended" if self.state in _ENDED else "running"
+
+
 _FORGOTTEN = JobState(state="no longer known to Slurm")
 
 
@@ -32,7 +77,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     hint: str
 
 
-class Counts(msgspec.Struct, frozen=True, kw_only=True):
+class JobCounts(msgspec.Struct, frozen=True, kw_only=True):
     """How many jobs are where; `reason` is Slurm's word for why those that are queued wait."""
 
     queued: int
@@ -42,7 +87,17 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Watch:
+class JobListener(Protocol):
+    """Who watches jobs from here."""
+
+    def begin(self, job_ids: Sequence[str], *, submitted: str | None) -> None:
+        """The jobs that are waited for, and the number of the job or array among them that was submitted just now."""
+        ...
+
+    def news(self, counts: JobCounts) -> None: ...
+
+
+class JobWatch:
     """Jobs until they are over. What they do meanwhile is theirs: `look` only looks, and sleeps a little."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
@@ -62,11 +117,11 @@ class Watch:
     def is_over(self, job: Job) -> bool:
         return job.id in self._done or job.id in self.failures
 
-    def counts(self) -> Counts:
+    def counts(self) -> JobCounts:
         states = [self._states.get(job.id) for job in self.waiting]
         phases = Counter("queued" if state is None else state.phase for state in states)
         reasons = Counter(state.reason for state in states if state and state.phase == "queued" and state.reason)
-        return Counts(
+        return JobCounts(
             queued=phases["queued"],
             running=phases["running"] + phases["ended"],
             done=len(self._done),
@@ -84,8 +139,20 @@ class Watch:
         for job in self.waiting:
             self._judge(job, now)
 
-    def rest(self) -> None:
-        time.sleep(min(self._pause_s, _FILES_LOOK_S))
+    def follow(
+        self, listener: JobListener, *, wait: bool, collect: Callable[[Sequence[Job]], None] = lambda _: None
+    ) -> bool:
+        """Whether all are over. Looks until they are, or once where nobody waits. `collect` is called after each look,
+        with the jobs that were not over before it."""
+        while waiting := self.waiting:
+            self.look()
+            collect(waiting)
+            listener.news(self.counts())
+            if not wait:
+                break
+            if self.waiting:
+                time.sleep(min(self._pause_s, _FILES_LOOK_S))
+        return not self.waiting
 
     def _ask_slurm(self) -> None:
         for number in dict.fromkeys(job.id.partition("_")[0] for job in self.waiting):
@@ -122,7 +189,7 @@ class Watch:
         return now - self._ended_since.setdefault(job.id, now)
 
 
-def _describe_raised(job: Job, outcome: Outcome, task: int) -> Failure:
+def _describe_raised(job: Job, outcome: TaskOutcome, task: int) -> Failure:
     who = f"rank {task} of job {job.id}" if job.tasks > 1 else f"job {job.id}"
     log = f"log: {job.logs[task]}"
     return Failure(
@@ -152,3 +219,46 @@ def raise_failures(failures: Sequence[Failure], *, kept: str) -> None:
     lines = [first.detail]
     lines += [f"{other.text}\n{other.detail}" for other in others]
     raise StepscopeError(first.text, detail="\n".join([*lines, kept]), hint=first.hint)
+
+
+# --- What Slurm says --------------------------------------------------------------------------------------------------
+
+
+def read_states(job_id: str) -> dict[str, JobState] | None:
+    """By id, for a job or all jobs of an array; none of those that Slurm has forgotten. None when it does not answer,
+    which says nothing about the jobs."""
+    # Otherwise a long list of tasks is cut off in the middle.
+    environment = os.environ | {"SLURM_BITSTR_LEN": "0"}
+    command = ["scontrol", "--oneliner", "show", "job", job_id]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment)
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode == 0:
+        return parse_states(done.stdout)
+    return {} if "Invalid job id" in done.stderr else None
+
+
+def parse_states(text: str) -> dict[str, JobState]:
+    """The lines of `scontrol --oneliner show job`. Jobs of an array that wait for the same thing share a line."""
+    found = {}
+    for line in text.splitlines():
+        fields = dict(re.findall(r"(?:^| )(JobId|ArrayJobId|ArrayTaskId|JobState|Reason)=(\S+)", line))
+        if "JobState" in fields:
+            reason = fields.get("Reason", "None")
+            state = JobState(state=fields["JobState"], reason="" if reason == "None" else reason)
+            found.update(dict.fromkeys(_ids(fields), state))
+    return found
+
+
+def _ids(fields: dict[str, str]) -> Iterator[str]:
+    if "ArrayTaskId" not in fields:
+        yield fields["JobId"]
+        return
+    for part in fields["ArrayTaskId"].partition("%")[0].split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match is not None:
+            first, last, step = (int(number) if number else None for number in match.groups())
+            assert first is not None
+            for index in range(first, (first if last is None else last) + 1, step or 1):
+                yield f"{fields['ArrayJobId']}_{index}"

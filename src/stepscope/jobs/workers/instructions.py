@@ -43,7 +43,7 @@ _TIMEOUT_S = 300.0
 _FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class CpuLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What was set so that PyTorch works on this CPU, and why: each death of the probe that led to a setting."""
 
     key: str
@@ -51,7 +51,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     deaths: tuple[str, ...] = ()
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How one run of the probe ended: the part that it died in, and of what; no part where it did not die.
     `conclusive` is False where something else ended it, so that nothing is known."""
 
@@ -60,7 +60,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     conclusive: bool = True
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class CpuIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer depends on. `identity` tells virtual machines apart that share a home and look the same: the
     hypervisor of one may forbid what that of another allows."""
 
@@ -90,22 +90,22 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(content).hexdigest()[:24]
 
 
-class Probe(Protocol):
-    def __call__(self, settings: Mapping[str, str], *, compiled: bool) -> Outcome:
+class InstructionProbe(Protocol):
+    def __call__(self, settings: Mapping[str, str], *, compiled: bool) -> ProbeOutcome:
         """One run under these variables; `compiled` is whether to compile, too."""
         ...
 
 
 @cache
-def limit_instructions() -> Limits:
+def limit_instructions() -> CpuLimits:
     """Called before this process loads torch, or starts one that does. Later calls cost nothing."""
     # The levels are those of x86. Other CPUs have none of them, and no such machine is known.
     if find_spec("torch") is None or platform.machine() not in ("x86_64", "AMD64"):
-        return Limits(key="")
-    return settle_limits(os.environ, Machine.here(), run_probe)
+        return CpuLimits(key="")
+    return settle_limits(os.environ, CpuIdentity.here(), run_probe)
 
 
-def settle_limits(environ: MutableMapping[str, str], machine: Machine, probe: Probe) -> Limits:
+def settle_limits(environ: MutableMapping[str, str], machine: CpuIdentity, probe: InstructionProbe) -> CpuLimits:
     """Finds what must be set on this machine, by what is known or by asking, and sets it in `environ`."""
     inherited = _decode(environ.get(INHERITED, "").encode())
     if inherited is not None:
@@ -122,7 +122,7 @@ def settle_limits(environ: MutableMapping[str, str], machine: Machine, probe: Pr
     return limits
 
 
-def run_probe(settings: Mapping[str, str], *, compiled: bool) -> Outcome:
+def run_probe(settings: Mapping[str, str], *, compiled: bool) -> ProbeOutcome:
     # -P, as for every worker: a stray `random.py` in the current folder must not break torch.
     command = [sys.executable, "-P", "-m", "stepscope.measure.instructions", *(["compiled"] if compiled else [])]
     try:
@@ -137,16 +137,16 @@ def run_probe(settings: Mapping[str, str], *, compiled: bool) -> Outcome:
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(conclusive=False)
+        return ProbeOutcome(conclusive=False)
     if done.returncode == 0:
-        return Outcome()
+        return ProbeOutcome()
     begun = [line for line in done.stdout.decode(errors="replace").splitlines() if line in PARTS]
     if -done.returncode not in _FAULTS or not begun:  # a torch that cannot be imported is reported by the first worker
-        return Outcome(conclusive=False)
-    return Outcome(part=begun[-1], signal=signal.Signals(-done.returncode).name)
+        return ProbeOutcome(conclusive=False)
+    return ProbeOutcome(part=begun[-1], signal=signal.Signals(-done.returncode).name)
 
 
-def _find_limits(key: str, own: Mapping[str, str], probe: Probe) -> Limits:
+def _find_limits(key: str, own: Mapping[str, str], probe: InstructionProbe) -> CpuLimits:
     """Part by part: where one dies, the first setting under which it does not."""
     settings: dict[str, str] = {}
     deaths: list[str] = []
@@ -163,7 +163,7 @@ def _find_limits(key: str, own: Mapping[str, str], probe: Probe) -> Limits:
                 break
         else:
             raise _give_up(deaths[-1], own, tried)
-    limits = Limits(key=key, settings=settings, deaths=tuple(deaths))
+    limits = CpuLimits(key=key, settings=settings, deaths=tuple(deaths))
     if outcome.conclusive:
         _write_cache(limits)
     return limits
@@ -225,7 +225,7 @@ def _read_cpuinfo() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
 
 
-def _read_cache(key: str) -> Limits | None:
+def _read_cache(key: str) -> CpuLimits | None:
     """None where the entry is missing or damaged, or belongs to another machine."""
     try:
         limits = _decode(read_plain(_cache_path(key)))
@@ -234,7 +234,7 @@ def _read_cache(key: str) -> Limits | None:
     return limits if limits is not None and limits.key == key else None
 
 
-def _write_cache(limits: Limits) -> None:
+def _write_cache(limits: CpuLimits) -> None:
     """A cache that cannot be written costs another probe and nothing else."""
     path = _cache_path(limits.key)
     try:
@@ -248,9 +248,9 @@ def _cache_path(key: str) -> Path:
     return cache_folder() / _FOLDER / f"{key}.json"
 
 
-def _decode(content: bytes) -> Limits | None:
+def _decode(content: bytes) -> CpuLimits | None:
     try:
-        limits = decode(content, Limits)
+        limits = decode(content, CpuLimits)
     except msgspec.DecodeError:
         return None
     return limits if set(limits.settings) <= set(LEVELS) else None

@@ -1,6 +1,7 @@
-"""What a sweep and its worker processes say to each other: one JSON line a message, over a pipe of their own.
+"""What a sweep says to its worker processes and to its ranks, and they to it: one JSON line a message, over a pipe for
+each process.
 
-The worker's standard output and error are left to the model that runs there; they go to a log.
+The standard output and error of a process are left to the model that runs there; they go to a log.
 """
 
 import msgspec
@@ -8,19 +9,20 @@ import msgspec
 from stepscope.recording.memory.labels import MemoryRun
 from stepscope.recording.recorded import RecordedRun
 from stepscope.recording.rows.attention import AttentionCase, AttentionOutcome
-from stepscope.recording.rows.bench import Doubt, Environment, Measurement
-from stepscope.recording.rows.inspection import Inspection
-from stepscope.recording.rows.precision import Comparison
-from stepscope.spec import Case, Precision
+from stepscope.recording.rows.bench import Doubt, Environment, Inspection, Measurement
+from stepscope.recording.rows.comm import CommCase, CommOutcome
+from stepscope.recording.rows.precision import PrecisionComparison
+from stepscope.recording.rows.train import TrainMemory, TrainRow
+from stepscope.spec import Case, Precision, Training
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
+class ProbeCases(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
     """Look at the device and at the models, and run nothing. All cases name one device."""
 
     cases: tuple[Case, ...]
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+class MeasureStep(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     case: Case
 
 
@@ -58,10 +60,10 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Say what torch sees of this machine."""
 
 
-Request = Probe | Run | Record | ComparePrecisions | RecordMemory | MeasureAttention | Inspect
+Request = ProbeCases | MeasureStep | Record | ComparePrecisions | RecordMemory | MeasureAttention | Inspect
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
+class StageReached(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
     """The worker has come this far: for the progress bar, and for the reason if it goes no further."""
 
     name: str
@@ -92,17 +94,17 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True, tag="inspected"):
     inspection: Inspection
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+class StepMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     measurement: Measurement
     doubts: tuple[Doubt, ...]
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
+class StepsRecorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
     run: RecordedRun
 
 
 class PrecisionsCompared(msgspec.Struct, frozen=True, kw_only=True, tag="precisions-compared"):
-    comparison: Comparison
+    comparison: PrecisionComparison
 
 
 class MemoryRecorded(msgspec.Struct, frozen=True, kw_only=True, tag="memory-recorded"):
@@ -129,12 +131,92 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 Result = (
     Probed
     | Inspected
-    | Measured
-    | Recorded
+    | StepMeasured
+    | StepsRecorded
     | PrecisionsCompared
     | MemoryRecorded
     | AttentionDone
     | OutOfMemory
     | Failed
 )
-Answer = Stage | AttentionMeasured | Result
+Answer = StageReached | AttentionMeasured | Result
+
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks meet, and how they talk."""
+
+    world: int
+    backend: str
+    device: str
+    timeout_s: float
+    journal: str
+    meeting: str | None = None  # a file; without one, the environment says where
+
+
+class Train(msgspec.Struct, frozen=True, kw_only=True, tag="train"):
+    """Train to the end, or to a loss that is not finite, from the newest checkpoint in `folder` on."""
+
+    training: Training
+    folder: str
+    command: str
+    data_digest: str = ""
+    stop_on_nan: bool = False
+
+
+class MeasureComm(msgspec.Struct, frozen=True, kw_only=True, tag="measure-comm"):
+    """Measure the cases that rank 0 was given, with a word after each; other ranks may have been given none."""
+
+    cases: tuple[CommCase, ...]
+
+
+RankRequest = Train | MeasureComm
+
+
+class Birth(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks are started with."""
+
+    setup: Setup
+    request: RankRequest
+
+
+class Resumed(msgspec.Struct, frozen=True, kw_only=True, tag="resumed"):
+    """Training goes on after this many steps."""
+
+    step: int
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
+    row: TrainRow
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):
+    step: int
+
+
+class Accounted(msgspec.Struct, frozen=True, kw_only=True, tag="accounted"):
+    memory: tuple[TrainMemory, ...]
+
+
+class CommMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="comm-measured"):
+    """The next of the cases is done, and the ranks go on. Rank 0 alone says this."""
+
+    outcome: CommOutcome
+
+
+class RankFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """It raised. `in_collective` when it may be another rank's fault."""
+
+    message: str
+    detail: str = ""
+    hint: str = ""
+    in_collective: bool = False
+
+
+class RankDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """All that was asked for is done."""
+
+
+RankMessage = StageReached | Resumed | Stepped | Saved | Accounted | CommMeasured | RankFailed | RankDone

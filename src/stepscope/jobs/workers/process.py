@@ -24,7 +24,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.workers.instructions import limit_instructions
-from stepscope.jobs.workers.messages import Answer, AttentionMeasured, Failed, Request, Result, Stage
+from stepscope.jobs.workers.messages import Answer, AttentionMeasured, Failed, Request, Result, StageReached
 from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.rows.bench import Status
 
@@ -57,7 +57,7 @@ def require_torch() -> None:
         )
 
 
-class RefusedError(StepscopeError):
+class InputRefusedError(StepscopeError):
     """A worker said that the user's input is at fault: a wrong setting, or a model of theirs that does not build."""
 
     def __init__(self, answer: Failed) -> None:
@@ -99,7 +99,7 @@ class Workers:
         assert self._nursery is not None
         with TemporaryFile() as output, _Worker(self._nursery, request, output) as worker:
             for said in worker.listen(timeout_s):
-                if isinstance(said, Stage):
+                if isinstance(said, StageReached):
                     on_stage(said.name)
                 else:
                     on_part(said)
@@ -200,7 +200,7 @@ class _Worker:
         if not self._gone:
             self._kill()
 
-    def listen(self, timeout_s: float | None) -> Iterator[Stage | AttentionMeasured]:
+    def listen(self, timeout_s: float | None) -> Iterator[StageReached | AttentionMeasured]:
         """The stages it comes to and the parts it is done with, until it has answered, has ended, or time is up. Time
         counts from the fork: importing torch, which is slow on a busy machine, is not part of the case."""
         sources = {self._answers, self._nursery.socket.fileno()}
@@ -241,13 +241,13 @@ class _Worker:
         while not self._gone:
             self._hear()
 
-    def _read(self, content: bytes) -> Iterator[Stage | AttentionMeasured]:
+    def _read(self, content: bytes) -> Iterator[StageReached | AttentionMeasured]:
         *lines, self._unread = (self._unread + content).split(b"\n")
         for line in lines:
             message = msgspec.json.decode(line, type=Answer)
-            if isinstance(message, Stage):
+            if isinstance(message, StageReached):
                 self.stage = message.name
-            if isinstance(message, Stage | AttentionMeasured):
+            if isinstance(message, StageReached | AttentionMeasured):
                 yield message
             else:
                 self.answer = message

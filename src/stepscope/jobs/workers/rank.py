@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.workers.rank_messages import (
+from stepscope.jobs.workers.messages import (
     Accounted,
     CommMeasured,
     MeasureComm,
@@ -22,7 +22,7 @@ from stepscope.jobs.workers.rank_messages import (
     Resumed,
     Saved,
     Setup,
-    Stage,
+    StageReached,
     Stepped,
     Train,
 )
@@ -99,11 +99,11 @@ def _serve(request: RankRequest, setup: Setup, communicator: "Communicator", tel
                 listener=_Telling(tell),
             )
         case MeasureComm():
-            from stepscope.measure.comm import measure_collectives
+            from stepscope.measure.collectives import measure_collectives
 
             def on_stage(name: str) -> None:
                 if communicator.rank == 0:
-                    tell(Stage(name=name))
+                    tell(StageReached(name=name))
 
             outcomes = measure_collectives(request.cases, communicator, device=setup.device, on_stage=on_stage)
             for outcome in outcomes:

@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import msgspec
 
+from stepscope.jobs.workers.messages import Birth
 from stepscope.jobs.workers.nursery import die_with
 from stepscope.jobs.workers.rank import serve
-from stepscope.jobs.workers.rank_messages import Birth
 
 
 def main(arguments: list[str]) -> None:

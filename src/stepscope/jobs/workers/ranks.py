@@ -23,8 +23,8 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.files import scratch_folder, writing
 from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.messages import Birth, RankDone, RankFailed, RankMessage, RankRequest, Setup
 from stepscope.jobs.workers.process import require_torch
-from stepscope.jobs.workers.rank_messages import Birth, RankDone, RankFailed, RankMessage, RankRequest, Setup
 from stepscope.parallel.journal import find_culprit, read_journals
 
 LOGS_NAME, JOURNAL_NAME = "logs", "journal"

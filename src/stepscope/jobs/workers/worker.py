@@ -23,19 +23,19 @@ from stepscope.jobs.workers.messages import (
     Inspect,
     Inspected,
     MeasureAttention,
-    Measured,
+    MeasureStep,
     MemoryRecorded,
     OutOfMemory,
     PrecisionsCompared,
-    Probe,
+    ProbeCases,
     Probed,
     ProbedModel,
     Record,
-    Recorded,
     RecordMemory,
     Request,
-    Run,
-    Stage,
+    StageReached,
+    StepMeasured,
+    StepsRecorded,
 )
 from stepscope.measure.failures import is_out_of_memory, say_in_a_line
 from stepscope.recording.rows.attention import AttentionCase
@@ -65,7 +65,7 @@ def _answer(request: Request, tell: Callable[[Answer], None]) -> Answer:
     def on_stage(name: str) -> None:
         nonlocal stage
         stage = name
-        tell(Stage(name=name))
+        tell(StageReached(name=name))
 
     try:
         return _serve(request, on_stage, tell)
@@ -78,9 +78,9 @@ def _answer(request: Request, tell: Callable[[Answer], None]) -> Answer:
 
 def _serve(request: Request, on_stage: Callable[[str], None], tell: Callable[[Answer], None]) -> Answer:
     match request:
-        case Probe():
+        case ProbeCases():
             return _probe(request, on_stage)
-        case Run(case=case):
+        case MeasureStep(case=case):
             return _run(case, on_stage)
         case Record():
             return _record(request, on_stage)
@@ -91,12 +91,12 @@ def _serve(request: Request, on_stage: Callable[[str], None], tell: Callable[[An
         case MeasureAttention(cases=cases):
             return _measure_attention(cases, on_stage, tell)
         case Inspect():
-            from stepscope.measure.inspection import inspect_torch
+            from stepscope.measure.environment import inspect_torch
 
             return Inspected(inspection=inspect_torch())
 
 
-def _probe(request: Probe, on_stage: Callable[[str], None]) -> Probed:
+def _probe(request: ProbeCases, on_stage: Callable[[str], None]) -> Probed:
     from stepscope.measure.environment import check_torch, describe, resolve_device
 
     check_torch()
@@ -122,16 +122,16 @@ def _check_model(case: Case, on_stage: Callable[[str], None]) -> ProbedModel:
             return ProbedModel(source=None, takes_context=True)
 
 
-def _run(case: Case, on_stage: Callable[[str], None]) -> Measured:
+def _run(case: Case, on_stage: Callable[[str], None]) -> StepMeasured:
     import torch
 
     from stepscope.measure.bench import measure
 
     measurement, doubts = measure(case, torch.device(case.workload.device), on_stage=on_stage)
-    return Measured(measurement=measurement, doubts=doubts)
+    return StepMeasured(measurement=measurement, doubts=doubts)
 
 
-def _record(request: Record, on_stage: Callable[[str], None]) -> Recorded:
+def _record(request: Record, on_stage: Callable[[str], None]) -> StepsRecorded:
     import torch
 
     from stepscope.measure.profiler import record
@@ -145,13 +145,13 @@ def _record(request: Record, on_stage: Callable[[str], None]) -> Recorded:
         with_stack=request.stacks,
         on_stage=on_stage,
     )
-    return Recorded(run=run)
+    return StepsRecorded(run=run)
 
 
 def _compare_precisions(request: ComparePrecisions, on_stage: Callable[[str], None]) -> PrecisionsCompared:
     import torch
 
-    from stepscope.measure.precision import compare_precisions
+    from stepscope.measure.precision.comparison import compare_precisions
 
     device = torch.device(request.case.workload.device)
     return PrecisionsCompared(
@@ -162,7 +162,7 @@ def _compare_precisions(request: ComparePrecisions, on_stage: Callable[[str], No
 def _record_memory(request: RecordMemory, on_stage: Callable[[str], None]) -> MemoryRecorded:
     import torch
 
-    from stepscope.measure.memory_recorder import record_memory
+    from stepscope.measure.memory.recorder import record_memory
 
     device = torch.device(request.case.workload.device)
     return MemoryRecorded(run=record_memory(request.case, device, folder=Path(request.folder), on_stage=on_stage))
@@ -171,7 +171,7 @@ def _record_memory(request: RecordMemory, on_stage: Callable[[str], None]) -> Me
 def _measure_attention(
     cases: Sequence[AttentionCase], on_stage: Callable[[str], None], tell: Callable[[Answer], None]
 ) -> AttentionDone:
-    from stepscope.measure.attention import measure_cases
+    from stepscope.measure.attention.cases import measure_cases
 
     for outcome in measure_cases(cases, on_stage=on_stage):
         tell(AttentionMeasured(outcome=outcome))
@@ -189,9 +189,9 @@ def _explain_failure(error: BaseException, request: Request, stage: str) -> OutO
     if is_out_of_memory(error):
         return OutOfMemory(reason=say_in_a_line(error))
     match request:
-        case Probe() | Record() if stage.startswith("importing"):
+        case ProbeCases() | Record() if stage.startswith("importing"):
             doing = f"{stage} raised "
-        case Run(case=case) | Record(case=case) | RecordMemory(case=case) | ComparePrecisions(case=case) if (
+        case MeasureStep(case=case) | Record(case=case) | RecordMemory(case=case) | ComparePrecisions(case=case) if (
             stage == "building" and not isinstance(case.workload.model, ModelShape)
         ):
             doing = f"building `{case.workload.model.name}` raised "

@@ -7,8 +7,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from stepscope.errors import nearest
-from stepscope.recording.rows.bench import Clock, Doubt, Row, Status, require_samples
+from stepscope.recording.rows.bench import CaseOutcome, Clock, Row, require_known, require_samples, require_timing
 from stepscope.spec import Precision, SpecError
 from stepscope.spec.backends import Implementation as Implementation
 
@@ -38,16 +37,11 @@ class AttentionCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory_limit: int | None = None  # bytes
 
     def __post_init__(self) -> None:
-        _require_known("implementation", self.implementation, IMPLEMENTATIONS)
-        _require_known("precision", self.precision, PRECISIONS)
-        for name in ("batch", "heads", "length", "head_dim", "repetitions", "memory_limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SpecError(f"{name} `{value}` is not positive", detail="expected 1 or more")
+        require_known("implementation", self.implementation, IMPLEMENTATIONS)
+        require_known("precision", self.precision, PRECISIONS)
+        require_timing(self, "batch", "heads", "length", "head_dim", "repetitions", "memory_limit")
         if not -(2**63) <= self.seed < 2**63:
             raise SpecError(f"seed `{self.seed}` is too large", detail="expected 64 bits", hint="--seed 0")
-        if not 0 < self.seconds < float("inf"):
-            raise SpecError(f"seconds `{self.seconds}` is no span of time", hint="--seconds 1")
         if self.precision == "tf32" and self.device == "cpu":
             raise SpecError(
                 "precision `tf32` on device `cpu`",
@@ -63,16 +57,6 @@ class AttentionCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def tensor_bytes(self) -> int:
         """Of q, and as much of k, of v and of the output's gradient."""
         return self.batch * self.heads * self.length * self.head_dim * self.element_bytes
-
-
-def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        close = nearest(value, known)
-        raise SpecError(
-            f"unknown {name}: `{value}`",
-            detail=f"expected one of {', '.join(known)}",
-            hint=f"--{name} {close}" if close else "",
-        )
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,13 +101,7 @@ class AttentionMeasurement(msgspec.Struct, frozen=True, kw_only=True):
         require_samples(self.forward_ns, self.backward_ns, self.both_ns)
 
 
-class AttentionOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a case ended."""
-
-    status: Status
-    reason: str = ""
-    measurement: AttentionMeasurement | None = None
-    doubts: tuple[Doubt, ...] = ()
+AttentionOutcome = CaseOutcome[AttentionMeasurement]
 
 
 class AttentionRow(Row, frozen=True, kw_only=True):

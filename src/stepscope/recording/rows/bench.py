@@ -5,13 +5,17 @@ year works on last year's file. A case that failed is a row as well, with its st
 """
 
 import hashlib
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from stepscope.errors import nearest
 from stepscope.hardware import Hardware
-from stepscope.spec import SETTINGS, Case
+from stepscope.spec import SETTINGS, Case, SpecError
+
+M = TypeVar("M", bound=msgspec.Struct)
 
 SCHEMA = "stepscope.bench/1"
 
@@ -59,6 +63,31 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return tuple(str(part) for part in (*device, *software, *limits))
 
 
+class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU now. None is what the driver does not tell."""
+
+    name: str
+    capability: str
+    free_bytes: int
+    total_bytes: int
+    sm_mhz: int | None
+    max_sm_mhz: int | None
+    throttled_by: tuple[str, ...] | None
+    other_processes: tuple[int, ...] | None
+
+
+class Inspection(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a machine's GPUs and software, as a worker finds it."""
+
+    torch: str
+    torch_problem: str  # empty when its version is in range
+    triton: str | None
+    cuda: str | None
+    driver: str | None
+    threads: int
+    devices: tuple[DeviceState, ...]
+
+
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):
     """A reason not to trust a figure too far. The code is stable; the text says what was seen."""
 
@@ -70,6 +99,27 @@ def require_samples(*samples_ns: tuple[int, ...]) -> None:
     """Raises a ValueError where there are none, or some that took no time: a rate or a share could not be made."""
     if not all(samples_ns) or min(map(min, samples_ns), default=0) <= 0:
         raise ValueError("expected positive durations")
+
+
+def require_known(name: str, value: str, known: Sequence[str]) -> None:
+    """Raises a SpecError, with the nearest word that is known, where `value` is none of them."""
+    if value not in known:
+        close = nearest(value, known)
+        raise SpecError(
+            f"unknown {name}: `{value}`",
+            detail=f"expected one of {', '.join(known)}",
+            hint=f"--{name} {close}" if close else "",
+        )
+
+
+def require_timing(case: Any, *counts: str) -> None:
+    """Raises a SpecError unless each of `counts` that is given is positive, and the time limit is a span of time."""
+    for name in counts:
+        value = getattr(case, name)
+        if value is not None and value < 1:
+            raise SpecError(f"{name} `{value}` is not positive", detail="expected 1 or more")
+    if not 0 < case.seconds < float("inf"):
+        raise SpecError(f"seconds `{case.seconds}` is no span of time", hint="--seconds 1")
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +145,15 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_samples(self.step_ns)
+
+
+class CaseOutcome(msgspec.Struct, Generic[M], frozen=True, kw_only=True):
+    """How a case ended, as the process that ran several of them tells it."""
+
+    status: Status
+    reason: str = ""
+    measurement: M | None = None
+    doubts: tuple[Doubt, ...] = ()
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

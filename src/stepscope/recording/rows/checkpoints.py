@@ -29,7 +29,7 @@ _KEPT = 2  # the newest, and one to fall back on by hand
 IF_FULL = "the checkpoint before it is whole; free some space and the same command goes on from it"
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`training` is what must be the same for a run to go on from here."""
 
     step: int
@@ -41,7 +41,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    manifest: Manifest
+    manifest: CheckpointManifest
     path: Path  # of the state
 
 
@@ -55,7 +55,7 @@ def save(
         part = path.with_suffix(".part")
         try:
             _write_state(part, write)
-            manifest = Manifest(
+            manifest = CheckpointManifest(
                 step=step,
                 bytes=part.stat().st_size,
                 sha256=_digest(part),
@@ -79,7 +79,7 @@ def newest(folder: Path) -> Checkpoint | None:
         return None
     path, manifest_path = _paths(folder, steps[-1])
     try:
-        manifest = decode(read_plain(manifest_path), Manifest)
+        manifest = decode(read_plain(manifest_path), CheckpointManifest)
         size = path.stat().st_size
     except (OSError, msgspec.DecodeError) as error:
         raise _damaged(folder, steps, str(error)) from None

@@ -7,9 +7,8 @@ from datetime import datetime
 
 import msgspec
 
-from stepscope.errors import nearest
-from stepscope.recording.rows.bench import Clock, Doubt, Row, Status, require_samples
-from stepscope.recording.rows.links import BACKENDS, COLLECTIVES, DTYPES, Backend, Collective, Dtype, Place
+from stepscope.recording.rows.bench import CaseOutcome, Clock, Row, require_known, require_samples, require_timing
+from stepscope.recording.rows.links import BACKENDS, COLLECTIVES, DTYPES, Backend, Collective, Dtype, LinkPlace
 from stepscope.spec import SpecError
 
 SCHEMA = "stepscope.comm/1"
@@ -32,14 +31,10 @@ class CommCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seconds: float = 0.5
 
     def __post_init__(self) -> None:
-        _require_known("collective", self.collective, COLLECTIVES)
-        _require_known("backend", self.backend, BACKENDS)
-        _require_known("dtype", self.dtype, DTYPES)
-        for name in ("ranks", "repetitions"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name} `{getattr(self, name)}` is not positive", detail="expected 1 or more")
-        if not 0 < self.seconds < float("inf"):
-            raise SpecError(f"seconds `{self.seconds}` is no span of time", hint="--seconds 1")
+        require_known("collective", self.collective, COLLECTIVES)
+        require_known("backend", self.backend, BACKENDS)
+        require_known("dtype", self.dtype, DTYPES)
+        require_timing(self, "ranks", "repetitions")
         if self.elements < 1:
             raise SpecError(
                 f"a message of `{self.message_bytes}` bytes has no element for each of {self.ranks} ranks",
@@ -70,16 +65,6 @@ class CommCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.moved_bytes + part
 
 
-def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        close = nearest(value, known)
-        raise SpecError(
-            f"unknown {name}: `{value}`",
-            detail=f"expected one of {', '.join(known)}",
-            hint=f"--{name} {close}" if close else "",
-        )
-
-
 class CommMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """Nanoseconds of each repetition on each rank: `samples_ns[rank][repetition]`, from the end of a barrier to the end
     of the collective on that rank. `processor_ns` is the time on a CPU that each rank's process used for all of them,
@@ -105,13 +90,7 @@ class CommMeasurement(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.processor_ns) / sum(sum(of_rank) for of_rank in self.samples_ns)
 
 
-class CommOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a case ended."""
-
-    status: Status
-    reason: str = ""
-    measurement: CommMeasurement | None = None
-    doubts: tuple[Doubt, ...] = ()
+CommOutcome = CaseOutcome[CommMeasurement]
 
 
 class CommRow(Row, frozen=True, kw_only=True):
@@ -125,9 +104,9 @@ class CommRow(Row, frozen=True, kw_only=True):
         datetime.fromisoformat(self.started)  # of two measurements the newer counts
 
     @property
-    def place(self) -> Place:
+    def place(self) -> LinkPlace:
         case = self.case
-        return Place(
+        return LinkPlace(
             backend=case.backend,
             device_name=self.environment.driver_name,
             ranks=case.ranks,

@@ -51,7 +51,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.latency_ns + message_bytes / self.bytes_per_s * 1e9 if message_bytes else 0.0
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinkPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Between whom: what a link is found by. `interface` is the network interface that was asked for, if one was."""
 
     backend: Backend
@@ -65,7 +65,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that is known of one place."""
 
-    place: Place
+    place: LinkPlace
     links: dict[Collective, Link]
     measured: str = ""  # when
 
@@ -92,12 +92,12 @@ def links_path() -> Path:
     return cache_folder() / LINKS_NAME
 
 
-def find_links(place: Place, path: Path | None = None) -> Links | None:
+def find_links(place: LinkPlace, path: Path | None = None) -> Links | None:
     """What is known of a place: from a file that was carried here, or from this machine's cache."""
     return next((one for one in read_links(path or links_path(), missing_ok=path is None) if one.place == place), None)
 
 
-def find_link(collective: Collective, place: Place, path: Path | None = None) -> Link | None:
+def find_link(collective: Collective, place: LinkPlace, path: Path | None = None) -> Link | None:
     found = find_links(place, path)
     return found.links.get(collective) if found else None
 

@@ -149,7 +149,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         return self.fp32_step_ns / self.step_ns
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class PrecisionComparison(msgspec.Struct, frozen=True, kw_only=True):
     """What the worker measured."""
 
     truth: Truth
@@ -173,7 +173,7 @@ class PrecisionReport(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment
     command: str
     started: str
-    comparison: Comparison
+    comparison: PrecisionComparison
     speeds: tuple[Speed, ...] = ()
 
 

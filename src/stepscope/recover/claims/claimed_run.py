@@ -30,11 +30,8 @@ from stepscope.recover.evidence.layout import (
 )
 from stepscope.recover.evidence.recording import Evidence
 from stepscope.recover.evidence.structure import NoTransformerError, Role
-from stepscope.recover.facts import Gather, Rows, Sighting
-from stepscope.recover.families import registry as memory_bound
-from stepscope.recover.families.bounds import LARGEST_SIZE
-from stepscope.recover.families.elementwise import is_recent
-from stepscope.recover.families.tilings import UNKNOWN
+from stepscope.recover.facts import LARGEST_SIZE, Gather, Rows, Sighting
+from stepscope.recover.families import find_platform, read_fact
 from stepscope.recover.shape import divisors
 from stepscope.recover.solve.recovery import Answer, Candidate, recover
 
@@ -196,9 +193,9 @@ class _Opened:
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
         self.run = examine(evidence.sightings)
-        self.recent = is_recent(one.name for one in evidence.sightings)
+        self.platform = find_platform(evidence.sightings, evidence.device_sms)
         device = hardware.find(evidence.device) if evidence.device else None
-        self.predictor = Predictor(evidence.device_sms or UNKNOWN, device, recent=self.recent)
+        self.predictor = Predictor(self.platform, device)
         self._period = _find_period([self.predictor.identify(one) for one in evidence.sightings])
         self._left = _MOST_LAID_OUT
         self.is_cut = False  # there were readings that were not laid out
@@ -228,7 +225,7 @@ class _Opened:
 
     def count(self, file: ClaimedRun) -> ClaimedRun:
         """With the kernels that move data, which are needed of the best alone."""
-        found = find_counts(file.placement, recent=self.recent)
+        found = find_counts(file.placement, self.platform)
         return replace(file, counts=tuple((where.sighting, counted) for where, counted in found))
 
     def _read(
@@ -288,7 +285,7 @@ class _Opened:
         for one in self.run.sightings:
             if one.name.kernel_class not in ("index", "embedding", "norm") or one.name.library == "Inductor":
                 continue
-            fact = memory_bound.read(one, recent=self.recent)
+            fact = read_fact(one, self.platform)
             if isinstance(fact, Gather | Rows) and fact.rows.is_exact and fact.rows.low <= LARGEST_SIZE:
                 rows[type(fact)].append((one.index, fact.rows.low))
         ahead = [number for index, number in rows[Gather] if index < first]

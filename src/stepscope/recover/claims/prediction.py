@@ -12,12 +12,9 @@ from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, Size, Sizes, count
 from stepscope.recover.claims.plausibility import FASTEST
 from stepscope.recover.evidence.layout import Place, Placement, adds_parts
 from stepscope.recover.evidence.structure import Role, Zone, is_norm
-from stepscope.recover.facts import Attention, Gather, Rows, Sighting, Window
-from stepscope.recover.families import fused_attention as attention
-from stepscope.recover.families import products
-from stepscope.recover.families import registry as memory_bound
-from stepscope.recover.families.bounds import BoundedProduct, find_window
-from stepscope.recover.families.grids import MemoryFact, join_choices
+from stepscope.recover.facts import Attention, Fact, Gather, Product, Rows, Sighting, Window, find_window
+from stepscope.recover.families import Platform, read_facts
+from stepscope.recover.families.grids import join_choices
 
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle", "final")
 _WITH_TOKENS = ("index", "embedding", "norm")
@@ -55,7 +52,7 @@ class Check:
     suggest: Callable[[Shape], str] = lambda _: ""  # what would fit instead
 
 
-def admits(product: BoundedProduct, sizes: Sizes) -> bool | None:
+def admits(product: Product, sizes: Sizes) -> bool | None:
     """None where more than one size is not known."""
     rows, columns, inner, batch = sizes
     unknown = sizes.count(None)
@@ -75,15 +72,12 @@ def _any_of(answers: Iterable[bool | None]) -> bool | None:
 class Predictor:
     """Checks for the kernels of one file. Readers are asked once for launches that look alike."""
 
-    def __init__(self, processors: int, hardware: Hardware | None, *, recent: bool) -> None:
-        self._processors = processors
+    def __init__(self, platform: Platform, hardware: Hardware | None) -> None:
+        self._platform = platform
         self._hardware = hardware
-        self._recent = recent
         self._identities: dict[int, object] = {}  # by the kernel's index in the file
         # Launches that look alike say the same, and a run has thousands.
-        self._products: dict[object, BoundedProduct | None] = {}
-        self._attentions: dict[object, Attention | None] = {}
-        self._facts: dict[object, tuple[MemoryFact, ...]] = {}
+        self._facts: dict[object, tuple[Fact, ...]] = {}
 
     def identify(self, sighting: Sighting) -> object:
         """Equal for launches that every reader takes alike. How long they took is not part of it."""
@@ -91,22 +85,13 @@ class Predictor:
             self._identities[sighting.index] = _identity(sighting)
         return self._identities[sighting.index]
 
-    def product(self, sighting: Sighting) -> BoundedProduct | None:
-        key = self.identify(sighting)
-        if key not in self._products:
-            self._products[key] = products.read(sighting, self._processors)
-        return self._products[key]
+    def product(self, sighting: Sighting) -> Product | None:
+        return next((fact for fact in self._choices(sighting) if isinstance(fact, Product)), None)
 
-    def _attention(self, sighting: Sighting) -> Attention | None:
-        key = self.identify(sighting)
-        if key not in self._attentions:
-            self._attentions[key] = attention.read(sighting, self._processors)
-        return self._attentions[key]
-
-    def _choices(self, sighting: Sighting) -> tuple[MemoryFact, ...]:
+    def _choices(self, sighting: Sighting) -> tuple[Fact, ...]:
         key = (self.identify(sighting), sighting.shared_bytes)
         if key not in self._facts:
-            self._facts[key] = memory_bound.choices(sighting, recent=self._recent)
+            self._facts[key] = read_facts(sighting, self._platform)
         return self._facts[key]
 
     def fits(self, role: Role, sighting: Sighting, shape: Shape) -> bool | None:
@@ -188,8 +173,8 @@ class Predictor:
         return peaks.get(dtype, None) if dtype in ("fp16", "bf16") else None
 
     def check_anchor(self, sighting: Sighting, where: str) -> Iterator[Check]:
-        fact = self._attention(sighting)
-        if fact is not None:
+        fact = next(iter(self._choices(sighting)), None)
+        if isinstance(fact, Attention):
             yield Check(
                 sighting=sighting,
                 what="attention",
@@ -372,7 +357,7 @@ def _describe_product(role: Role, shape: Shape) -> str:
     return text if batch == 1 else f"{text}, {_say(batch)} times"
 
 
-def _suggest(role: Role, shape: Shape, product: BoundedProduct) -> str:
+def _suggest(role: Role, shape: Shape, product: Product) -> str:
     """The columns, or the size summed over, that the kernel would have if all else were true."""
     rows, columns, inner, batch = product_sizes(role, shape)[0]
     if not rows or columns is None or inner is None or batch is None:

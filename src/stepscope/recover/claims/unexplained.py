@@ -16,8 +16,8 @@ from stepscope.recover.claims.prediction import Predictor, admits
 from stepscope.recover.evidence.layout import Place, Placement, Run, adds_parts
 from stepscope.recover.evidence.observation import FEWEST, Seen, see
 from stepscope.recover.evidence.structure import Role, Zone
-from stepscope.recover.facts import Sighting
-from stepscope.recover.families.bounds import find_window
+from stepscope.recover.facts import Sighting, find_window
+from stepscope.recover.families import Platform
 from stepscope.recover.solve.tensors import feed_forward_sizes, sizes
 
 Kind = Literal["multiplies", "unknown", "count"]
@@ -44,10 +44,10 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
     seen: Seen
 
 
-def find_counts(placement: Placement, *, recent: bool) -> tuple[tuple[Place, Counted], ...]:
+def find_counts(placement: Placement, platform: Platform) -> tuple[tuple[Place, Counted], ...]:
     found = []
     for place in placement.others:
-        seen = see(place.sighting, recent=recent) if place.zone is not None else None
+        seen = see(place.sighting, platform) if place.zone is not None else None
         if seen is not None and place.zone is not None and max(one.high for one in seen.counts) >= FEWEST:
             found.append((place, Counted(place_zone=place.zone, seen=seen)))
     return tuple(found)

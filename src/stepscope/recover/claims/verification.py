@@ -42,7 +42,7 @@ from stepscope.recover.claims.verdict import (
 from stepscope.recover.evidence.recording import Evidence
 from stepscope.recover.evidence.structure import Role, Zone
 from stepscope.recover.facts import Sighting
-from stepscope.recover.updates import find_updated
+from stepscope.recover.families.optimizers import find_updated
 
 # Shares of the GPU's time. Below the first, a product without a place is a detail of an implementation.
 _MOST_UNCLAIMED = 0.01

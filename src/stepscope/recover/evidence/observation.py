@@ -2,15 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
-from stepscope.recover import families
 from stepscope.recover.evidence.structure import Reading, Role, Structure, Zone
-from stepscope.recover.facts import Attention, Elements, Gather, Rows, Sighting, Window, exactly
-from stepscope.recover.families import registry as memory_bound
-from stepscope.recover.families.bounds import BoundedProduct, bounded
-from stepscope.recover.families.bounds import exactly as exactly_measured
-from stepscope.recover.families.elementwise import is_recent
-from stepscope.recover.families.tilings import UNKNOWN
+from stepscope.recover.facts import Attention, Elements, Fact, Gather, Product, Rows, Sighting, Window, equals, exactly
+from stepscope.recover.families import Platform, find_platform, read_fact, read_facts
 
 # What a compiled kernel stored is that of one result or of several, of elements of these sizes.
 _COMPILED_BYTES = (1, 2, 4, 8, 6, 12)
@@ -34,7 +30,7 @@ class Seen:
 class Observation:
     structure: Structure
     reading: Reading
-    products: dict[Role, BoundedProduct]
+    products: dict[Role, Product]
     zones: dict[Zone, tuple[Seen, ...]]
     attentions: tuple[Attention, ...]
     softmaxes: tuple[Seen, ...]
@@ -42,36 +38,29 @@ class Observation:
 
 
 def observe(structure: Structure, reading: Reading, device_sms: int | None) -> Observation:
-    processors = device_sms or UNKNOWN
     kernels = [*reading.products.values(), *(one for zone in reading.zones.values() for one in zone)]
-    recent = is_recent(kernel.name for kernel in kernels)
-    products = {role: _read_product(one, processors) for role, one in reading.products.items()}
-    attentions = [families.attention.read(one, processors) for one in _distinct(structure.attentions)]
-    attentions += [families.attention.read(one, processors) for one in _distinct(structure.backward_attentions)]
-    lookups = [memory_bound.read(one, recent=recent) for one in reading.zones["before"]]
+    platform = find_platform(kernels, device_sms)
+    products = {role: _read_product(one, platform) for role, one in reading.products.items()}
+    attentions = [*_distinct(structure.attentions), *_distinct(structure.backward_attentions)]
     return Observation(
         structure=structure,
         reading=reading,
-        products={role: product for role, product in products.items() if product is not None},
-        zones={zone: _see_all(ones, recent=recent) for zone, ones in reading.zones.items()},
-        attentions=tuple(fact for fact in attentions if fact is not None),
-        softmaxes=_see_all(structure.softmaxes, recent=recent),
-        lookups=tuple(fact for fact in lookups if isinstance(fact, Gather)),
+        products={role: product for role, product in products.items() if isinstance(product, Product)},
+        zones={zone: _see_all(ones, platform) for zone, ones in reading.zones.items()},
+        attentions=tuple(fact for one in attentions if isinstance(fact := read_fact(one, platform), Attention)),
+        softmaxes=_see_all(structure.softmaxes, platform),
+        lookups=tuple(fact for one in reading.zones["before"] if isinstance(fact := read_fact(one, platform), Gather)),
     )
 
 
-def _read_product(sighting: Sighting, processors: int) -> BoundedProduct | None:
+def _read_product(sighting: Sighting, platform: Platform) -> Fact | None:
     if sighting.told is None:
-        return families.products.read(sighting, processors)
-    rows, columns, inner, batch = sighting.told
-    return bounded(
-        [
-            exactly_measured(lambda rows, _columns, _inner, _batch: rows, rows),
-            exactly_measured(lambda _rows, columns, _inner, _batch: columns, columns),
-            exactly_measured(lambda _rows, _columns, inner, _batch: inner, inner),
-            exactly_measured(lambda _rows, _columns, _inner, batch: batch, batch),
-        ]
-    )
+        return read_fact(sighting, platform)
+    return Product(tuple(equals(partial(_pick, axis), size) for axis, size in enumerate(sighting.told)))
+
+
+def _pick(axis: int, *sizes: int) -> int:
+    return sizes[axis]
 
 
 def _distinct(sightings: Iterable[Sighting]) -> list[Sighting]:
@@ -80,21 +69,21 @@ def _distinct(sightings: Iterable[Sighting]) -> list[Sighting]:
     return list(found.values())
 
 
-def _see_all(sightings: Iterable[Sighting], *, recent: bool) -> tuple[Seen, ...]:
+def _see_all(sightings: Iterable[Sighting], platform: Platform) -> tuple[Seen, ...]:
     """Kernels with the same windows count once: a second one tells nothing new."""
     found: dict[object, Seen] = {}
     for sighting in sightings:
-        seen = see(sighting, recent=recent)
+        seen = see(sighting, platform)
         if seen is not None and max(window.high for window in seen.counts) >= FEWEST:
             found.setdefault((seen.counts, seen.is_rows), seen)
     return tuple(found.values())
 
 
-def see(sighting: Sighting, *, recent: bool) -> Seen | None:
+def see(sighting: Sighting, platform: Platform) -> Seen | None:
     if sighting.name.library == "Inductor" and (stored := sighting.counters.get("store_bytes")):
         counts = tuple(exactly(stored // size) for size in _COMPILED_BYTES if stored % size == 0)
         return Seen(sighting=sighting, counts=counts)
-    choices = memory_bound.choices(sighting, recent=recent)
+    choices = read_facts(sighting, platform)
     if not choices:
         return None
     if all(isinstance(choice, Elements) for choice in choices):

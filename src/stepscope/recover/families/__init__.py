@@ -1,18 +1,70 @@
-"""What a kernel says of its problem, family by family: matrix products, fused attention, and all that moves data."""
+"""What a kernel says of its problem: one table of families, and one door to them.
+
+A family knows its kernels by their names. What it makes of one are facts of which exactly one holds: mostly a single
+fact, several where a name leaves open which rule made the grid, and none for a kernel that is not the family's or says
+nothing. No kernel is read by two families, so their order matters to nothing but speed.
+"""
+
+from collections.abc import Callable, Iterable
+
+import msgspec
 
 from stepscope.recover.facts import Fact, Sighting
-from stepscope.recover.families import fused_attention as attention
-from stepscope.recover.families import products
-from stepscope.recover.families import registry as memory_bound
-from stepscope.recover.families.tilings import PROCESSORS
+from stepscope.recover.families.elementwise import (
+    is_recent,
+    read_compiled,
+    read_concatenation,
+    read_elementwise,
+)
+from stepscope.recover.families.fused_attention import read_attention
+from stepscope.recover.families.grids import join_choices
+from stepscope.recover.families.optimizers import read_update
+from stepscope.recover.families.products import read_product
+from stepscope.recover.families.reductions import read_reduction, read_scan
+from stepscope.recover.families.rowwise import read_lookup, read_norm, read_softmax
+from stepscope.recover.families.tilings import PROCESSORS, UNKNOWN
 
 
-def read(sighting: Sighting, *, processors: int = PROCESSORS, recent: bool = False) -> Fact | None:
-    """The fact, or None where nothing is known.
+class Platform(msgspec.Struct, frozen=True, kw_only=True):
+    """What launched the kernels: how many SMs the GPU has, which persistent kernels fill, and whether PyTorch is known
+    to be 2.7 or later (`elementwise.is_recent`)."""
 
-    `processors`: the GPU's SMs, which persistent kernels fill. `recent`: as in `memory_bound.read`."""
-    if fact := attention.read(sighting, processors):
-        return fact
-    if sighting.name.kernel_class == "gemm":
-        return products.read(sighting, processors)
-    return memory_bound.read(sighting, recent=recent)
+    processors: int = PROCESSORS
+    recent: bool = False
+
+
+Reader = Callable[[Sighting, Platform], tuple[Fact, ...]]
+FAMILIES: dict[str, Reader] = {
+    "fused attention": lambda sighting, platform: _only(read_attention(sighting, platform.processors)),
+    "matrix products": lambda sighting, platform: _only(read_product(sighting, platform.processors)),
+    "elementwise": lambda sighting, platform: read_elementwise(sighting, recent=platform.recent),
+    "norms": lambda sighting, _: _only(read_norm(sighting)),
+    "lookups": lambda sighting, _: _only(read_lookup(sighting)),
+    "concatenation": lambda sighting, _: _only(read_concatenation(sighting)),
+    "optimizers": lambda sighting, _: _only(read_update(sighting)),
+    "softmax": lambda sighting, _: read_softmax(sighting),
+    "reductions": lambda sighting, _: read_reduction(sighting),
+    "running sums": lambda sighting, _: read_scan(sighting),
+    "compiled": lambda sighting, _: read_compiled(sighting),
+}
+_H200 = Platform()
+
+
+def find_platform(sightings: Iterable[Sighting], device_sms: int | None) -> Platform:
+    return Platform(processors=device_sms or UNKNOWN, recent=is_recent(one.name for one in sightings))
+
+
+def _only(fact: Fact | None) -> tuple[Fact, ...]:
+    return () if fact is None else (fact,)
+
+
+def read_facts(sighting: Sighting, platform: Platform = _H200) -> tuple[Fact, ...]:
+    """The facts of which exactly one holds; none where nothing is known of the kernel."""
+    if not sighting.has_geometry:
+        return ()
+    return next((facts for read in FAMILIES.values() if (facts := read(sighting, platform))), ())
+
+
+def read_fact(sighting: Sighting, platform: Platform = _H200) -> Fact | None:
+    """One fact that holds whichever of `read_facts` does."""
+    return join_choices(read_facts(sighting, platform))

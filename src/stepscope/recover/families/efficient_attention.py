@@ -1,20 +1,249 @@
 """PyTorch's memory-efficient attention (`fmha_cutlassF_…`, `fmha_cutlassB_…`), on a grid of (tiles, heads, batch).
 
 The forward kernel's name has its tile of queries and keys, and where it keeps its result says how wide heads are. In
-fp32 its counters are understood to the last tile: see `fmha`. Other data types were not measured.
+fp32 its counters are understood to the last tile: `count_head` has them. Other data types were not measured.
 """
 
 import re
+from functools import cache
+from typing import Literal
 
-from stepscope.recover.facts import Attention, Sighting, Window, exactly
-from stepscope.recover.families import fmha
-from stepscope.recover.families.attention_rules import (
-    AttentionProblem,
+import msgspec
+
+from stepscope.recover.facts import (
+    Attention,
+    AttentionSizes,
     Rule,
-    build_fact,
+    Sighting,
+    Window,
     ceil_div,
+    exactly,
     within_tiles,
 )
+
+# --- Instructions in fp32
+#
+# The instructions of PyTorch's memory-efficient attention in fp32: what a GPU counts, from the sizes alone.
+#
+# `fmha_cutlassF_f32_aligned_*_sm80` multiplies matrices on the tensor cores, as three products of TF32 numbers. Those
+# are not among the floating-point counters. What is counted there is everything around them: splitting each factor into
+# a high and a low part, the softmax, dropout. So the counters follow the tiles, and textbook formulas of attention miss
+# them by factors of 25 to 239.
+#
+# A block takes a tile of queries of one head and walks over the keys, a tile at a time; under a causal mask it stops at
+# its last query. Each constant below is a number of instructions of one thread in such a step. The numbers come from
+# the disassembled kernel, put together along the control flow of its source, and none is fitted; the words beside them
+# are a reading of what they are for. One quantity depends on the data: how often the largest score of a row is found in
+# a later tile, so that what was summed up so far is rescaled. For scores in no particular order its expectation is
+# known; from never to always is the range for any scores.
+#
+# Seen to hold: lengths of whole tiles, with dropout (the tables of `bench/notes_tables.py`) and without, with a causal
+# mask that is skipped along or handed over as a tensor; the widest kernel with a single tile of keys.
+
+
+# A causal mask is skipped along; as a tensor, added to every score, it hides as much and saves nothing.
+Mask = Literal["none", "causal", "tensor"]
+
+WARP_THREADS = 32
+# A thread's part of a product of tiles: a warp has 32 × 32 of it in all three kernels.
+_RESULTS = 32
+# Per 32 numbers of the summed dimension: 64 differences that are the low parts of the factors (8 of each in each of
+# four instructions' depths), and a sum into each result, which is kept apart from the tensor cores' own for accuracy.
+_SPLIT_DEPTH = 32
+_SPLIT = 96
+_SPLIT_INSTRUCTIONS = 96  # on the tensor cores, of a warp: 4 depths × 2 × 4 pieces of the tile × 3 products
+TENSOR_OPS = 2 * 16 * 8 * 8  # of one of them
+# Of the softmax: scaling scores by log2(e), the row sum with its exchange between lanes, the difference to the maximum.
+_TO_BASE_2 = 32
+_ROW_SUM = 40
+_MINUS_MAXIMUM = 32
+# Four random numbers at a time: an fma each to bring them into [0, 1), and as many comparisons and products.
+_DROPPED_AT_A_TIME = 4
+_DROPOUT_PLAIN = 8
+# `1.0 / (1.0 - p)`, in double precision, by every thread for every tile: a division is five fused operations.
+_DROPOUT_DOUBLE_FMA = 5
+_DROPOUT_DOUBLE_ADD = 1
+# Of one row at the end: a reciprocal of the sum, two fused operations and one product.
+_ROW_FMA = 2
+_ROW_PLAIN = 1
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the three kernels, as the head size chooses them."""
+
+    queries: int
+    keys: int
+    threads: int
+    # Before its loop the first product splits fragments ahead: as many instructions of a thread more.
+    ahead: int
+    rows_of_thread: int
+    # Whether the result stays in registers ("rf"). If not, it is finished in memory after each tile of keys ("gmem").
+    in_registers: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.queries}x{self.keys}_{'rf' if self.in_registers else 'gmem'}"
+
+    @property
+    def warps_beside(self) -> int:
+        """Warps that share a row of scores."""
+        return self.keys // WARP_THREADS
+
+
+NARROW = Variant(queries=64, keys=64, threads=128, ahead=32, rows_of_thread=8, in_registers=True)
+MIDDLE = Variant(queries=64, keys=128, threads=256, ahead=48, rows_of_thread=4, in_registers=True)
+WIDE = Variant(queries=32, keys=128, threads=128, ahead=48, rows_of_thread=4, in_registers=False)
+VARIANTS = (NARROW, MIDDLE, WIDE)
+
+
+def choose_variant(head_dim: int) -> Variant:
+    return NARROW if head_dim <= NARROW.keys else MIDDLE if head_dim <= MIDDLE.keys else WIDE
+
+
+class InstructionCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Instructions of threads, except `tensor`, which is of warps. `plain` are additions and products."""
+
+    plain: float = 0
+    fma: float = 0
+    double_fma: int = 0
+    double_plain: int = 0
+    tensor: int = 0
+
+    @property
+    def fp32_operations(self) -> float:
+        return self.plain + 2 * self.fma
+
+    @property
+    def fp64_operations(self) -> int:
+        return self.double_plain + 2 * self.double_fma
+
+    @property
+    def tensor_operations(self) -> int:
+        return self.tensor * TENSOR_OPS
+
+    def __add__(self, other: "InstructionCounts") -> "InstructionCounts":
+        return InstructionCounts(
+            plain=self.plain + other.plain,
+            fma=self.fma + other.fma,
+            double_fma=self.double_fma + other.double_fma,
+            double_plain=self.double_plain + other.double_plain,
+            tensor=self.tensor + other.tensor,
+        )
+
+    def times(self, factor: int) -> "InstructionCounts":
+        return InstructionCounts(
+            plain=self.plain * factor,
+            fma=self.fma * factor,
+            double_fma=self.double_fma * factor,
+            double_plain=self.double_plain * factor,
+            tensor=self.tensor * factor,
+        )
+
+
+@cache
+def count_head(
+    query_length: int,
+    key_length: int,
+    head_dim: int,
+    *,
+    mask: Mask,
+    dropout: bool = False,
+    share: float | None = None,
+) -> InstructionCounts:
+    """One head of one sequence. `share` is that of everything that depends on the data: 0 and 1 are the least and the
+    most for any data, None is what to expect of scores in no particular order and of a tensor that is a causal mask."""
+    variant = choose_variant(head_dim)
+    total = InstructionCounts()
+    for first_query in range(0, query_length, variant.queries):
+        end = min(first_query + variant.queries, key_length) if mask == "causal" else key_length
+        for first_key in range(0, end, variant.keys):
+            keys = min(variant.keys, end - first_key)
+            total += _score(variant, head_dim)
+            total += _normalise(variant, keys)
+            total += _hide(variant, first_query, first_key, keys, mask, share)
+            total += _follow_maximum(variant, first_query, first_key, keys, mask, share)
+            total += _drop(variant, keys) if dropout else InstructionCounts()
+            total += _sum_values(variant, head_dim, keys)
+        total += _finish_rows(variant) if variant.in_registers else InstructionCounts()
+    return total
+
+
+def _score(variant: Variant, head_dim: int) -> InstructionCounts:
+    """Queries times keys, and the scale."""
+    depths = -(-head_dim // _SPLIT_DEPTH)
+    return InstructionCounts(
+        plain=variant.threads * (_SPLIT * depths + variant.ahead + _RESULTS),
+        tensor=variant.threads // WARP_THREADS * _SPLIT_INSTRUCTIONS * depths,
+    )
+
+
+def _normalise(variant: Variant, keys: int) -> InstructionCounts:
+    """The softmax. Differences are taken of the keys that exist; every warp beside adds up each row once more."""
+    each = _TO_BASE_2 + _ROW_SUM + _MINUS_MAXIMUM * keys / variant.keys
+    return InstructionCounts(plain=variant.threads * each + variant.queries * variant.warps_beside)
+
+
+def _hide(
+    variant: Variant, first_query: int, first_key: int, keys: int, mask: Mask, share: float | None
+) -> InstructionCounts:
+    """exp2 takes two more instructions where its argument is out of range, as minus infinity is. A mask that is a
+    tensor is added to the scores that exist."""
+    if mask == "none":
+        return InstructionCounts()
+    last = first_key + keys - 1
+    hidden: float = sum(max(0, last - max(first_query + row, first_key - 1)) for row in range(variant.queries))
+    if mask == "causal":
+        return InstructionCounts(plain=2 * hidden)
+    scores = variant.queries * keys
+    return InstructionCounts(plain=scores + 2 * (hidden if share is None else share * scores))
+
+
+def _follow_maximum(
+    variant: Variant, first_query: int, first_key: int, keys: int, mask: Mask, share: float | None
+) -> InstructionCounts:
+    """In the first tile every maximum moves, away from minus infinity; later the sums so far are rescaled."""
+    if first_key == 0:
+        return InstructionCounts(plain=4 * variant.queries)
+    assert variant.in_registers, "the widest kernel was seen with one tile of keys alone"
+    moved = 0.0
+    for row in range(variant.queries):
+        seen = keys if mask == "none" else min(keys, max(0, first_query + row + 1 - first_key))
+        moved += seen / (first_key + seen) if share is None else share
+    return InstructionCounts(plain=2 * moved + variant.threads * _RESULTS)
+
+
+def _drop(variant: Variant, keys: int) -> InstructionCounts:
+    """The threads of a row share its keys and draw for four of them at a time."""
+    share = -(-keys // (variant.threads // variant.queries))
+    draws = -(-share // _DROPPED_AT_A_TIME)
+    return InstructionCounts(
+        plain=variant.threads * _DROPOUT_PLAIN * draws,
+        fma=variant.threads * _DROPPED_AT_A_TIME * draws,
+        double_fma=variant.threads * _DROPOUT_DOUBLE_FMA,
+        double_plain=variant.threads * _DROPOUT_DOUBLE_ADD,
+    )
+
+
+def _sum_values(variant: Variant, head_dim: int, keys: int) -> InstructionCounts:
+    """Weights times values. A result in memory is made in pieces, each finished at once."""
+    pieces = 1 if variant.in_registers else -(-head_dim // variant.keys)
+    depths = -(-keys // _SPLIT_DEPTH)
+    product = InstructionCounts(
+        plain=variant.threads * (_SPLIT * depths + _RESULTS),
+        tensor=variant.threads // WARP_THREADS * _SPLIT_INSTRUCTIONS * depths,
+    )
+    return (product if variant.in_registers else product + _finish_rows(variant)).times(pieces)
+
+
+def _finish_rows(variant: Variant) -> InstructionCounts:
+    """The output divided by the sums of its rows."""
+    return InstructionCounts(
+        plain=variant.threads * (variant.rows_of_thread * _ROW_PLAIN + _RESULTS),
+        fma=variant.threads * variant.rows_of_thread * _ROW_FMA,
+    )
+
+
+# --- Facts
 
 _NAME = re.compile(
     r"fmha_cutlass(?P<way>[FB])_(?P<type>\w+?)_(?:not)?aligned_(?P<rows>\d+)x(?P<keys>\d+)_(?P<rest>\w+)"
@@ -29,7 +258,7 @@ _DEPTH = 32
 _LSE_PLAIN = 16
 
 
-def read(sighting: Sighting) -> Attention | None:
+def read_efficient(sighting: Sighting) -> Attention | None:
     found = _NAME.search(sighting.name.name)
     if found is None:
         return None
@@ -38,9 +267,9 @@ def read(sighting: Sighting) -> Attention | None:
     least, most = _HEADS.get((found["rest"].partition("_")[0], int(found["keys"])), (1, _WIDEST_HEAD))
     tiles, heads, batch = sighting.grid
     rules = _fp32_rules(sighting) if found["type"] == "f32" and "_rf_" in found[0] else ()
-    return build_fact(
+    return Attention(
         "forward",
-        *rules,
+        rules,
         batch=exactly(batch),
         heads=exactly(heads),
         length=within_tiles(tiles, int(found["rows"])),
@@ -52,9 +281,9 @@ def _read_backward(sighting: Sighting, keys: int, rest: str) -> Attention:
     """A block takes some of the tiles of keys: there are no more blocks than tiles."""
     blocks, heads, batch = sighting.grid
     widest = re.search(r"(?:^|_)k(\d+)(?:_|$)", rest)
-    return build_fact(
+    return Attention(
         "backward",
-        lambda problem: blocks <= ceil_div(problem.keys, keys),
+        (lambda problem: blocks <= ceil_div(problem.keys, keys),),
         batch=exactly(batch),
         heads=exactly(heads),
         head_dim=Window(1, int(widest[1])) if widest else None,
@@ -66,22 +295,22 @@ def _fp32_rules(sighting: Sighting) -> tuple[Rule, ...]:
     if stored := counters.get("store_bytes"):
         rules.append(lambda problem: _fits_stores(stored, problem))
     plain = counters.get("fadd", 0) + counters.get("fmul", 0) if {"fadd", "fmul"} <= counters.keys() else 0
-    operations = counters.get("tensor_ops") or fmha.TENSOR_OPS * counters.get("tensor_instructions", 0)
+    operations = counters.get("tensor_ops") or TENSOR_OPS * counters.get("tensor_instructions", 0)
     if plain or operations:
         rules.append(lambda problem: _fits_work(plain, operations, problem))
     return tuple(rules)
 
 
-def _fits_stores(stored: int, problem: AttentionProblem) -> bool:
+def _fits_stores(stored: int, problem: AttentionSizes) -> bool:
     """The result; and in training the logarithm of each row's sum, of rows that are padded."""
     result = _FP32_BYTES * problem.sequences * problem.queries * problem.head_dim
     kept = _LSE_BYTES * problem.sequences * ceil_div(problem.queries, _LSE_STEP) * _LSE_STEP
     return result <= stored <= result + kept
 
 
-def _fits_work(plain: int, operations: int, problem: AttentionProblem) -> bool:
+def _fits_work(plain: int, operations: int, problem: AttentionSizes) -> bool:
     """By a mask that is skipped along, one that is a tensor, or none; with dropout or without."""
-    masks: tuple[fmha.Mask, ...] = ("causal", "tensor", "none") if problem.causal else ("tensor", "none")
+    masks: tuple[Mask, ...] = ("causal", "tensor", "none") if problem.causal else ("tensor", "none")
     for mask in masks:
         for dropout in (False, True):
             low = _count(problem, mask, dropout=dropout, up=False)
@@ -95,14 +324,14 @@ def _fits_work(plain: int, operations: int, problem: AttentionProblem) -> bool:
     return False
 
 
-def _count(problem: AttentionProblem, mask: fmha.Mask, *, dropout: bool, up: bool) -> fmha.Counts:
+def _count(problem: AttentionSizes, mask: Mask, *, dropout: bool, up: bool) -> InstructionCounts:
     """The least and the most for any scores. Lengths that are no whole tiles lie between those that are."""
-    variant = fmha.choose_variant(problem.head_dim)
+    variant = choose_variant(problem.head_dim)
 
     def whole(length: int, tile: int) -> int:
         return (ceil_div(length, tile) if up else length // tile) * tile
 
-    one = fmha.count_head(
+    one = count_head(
         whole(problem.queries, variant.queries),
         whole(problem.keys, variant.keys),
         # All that counts of it, and fewer problems to count.

@@ -11,20 +11,74 @@ from collections.abc import Iterable
 import msgspec
 
 from stepscope.explain.kernel_names import KernelName
-from stepscope.recover.facts import Elements, Sighting
-from stepscope.recover.families.functors import ANY_SIZE, result_sizes
+from stepscope.recover.facts import Elements, Rows, Sighting, Window, exactly
 from stepscope.recover.families.grids import (
+    LARGEST,
     covered,
     first_enclosed,
     is_flat,
     is_true,
-    join_choices,
     join_windows,
     keep_stored,
     take_apart,
     type_bytes,
     whole_number,
 )
+
+# --- What a functor writes
+#
+# Which type an elementwise kernel writes, as far as the functor in its name says.
+#
+# The bytes that a kernel stored are the number of its elements times the size of one. The size is known where the
+# functor names its result (`BinaryFunctor<float, float, bool, …>`), where it is one of those that return what they
+# take, and where it compares. Any other leaves it open.
+#
+# Counts of additions and multiplications were tried and lost: the last block computes past the end of the data, so they
+# are the elements only where every block is full.
+
+
+ANY_SIZE = (1, 2, 4, 8, 16)
+_SCOPES = re.compile(
+    r"\b(?:void |(?:at|native|c10|binary_internal|detail|std)::)|\(anonymous namespace\)::|<unnamed>::"
+)
+_NAMED_RESULT = re.compile(r"(?:Binary|AUnary|BUnary)Functor<([^<>,]+), ([^<>,]+), ([^<>,]+),")
+_OWN_TYPE = re.compile(r"(?:CUDAFunctor_add|CUDAFunctorOnSelf_add|FillFunctor)<([^<>,]+)>")
+_COMPARISON = re.compile(r"(?:Compare\w*Functor|is(?:neg|pos)inf_kernel|isnan_kernel|isinf_kernel|logical_\w+_kernel)")
+_HALF_COPY = re.compile(r"b?float16_copy_kernel_cuda")
+# They return the type of their first argument that is no condition.
+_SAME_TYPE = re.compile(
+    r"(?:direct_copy|neg|tanh|tanh_backward|sigmoid|sigmoid_backward|exp|rsqrt|sqrt|cos|sin|silu|silu_backward|masked_fill"
+    r"|where|log|reciprocal|pow_tensor_scalar|GeluCUDA|GeluBackwardCUDA|launch_clamp)_?(?:kernel|scalar|Kernel)"
+)
+_PARAMETERS = re.compile(r"lambda\(([^()]+)\)")
+
+
+def result_sizes(functor: str, *, is_cast: bool) -> tuple[int, ...]:
+    """Bytes of one result: one size where it is known. A kernel that casts on its way out may write any type."""
+    if is_cast:
+        return ANY_SIZE
+    plain = _SCOPES.sub("", functor)
+    if _HALF_COPY.match(plain):
+        return (2,)
+    if _COMPARISON.match(plain):
+        return (1,)
+    spelled = _spell_result(plain)
+    size = type_bytes(spelled) if spelled else None
+    return (size,) if size else ANY_SIZE
+
+
+def _spell_result(plain: str) -> str | None:
+    if match := _NAMED_RESULT.match(plain):
+        return match[3]
+    if match := _OWN_TYPE.match(plain):
+        return match[1]
+    if _SAME_TYPE.match(plain):
+        written = [one.strip() for group in _PARAMETERS.findall(plain)[-1:] for one in group.split(",")]
+        return next((one for one in written if one != "bool"), "bool" if written else None)
+    return None
+
+
+# --- Shells
 
 _THREADS = 128
 _OLD_WORK, _WORK, _BYTE_WORK = 4, 8, 16  # elements a thread
@@ -56,13 +110,7 @@ def is_recent(names: Iterable[KernelName]) -> bool:
     return any(_RECENT.search(take_apart(name.name)[0].text) for name in names)
 
 
-def read(sighting: Sighting, *, recent: bool = False) -> Elements | None:
-    joined = join_choices(choices(sighting, recent=recent))
-    assert joined is None or isinstance(joined, Elements)
-    return joined
-
-
-def choices(sighting: Sighting, *, recent: bool = False) -> tuple[Elements, ...]:
+def read_elementwise(sighting: Sighting, *, recent: bool = False) -> tuple[Elements, ...]:
     """One of them holds. `recent`: the run is known to be one of PyTorch 2.7 or later."""
     work = _find_work(sighting, recent=recent) if is_flat(sighting) else None
     if work is None:
@@ -136,3 +184,96 @@ def _read_triangle(sighting: Sighting) -> tuple[Elements, ...]:
     # In place only the half that becomes zero is written.
     written = sighting.counters.get("store_bytes") if size and not is_true(arguments[4]) else None
     return tuple(Elements(count=one) for one in keep_stored([window], written, (size or 1,)))
+
+
+# --- torch.cat
+#
+# `torch.cat`: one row of blocks a tensor, sized for the largest of them.
+#
+# The plain kernels start two blocks a multiprocessor whatever the sizes, so only the bytes written tell anything. Those
+# that copy sixteen bytes a thread start as many blocks as the largest tensor needs, up to 32 a multiprocessor.
+
+
+_ALIGNED_CAT = (
+    "CatArrayBatchedCopy_aligned16_contig",
+    "CatArrayBatchedCopy_alignedK_contig",
+    "CatArrayBatchedCopy_vectorized",
+)
+_MOST_BLOCKS_OF_AN_SM = 32
+
+
+def read_concatenation(sighting: Sighting) -> Elements | None:
+    anatomy, arguments = take_apart(sighting.name.name)
+    if not anatomy.base.startswith("CatArrayBatchedCopy") or not arguments:
+        return None
+    _, _, opaque = arguments[0].partition("OpaqueType<")
+    size = whole_number(opaque.removesuffix(">"))
+    if not size:
+        return None
+    window = Window(1, LARGEST)
+    if anatomy.base in _ALIGNED_CAT:
+        # Newer names say how many bytes a thread moves, behind the other numbers; before it was either.
+        said = whole_number(arguments[5]) if len(arguments) > 5 else None
+        window = join_windows(
+            [_count_concatenated(sighting, max(1, moved // size)) for moved in ((said,) if said else (8, 16))]
+        )
+    stored = keep_stored([window], sighting.counters.get("store_bytes"), (size,))
+    return Elements(count=stored[0]) if stored[0].high < LARGEST else None
+
+
+def _count_concatenated(sighting: Sighting, per_thread: int) -> Window:
+    """Of all tensors together: the largest is within a block of its grid, others may be nearly empty."""
+    blocks, tensors = sighting.grid[0], sighting.grid[1]
+    largest = covered(blocks, sighting.block[0] * per_thread)
+    capped = blocks % _MOST_BLOCKS_OF_AN_SM == 0
+    return Window(largest.low, LARGEST if capped else tensors * largest.high)
+
+
+# --- What torch.compile writes
+#
+# Kernels that torch.compile wrote. Their blocks are powers of two that no trace records.
+#
+# A grid of g blocks stands for more than (g - 1)·X elements and at most g·X, for one X of the possible ones. Which, the
+# rest of the run must tell; the choices are all listed. Each element, or each result of a reduction, is written with
+# the same number of bytes, so under Nsight Compute the size divides what was written, and a few numbers of each window
+# are left. Two-dimensional tiles leave too much open to say anything.
+
+
+_COMPILED_KIND = re.compile(r"triton_(?P<kind>poi|red|per)_fused_")
+_COMPILED_BLOCKS = tuple(2**power for power in range(13))  # Inductor's own limit for its first dimension is 4096
+# What it takes for pointwise kernels of so many threads, as long as nobody tunes them.
+_USUAL_BLOCKS = {128: (1024, 512, 256, 128), 256: (512,)}
+# Reductions that several blocks share put the number of those first; it is at most this.
+_MOST_SHARED = 64
+_MOST_DIVISORS = 8
+
+
+def read_compiled(sighting: Sighting) -> tuple[Elements, ...] | tuple[Rows, ...]:
+    """One of them holds: elements of a pointwise kernel, results of a reduction. The usual ones come first."""
+    match = _COMPILED_KIND.match(take_apart(sighting.name.name)[0].base)
+    if not match or not is_flat(sighting):
+        return ()
+    written = sighting.counters.get("store_bytes", 0)
+    if match["kind"] == "poi":
+        usual = _USUAL_BLOCKS.get(sighting.block[0], ())
+        return tuple(Elements(count=window) for window in _compiled_windows(sighting, usual, written))
+    if sighting.grid[0] <= _MOST_SHARED:
+        return ()
+    if any(name == "sum" or "backward" in name for name in sighting.name.fused):
+        written = 0  # a norm's gradient may sum up its weights' besides, and write those in parts
+    return tuple(Rows(rows=window) for window in _compiled_windows(sighting, (), written))
+
+
+def _compiled_windows(sighting: Sighting, usual: tuple[int, ...], written: int) -> Iterable[Window]:
+    plain = [covered(sighting.grid[0], per_block) for per_block in dict.fromkeys((*usual, *_COMPILED_BLOCKS))]
+    if sighting.grid[0] == 1:  # they hold each other
+        plain = [covered(1, _COMPILED_BLOCKS[-1])]
+    divisors = [[number for number in window if written % number == 0] for window in plain] if written else []
+    if not any(divisors):
+        # What was not written by stores (but added in memory, say) tells nothing.
+        return plain
+    return [
+        window
+        for whole, numbers in zip(plain, divisors, strict=True)
+        for window in ([whole] if len(numbers) > _MOST_DIVISORS else map(exactly, numbers))
+    ]

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from stepscope.recover.facts import Attention, Sighting, Window, exactly
-from stepscope.recover.families.attention_rules import (
-    AttentionProblem,
-    build_fact,
+from stepscope.recover.facts import (
+    Attention,
+    AttentionSizes,
+    Sighting,
+    Window,
     ceil_div,
+    exactly,
     fits_pairs,
     within_tiles,
 )
@@ -42,7 +44,7 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
     even_head: bool | None = None
 
 
-def read(sighting: Sighting, processors: int) -> Attention | None:
+def read_flash(sighting: Sighting, processors: int) -> Attention | None:
     name = sighting.name.name
     build = parse(name)
     if build is None or "combine" in name:
@@ -81,15 +83,14 @@ def _head_dims(build: Build) -> Window:
 def _read_forward(sighting: Sighting, build: Build) -> Attention:
     tiles, batch, heads = sighting.grid
 
-    def rule(problem: AttentionProblem) -> bool:
+    def rule(problem: AttentionSizes) -> bool:
         return any(_fits_forward(sighting, build, shaped) for shaped in _shapes(problem))
 
     # A group of heads may have become rows, so a single query leaves the windows open.
     whole = tiles > 1
-    return build_fact(
+    return Attention(
         "forward",
-        lambda problem: problem.batch == batch,
-        rule,
+        (rule,),
         batch=exactly(batch),
         heads=exactly(heads) if whole else None,
         length=within_tiles(tiles, build.queries) if whole else Window(1, build.queries),
@@ -97,21 +98,21 @@ def _read_forward(sighting: Sighting, build: Build) -> Attention:
     )
 
 
-def _shapes(problem: AttentionProblem) -> Iterator[AttentionProblem]:
+def _shapes(problem: AttentionSizes) -> Iterator[AttentionSizes]:
     yield problem
     if problem.queries == 1 and problem.heads > problem.kv_heads:
         group = problem.heads // problem.kv_heads
         yield msgspec.structs.replace(problem, queries=group, heads=problem.kv_heads, causal=False)
 
 
-def _fits_forward(sighting: Sighting, build: Build, problem: AttentionProblem) -> bool:
+def _fits_forward(sighting: Sighting, build: Build, problem: AttentionSizes) -> bool:
     tiles, _, heads = sighting.grid
     if heads != problem.heads or tiles != ceil_div(problem.queries, build.queries):
         return False
     return _fits_flags(build, problem) and _fits_counters(sighting, build, problem)
 
 
-def _fits_flags(build: Build, problem: AttentionProblem) -> bool:
+def _fits_flags(build: Build, problem: AttentionSizes) -> bool:
     # A single query sees everything: it needs no mask. With a window there is one, but of another kind.
     if build.causal is not None and not build.local and build.causal != problem.causal and problem.queries > 1:
         return False
@@ -119,7 +120,7 @@ def _fits_flags(build: Build, problem: AttentionProblem) -> bool:
     return even or not build.even_lengths
 
 
-def _fits_counters(sighting: Sighting, build: Build, problem: AttentionProblem) -> bool:
+def _fits_counters(sighting: Sighting, build: Build, problem: AttentionSizes) -> bool:
     """Work of whole tiles of the compiled head size. The result is stored as it is, and a sum of exponentials a row."""
     if (operations := sighting.counters.get("tensor_ops")) and not build.local:
         pair = 4 * build.queries * build.keys * build.head_dim
@@ -136,19 +137,19 @@ def _read_split(sighting: Sighting, build: Build) -> Attention:
     """The keys in parts, each a block of its own: (tiles of queries, parts, batch × heads)."""
     tiles, parts, sequences = sighting.grid
 
-    def fits(problem: AttentionProblem) -> bool:
+    def fits(problem: AttentionSizes) -> bool:
         if tiles != ceil_div(problem.queries, build.queries):
             return False
         return sequences == problem.sequences or (parts, sequences) == (problem.batch, problem.heads)
 
-    return build_fact(
-        "forward", lambda problem: any(fits(shaped) for shaped in _shapes(problem)), head_dim=_head_dims(build)
+    return Attention(
+        "forward", (lambda problem: any(fits(shaped) for shaped in _shapes(problem)),), head_dim=_head_dims(build)
     )
 
 
 def _read_around_backward(sighting: Sighting, build: Build) -> Attention:
     tiles, batch, heads = sighting.grid
-    return build_fact(
+    return Attention(
         "backward",
         batch=exactly(batch),
         heads=exactly(heads),
@@ -161,10 +162,12 @@ def _read_backward(sighting: Sighting, build: Build, processors: int) -> Attenti
     """Where results must not depend on the order of sums, the GPU's blocks are shared out among the heads instead."""
     tiles, batch, heads = sighting.grid
     shared_out = processors == UNKNOWN or tiles == ceil_div(processors, batch * heads)
-    return build_fact(
+    return Attention(
         "backward",
-        lambda problem: _fits_flags(build, problem),
-        lambda problem: shared_out or tiles == ceil_div(problem.keys, build.keys),
+        (
+            lambda problem: _fits_flags(build, problem),
+            lambda problem: shared_out or tiles == ceil_div(problem.keys, build.keys),
+        ),
         batch=exactly(batch),
         heads=exactly(heads),
         head_dim=_head_dims(build),

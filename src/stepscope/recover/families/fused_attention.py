@@ -7,24 +7,25 @@ A model with a causal mask may run a kernel that skips what the mask hides, or o
 and computes everything. So work fits a causal model if either fits; without a mask nothing is skipped.
 
 Grids of our own kernels follow their launchers; cuDNN's and the memory-efficient ones were found on problems of known
-sizes. FlashAttention is in `flash`.
+sizes. FlashAttention is in `flash_attention`.
 """
 
 import re
 from collections.abc import Callable
 from typing import Literal
 
-from stepscope.recover.facts import Attention, Sighting, Window, exactly
-from stepscope.recover.families import flash_attention as flash
-from stepscope.recover.families.attention_rules import (
-    AttentionProblem,
+from stepscope.recover.facts import (
+    Attention,
+    AttentionSizes,
     Rule,
-    build_fact,
+    Sighting,
+    Window,
     ceil_div,
     count_tile_pairs,
+    exactly,
 )
-from stepscope.recover.families.efficient_attention import read as read_memory_efficient
-from stepscope.recover.families.tilings import PROCESSORS
+from stepscope.recover.families.efficient_attention import read_efficient
+from stepscope.recover.families.flash_attention import read_flash
 
 _CUDNN = re.compile(r"_flash_(fprop|bprop)_wgmma_\w+?_(\d+)x(\d+)x(\d+)_\d+x\d+x1_cga1x1x1")
 # Of queries or keys, of the other and of the head: those whose blocks are understood.
@@ -37,29 +38,34 @@ _WARPGROUP_THREADS = 128
 _TRITON_TILES = (16, 32, 64, 128)
 _HOPPER_ROWS = 64  # of a warpgroup
 _HOPPER_KEYS = 128
-_HOPPER_PREPARED = (128,)
-_HOPPER_FINISHED = (64,)
+# Of kernels whose grid is tiles alone: the tiles that they may have, and whether those are of keys.
+_OWN_GRIDS: dict[str, tuple[Literal["forward", "backward"], tuple[int, ...], bool]] = {
+    "attention_hopper_prepare": ("backward", (128,), False),
+    "attention_hopper_finish": ("backward", (64,), False),
+    "attention_hopper_backward": ("backward", (_HOPPER_KEYS,), True),
+    "attention_forward": ("forward", _TRITON_TILES, False),
+    "attention_backward_queries": ("backward", _TRITON_TILES, False),
+    "attention_backward_keys": ("backward", _TRITON_TILES, True),
+}
 _LSE_BYTES = 4
 
 
-def read(sighting: Sighting, processors: int = PROCESSORS) -> Attention | None:
+def read_attention(sighting: Sighting, processors: int) -> Attention | None:
     """`processors`: how many SMs the GPU has."""
     name = sighting.name.name
-    if not sighting.has_geometry:
-        return None
     if found := _CUDNN_AROUND.search(name):
         return _read_around_cudnn(sighting, found[1])
     if sighting.name.kernel_class != "attention":
         return None
     if "fmha_cutlass" in name:
-        return read_memory_efficient(sighting)
+        return read_efficient(sighting)
     if found := _CUDNN.search(name):
         tile = (int(found[2]), int(found[3]), int(found[4]))
         return _read_cudnn(sighting, found[1], tile, processors)
     if sighting.name.library == "stepscope":
         return _read_own(sighting, processors)
     if sighting.name.library == "FlashAttention":
-        return flash.read(sighting, processors)
+        return read_flash(sighting, processors)
     return None
 
 
@@ -69,15 +75,15 @@ def _read_cudnn(sighting: Sighting, way: str, tile: tuple[int, int, int], proces
     head_dim = Window(1, tile[2])
     rows = tile[0] * (sighting.block[0] // _WARPGROUP_THREADS - 1)
     if tile not in _CUDNN_SEEN[way] or rows <= 0:
-        return build_fact(direction, _evenly(sighting, processors), head_dim=head_dim)
+        return Attention(direction, (_evenly(sighting, processors),), head_dim=head_dim)
 
-    def launched(problem: AttentionProblem) -> int:
+    def launched(problem: AttentionSizes) -> int:
         return problem.sequences * ceil_div(problem.queries if way == "fprop" else problem.keys, rows)
 
     rules: list[Rule] = [_persistent(sighting, launched, processors)]
     if way == "fprop" and (operations := sighting.counters.get("tensor_ops")):
         rules.append(lambda problem: _fits_cudnn_work(operations, rows, tile, problem))
-    return build_fact(direction, *rules, head_dim=head_dim)
+    return Attention(direction, tuple(rules), head_dim=head_dim)
 
 
 def _evenly(sighting: Sighting, processors: int) -> Rule:
@@ -86,7 +92,7 @@ def _evenly(sighting: Sighting, processors: int) -> Rule:
     return lambda problem: blocks >= processors or blocks % problem.sequences == 0
 
 
-def _fits_cudnn_work(operations: int, rows: int, tile: tuple[int, int, int], problem: AttentionProblem) -> bool:
+def _fits_cudnn_work(operations: int, rows: int, tile: tuple[int, int, int], problem: AttentionSizes) -> bool:
     """Both products take whole tiles of queries and keys. How narrow heads are padded within a tile was not seen."""
     _, keys, widest = tile
     masks = (False, True) if problem.causal else (False,)
@@ -104,38 +110,29 @@ def _read_around_cudnn(sighting: Sighting, which: str) -> Attention:
     rows = _CUDNN_AROUND_ROWS[which]
     grouped = which == "fmha_reduce_head"
 
-    def rule(problem: AttentionProblem) -> bool:
+    def rule(problem: AttentionSizes) -> bool:
         if grouped and heads != problem.kv_heads:
             return False
         length = problem.keys if grouped else problem.queries
         return problem.head_dim != _CUDNN_AROUND_HEAD or tiles == ceil_div(length, rows)
 
-    return build_fact("backward", rule, batch=exactly(batch), heads=None if grouped else exactly(heads))
+    return Attention("backward", (rule,), batch=exactly(batch), heads=None if grouped else exactly(heads))
 
 
 def _read_own(sighting: Sighting, processors: int) -> Attention | None:
-    match sighting.name.name.partition("(")[0]:
-        case "attention_hopper_forward":
-            return _read_hopper_forward(sighting, processors)
-        case "attention_hopper_prepare":
-            return build_fact("backward", _on_grid(sighting, _HOPPER_PREPARED))
-        case "attention_hopper_finish":
-            return build_fact("backward", _on_grid(sighting, _HOPPER_FINISHED))
-        case "attention_hopper_backward":
-            return build_fact("backward", _on_grid(sighting, (_HOPPER_KEYS,), of_keys=True))
-        case "attention_forward":
-            return build_fact("forward", _on_grid(sighting, _TRITON_TILES))
-        case "attention_backward_queries":
-            return build_fact("backward", _on_grid(sighting, _TRITON_TILES))
-        case "attention_backward_keys":
-            return build_fact("backward", _on_grid(sighting, _TRITON_TILES, of_keys=True))
-    return None
+    name = sighting.name.name.partition("(")[0]
+    if name == "attention_hopper_forward":
+        return _read_hopper_forward(sighting, processors)
+    if name not in _OWN_GRIDS:
+        return None
+    direction, tiles, of_keys = _OWN_GRIDS[name]
+    return Attention(direction, (_on_grid(sighting, tiles, of_keys=of_keys),))
 
 
 def _on_grid(sighting: Sighting, tiles: tuple[int, ...], *, of_keys: bool = False) -> Rule:
     """One of these tiles gives the grid: of queries for every head, or of keys for every key-value head."""
 
-    def rule(problem: AttentionProblem) -> bool:
+    def rule(problem: AttentionSizes) -> bool:
         sequences = problem.batch * (problem.kv_heads if of_keys else problem.heads)
         length = problem.keys if of_keys else problem.queries
         return any(sighting.grid[0] == sequences * ceil_div(length, tile) for tile in tiles)
@@ -144,7 +141,7 @@ def _on_grid(sighting: Sighting, tiles: tuple[int, ...], *, of_keys: bool = Fals
 
 
 def _read_hopper_forward(sighting: Sighting, processors: int) -> Attention:
-    def launched(problem: AttentionProblem) -> int:
+    def launched(problem: AttentionSizes) -> int:
         tiles = ceil_div(problem.queries, _hopper_rows(problem))
         # Under a causal mask a long tile and a short one make an item.
         return problem.sequences * (ceil_div(tiles, 2) if problem.causal else tiles)
@@ -155,18 +152,18 @@ def _read_hopper_forward(sighting: Sighting, processors: int) -> Attention:
         rules.append(lambda problem: stored == _LSE_BYTES * problem.sequences * problem.queries)
     if operations := sighting.counters.get("tensor_ops"):
         rules.append(lambda problem: _fits_hopper_work(operations, problem))
-    return build_fact("forward", *rules, head_dim=Window(1, 128))
+    return Attention("forward", tuple(rules), head_dim=Window(1, 128))
 
 
-def _hopper_width(problem: AttentionProblem) -> int:
+def _hopper_width(problem: AttentionSizes) -> int:
     return 64 if problem.head_dim <= 64 else 128
 
 
-def _hopper_rows(problem: AttentionProblem) -> int:
+def _hopper_rows(problem: AttentionSizes) -> int:
     return _HOPPER_ROWS * (3 if _hopper_width(problem) == 64 and not problem.causal else 2)
 
 
-def _fits_hopper_work(operations: int, problem: AttentionProblem) -> bool:
+def _fits_hopper_work(operations: int, problem: AttentionSizes) -> bool:
     rows = _hopper_rows(problem)
     pairs, rest = divmod(operations, 4 * rows * _HOPPER_KEYS * _hopper_width(problem) * problem.sequences)
     if problem.queries % rows or problem.keys % _HOPPER_KEYS:
@@ -175,10 +172,10 @@ def _fits_hopper_work(operations: int, problem: AttentionProblem) -> bool:
     return not rest and pairs == count_tile_pairs(problem, rows, _HOPPER_KEYS, skips=problem.causal)
 
 
-def _persistent(sighting: Sighting, launched: Callable[[AttentionProblem], int], processors: int) -> Rule:
+def _persistent(sighting: Sighting, launched: Callable[[AttentionSizes], int], processors: int) -> Rule:
     blocks = sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
 
-    def rule(problem: AttentionProblem) -> bool:
+    def rule(problem: AttentionSizes) -> bool:
         wanted = launched(problem)
         return wanted == blocks or (blocks >= processors and wanted > blocks)
 

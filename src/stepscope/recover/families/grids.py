@@ -10,9 +10,9 @@ from functools import lru_cache
 from math import gcd
 
 from stepscope.explain.kernel_names.anatomy import Anatomy, dissect
-from stepscope.recover.facts import Elements, Gather, Rows, Sighting, Update, Window, exactly
+from stepscope.recover.facts import Elements, Fact, Gather, Rows, Sighting, Update, Window, exactly
 
-MemoryFact = Elements | Rows | Gather | Update
+WARP = 32  # threads
 LARGEST = 2**31 - 1  # kernels count in 32 bits; larger problems are launched in pieces
 _BYTES = {
     "double": 8,
@@ -132,7 +132,7 @@ def join_windows(windows: Sequence[Window]) -> Window:
     return Window(low, max(window.high for window in windows), step or 1)
 
 
-def join_choices(choices: Sequence[MemoryFact]) -> MemoryFact | None:
+def join_choices(choices: Sequence[Fact]) -> Fact | None:
     """One fact that holds whichever of the choices does."""
     if len(choices) < 2:
         return choices[0] if choices else None
@@ -145,11 +145,13 @@ def join_choices(choices: Sequence[MemoryFact]) -> MemoryFact | None:
             return Gather(rows=_join(choices, "rows"), width_bytes=_join_known(choices, "width_bytes"))
         case Update():
             return Update(elements=_join(choices, "elements"), tensors=_join_known(choices, "tensors"))
+        case _:
+            raise AssertionError("products and attention leave no choice")
 
 
-def _join(choices: Sequence[MemoryFact], field: str) -> Window:
+def _join(choices: Sequence[Fact], field: str) -> Window:
     return join_windows([getattr(choice, field) for choice in choices])
 
 
-def _join_known(choices: Sequence[MemoryFact], field: str) -> Window | None:
+def _join_known(choices: Sequence[Fact], field: str) -> Window | None:
     return None if any(getattr(choice, field) is None for choice in choices) else _join(choices, field)

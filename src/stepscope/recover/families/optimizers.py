@@ -1,15 +1,15 @@
 """Optimizers over lists of tensors: chunks of 65536 elements, a block each.
 
 A launch holds so many chunks and so many tensors; a longer list takes several launches. So the launches of one call say
-how many chunks its tensors make, and exactly so: `launch_blocks` is what a list of tensors gives, to be compared with
-what was seen.
+how many chunks its tensors make.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from stepscope.recover.evidence.structure import is_product
 from stepscope.recover.facts import Sighting, Update, Window
 from stepscope.recover.families.grids import is_flat, take_apart
 
@@ -20,7 +20,7 @@ _METADATA = re.compile(
 )
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much one launch holds. Kernels built for CUDA 13 may take more arguments than those before."""
 
     blocks: int
@@ -28,16 +28,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     tensors_with_scalars: tuple[int, ...]
 
 
-SMALL = Limits(blocks=320, tensors=(110, 64, 48, 36, 30), tensors_with_scalars=(96, 64, 48, 36, 30))
-LARGE = Limits(blocks=2240, tensors=(770, 448, 336, 252, 210), tensors_with_scalars=(672, 448, 336, 252, 210))
+SMALL = LaunchLimits(blocks=320, tensors=(110, 64, 48, 36, 30), tensors_with_scalars=(96, 64, 48, 36, 30))
+LARGE = LaunchLimits(blocks=2240, tensors=(770, 448, 336, 252, 210), tensors_with_scalars=(672, 448, 336, 252, 210))
 
 
-def read(sighting: Sighting) -> Update | None:
+def read_update(sighting: Sighting) -> Update | None:
     """Of one launch."""
-    return join((sighting,))
+    return join_launches((sighting,))
 
 
-def join(launches: Sequence[Sighting]) -> Update | None:
+def join_launches(launches: Sequence[Sighting]) -> Update | None:
     """Of a call that took these launches, one behind the other."""
     if not launches or not all(map(_is_understood, launches)):
         return None
@@ -49,7 +49,7 @@ def join(launches: Sequence[Sighting]) -> Update | None:
     return Update(elements=Window(fewest, blocks * CHUNK_ELEMENTS), tensors=Window(1, tensors))
 
 
-def find_limits(launches: Sequence[Sighting]) -> Limits:
+def find_limits(launches: Sequence[Sighting]) -> LaunchLimits:
     """Those that the launches of one call show, and the looser ones where they do not: a launch that others follow was
     full, and full of tensors it has a block for each."""
     followed = launches[:-1]
@@ -73,29 +73,7 @@ def split_calls(launches: Iterable[Sighting]) -> list[tuple[Sighting, ...]]:
     return calls
 
 
-def chunks_of(sizes: Iterable[int]) -> int:
-    """How many blocks a list of tensors takes, over all launches."""
-    return sum(-(-size // CHUNK_ELEMENTS) for size in sizes)
-
-
-def launch_blocks(sizes: Iterable[int], most_tensors: int, most_blocks: int) -> tuple[int, ...]:
-    """The grids of the launches that a list of tensors of these sizes makes, in order."""
-    grids = []
-    blocks = tensors = 0
-    for size in sizes:
-        left = chunks_of((size,))
-        tensors += left > 0
-        while left:
-            taken = min(left, most_blocks - blocks)
-            blocks, left = blocks + taken, left - taken
-            if blocks == most_blocks or (tensors == most_tensors and not left):
-                grids.append(blocks)
-                # A tensor that was cut is the first of the next launch.
-                blocks, tensors = 0, int(left > 0)
-    return (*grids, blocks) if blocks else tuple(grids)
-
-
-def room_for_tensors(sighting: Sighting, limits: Limits) -> int | None:
+def room_for_tensors(sighting: Sighting, limits: LaunchLimits) -> int | None:
     """How many tensors a launch of this kernel holds at most."""
     anatomy, _ = take_apart(sighting.name.name)
     match = _METADATA.search(anatomy.template)
@@ -109,3 +87,47 @@ def _is_understood(sighting: Sighting) -> bool:
     if not is_flat(sighting) or sighting.block[0] != _THREADS or sighting.grid[0] > LARGE.blocks:
         return False
     return room_for_tensors(sighting, LARGE) is not None
+
+
+# --- Steps of a run
+#
+# How many parameters an optimizer went over, from its launches.
+
+
+# A fused step, and the running mean of gradients in a step of many kernels.
+_ONCE = re.compile(r"Fused\w*(?:Adam|Sgd|Adagrad)\w*Functor|LerpFunctor")
+
+
+def find_updated(sightings: Sequence[Sighting]) -> tuple[Sighting, int, int] | None:
+    """The first launch of an optimizer, and how many elements it went over in a step: at least, at most.
+
+    A kernel may be called for several lists of tensors, or several times for the same one. So a single call is the
+    least, and all calls of a kernel in a step are the most; where one is there that goes over each parameter once, its
+    calls are."""
+    launches = [one for one in sightings if one.name.kernel_class == "optimizer"]
+    known = [one for one in launches if read_update(one) is not None]
+    if not known or len(known) < len(launches):
+        return None
+    low, high = 0, 0
+    for step in _split_steps(sightings):
+        calls = [(call[0].name.name, found) for call in split_calls(step) if (found := join_launches(call))]
+        low = max([low, *(found.elements.low for _, found in calls)])
+        totals: dict[str, int] = {}
+        for name, found in calls:
+            totals[name] = totals.get(name, 0) + found.elements.high
+        once = [total for name, total in totals.items() if _ONCE.search(name)]
+        high = max([high, *(once or totals.values())])
+    return known[0], low, high
+
+
+def _split_steps(sightings: Sequence[Sighting]) -> Iterator[list[Sighting]]:
+    """The optimizer's launches between one forward pass and the next."""
+    step: list[Sighting] = []
+    for one in sightings:
+        if one.name.kernel_class == "optimizer":
+            step.append(one)
+        elif is_product(one) and step:
+            yield step
+            step = []
+    if step:
+        yield step

@@ -15,10 +15,8 @@ from collections.abc import Iterator
 import msgspec
 
 from stepscope.recording.readers.counter_metrics import CounterKey
-from stepscope.recover.facts import Sighting
-from stepscope.recover.families.bounds import Bound, BoundedProduct, Measure, at_least, at_most, bounded, exactly
+from stepscope.recover.facts import Measure, Product, Sighting, SizeBound, at_least, at_most, equals
 from stepscope.recover.families.tilings import (
-    PROCESSORS,
     Tiling,
     asked_blocks,
     find_cluster,
@@ -45,15 +43,15 @@ _TMA_BYTES = 16  # what a row's length must be a multiple of for the copy engine
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
-def read(sighting: Sighting, processors: int = PROCESSORS) -> BoundedProduct | None:
+def read_product(sighting: Sighting, processors: int) -> Product | None:
     """`processors`: how many SMs the GPU has."""
     text = sighting.name.name
-    if sighting.name.kernel_class != "gemm" or not sighting.has_geometry:
+    if sighting.name.kernel_class != "gemm":
         return None
     if found := _SUM_OF_PARTS.search(text):
         return _read_sum_of_parts(sighting, Tiling(rows=int(found[2]), columns=int(found[1])))
     if sighting.name.operation == "matrix times vector":
-        return bounded([at_most(lambda rows, columns, _inner, _batch: min(rows, columns), 1)])
+        return Product((at_most(lambda rows, columns, _inner, _batch: min(rows, columns), 1),))
     tile = sighting.name.tile
     if tile is not None and len(tile) >= 2:
         if len(tile) > 2 and (found := _NVJET.search(text)):
@@ -68,10 +66,10 @@ def read(sighting: Sighting, processors: int = PROCESSORS) -> BoundedProduct | N
     return _read_unknown(sighting)
 
 
-def _read_nvjet(sighting: Sighting, name: str, tile: tuple[int, ...], processors: int) -> BoundedProduct:
+def _read_nvjet(sighting: Sighting, name: str, tile: tuple[int, ...], processors: int) -> Product:
     down, across = find_cluster(name)
     tiling = Tiling(rows=tile[1], columns=tile[0], inner=tile[2], cluster_rows=down, cluster_columns=across)
-    bounds: list[Bound] = []
+    bounds: list[SizeBound] = []
     divisors: list[tuple[Measure, int]] = []
     asked, blocks = asked_blocks(tiling), sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
     if not sighting.name.split_k:
@@ -82,11 +80,11 @@ def _read_nvjet(sighting: Sighting, name: str, tile: tuple[int, ...], processors
     bounds.extend(_nvjet_work(sighting, tiling, blocks))
     # The epilogue leaves out the tiles that only fill up clusters.
     if _NVJET_BIAS.search(name) and not sighting.name.split_k and (additions := _counter(sighting, "fadd")):
-        bounds.append(exactly(lambda rows, columns, _inner, batch: tiling.area(rows, columns) * batch, additions))
-    return bounded(bounds, tile=tile, divisors=divisors, usual_multiples=_multiples(sighting))
+        bounds.append(equals(lambda rows, columns, _inner, batch: tiling.area(rows, columns) * batch, additions))
+    return Product(tuple(bounds), tuple(divisors), _multiples(sighting))
 
 
-def _nvjet_work(sighting: Sighting, tiling: Tiling, blocks: int) -> Iterator[Bound]:
+def _nvjet_work(sighting: Sighting, tiling: Tiling, blocks: int) -> Iterator[SizeBound]:
     operations = _counter(sighting, "tensor_ops")
     if not operations:
         return
@@ -95,7 +93,7 @@ def _nvjet_work(sighting: Sighting, tiling: Tiling, blocks: int) -> Iterator[Bou
         return 2 * tiling.clustered_area(rows, columns) * tiling.pad_inner(inner) * batch
 
     if not sighting.name.split_k:
-        yield exactly(work, operations)
+        yield equals(work, operations)
         return
     # Every part is rounded up to whole steps, and there are at most as many parts as blocks.
     rounding = 2 * tiling.rows * tiling.columns * tiling.inner * blocks
@@ -111,7 +109,7 @@ def _multiples(sighting: Sighting) -> tuple[int, int, int]:
     return step if layout[1] == "t" else 1, step, step if layout in ("tn", "nn", "tt") else 1
 
 
-def _read_xmma(sighting: Sighting, tile: tuple[int, ...]) -> BoundedProduct:
+def _read_xmma(sighting: Sighting, tile: tuple[int, ...]) -> Product:
     tiling = Tiling(rows=tile[0], columns=tile[1], inner=tile[2] if len(tile) > 2 else 1)
     launched = sighting.grid[2]
     if _FP32_XMMA not in sighting.name.name:
@@ -120,14 +118,14 @@ def _read_xmma(sighting: Sighting, tile: tuple[int, ...]) -> BoundedProduct:
     stored = _counter(sighting, "store_bytes")
     if "split_k_kernel" in sighting.name.name:
         if stored:
-            bounds.append(exactly(lambda rows, columns, _inner, batch: 4 * rows * columns * batch, stored))
-        return bounded(bounds, tile=tile, sums_parts=True)
+            bounds.append(equals(lambda rows, columns, _inner, batch: 4 * rows * columns * batch, stored))
+        return Product(tuple(bounds))
     bounds.extend(_xmma_work(sighting, tiling))
     bounds.extend(_xmma_stores(stored, tiling, launched) if stored else ())
-    return bounded([*bounds, _batch_of(launched)], tile=tile, divisors=[(_batch_alone, launched)])
+    return Product((*bounds, _batch_of(launched)), ((_batch_alone, launched),))
 
 
-def _read_one_tile_a_block(sighting: Sighting, tiling: Tiling) -> BoundedProduct:
+def _read_one_tile_a_block(sighting: Sighting, tiling: Tiling) -> Product:
     """Where the order of blocks and the sides of a tile were not seen: each tile has a block of its own at least."""
     turned = Tiling(rows=tiling.columns, columns=tiling.rows, inner=tiling.inner)
     blocks = sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
@@ -136,10 +134,10 @@ def _read_one_tile_a_block(sighting: Sighting, tiling: Tiling) -> BoundedProduct
         return batch * min(tiling.count_clustered(rows, columns), turned.count_clustered(rows, columns))
 
     known = _read_unknown(sighting)
-    return bounded([at_most(tiles, blocks), *(known.bounds if known else ())], tile=(tiling.rows, tiling.columns))
+    return Product((at_most(tiles, blocks), *(known.bounds if known else ())))
 
 
-def _xmma_work(sighting: Sighting, tiling: Tiling) -> Iterator[Bound]:
+def _xmma_work(sighting: Sighting, tiling: Tiling) -> Iterator[SizeBound]:
     """Of each element of each tile: an fma for each step along the summed dimension, rounded up to whole steps in every
     part, and one for the epilogue, unless a kernel of its own adds up the parts."""
     fused, launched = _counter(sighting, "ffma"), sighting.grid[2]
@@ -158,7 +156,7 @@ def _xmma_work(sighting: Sighting, tiling: Tiling) -> Iterator[Bound]:
     yield at_least(most, fused)
 
 
-def _xmma_stores(stored: int, tiling: Tiling, launched: int) -> Iterator[Bound]:
+def _xmma_stores(stored: int, tiling: Tiling, launched: int) -> Iterator[SizeBound]:
     """Parts are stored as whole tiles for a kernel that adds them up; without one, the last part stores the result."""
 
     def least(rows: int, columns: int, _inner: int, batch: int) -> int:
@@ -171,7 +169,7 @@ def _xmma_stores(stored: int, tiling: Tiling, launched: int) -> Iterator[Bound]:
     yield at_least(most, stored)
 
 
-def _read_xmma_hopper(sighting: Sighting, tile: tuple[int, ...], processors: int) -> BoundedProduct:
+def _read_xmma_hopper(sighting: Sighting, tile: tuple[int, ...], processors: int) -> Product:
     tiling = Tiling(rows=tile[0], columns=tile[1], inner=tile[2] if len(tile) > 2 else 1)
     widest = msgspec.structs.replace(tiling, cluster_rows=_WIDEST_CLUSTER, cluster_columns=_WIDEST_CLUSTER)
     blocks = sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
@@ -179,10 +177,10 @@ def _read_xmma_hopper(sighting: Sighting, tile: tuple[int, ...], processors: int
     if not is_full(tiling, sighting.grid, processors, clusters_known=False):
         bounds.append(at_most(asked_blocks(tiling), blocks))
     bounds.extend(_tensor_work(sighting, widest, rounding=blocks if sighting.name.split_k else 0))
-    return bounded(bounds, tile=tile)
+    return Product(tuple(bounds))
 
 
-def _tensor_work(sighting: Sighting, tiling: Tiling, *, rounding: int) -> Iterator[Bound]:
+def _tensor_work(sighting: Sighting, tiling: Tiling, *, rounding: int) -> Iterator[SizeBound]:
     """Where clusters or the step along the summed dimension are known no better than by their limits. `rounding` is
     into how many parts that dimension may be cut, each rounded up."""
     operations = _counter(sighting, "tensor_ops")
@@ -202,7 +200,7 @@ def _tensor_work(sighting: Sighting, tiling: Tiling, *, rounding: int) -> Iterat
     yield at_least(most, operations)
 
 
-def _read_cutlass(sighting: Sighting, name: str, tile: tuple[int, ...]) -> BoundedProduct:
+def _read_cutlass(sighting: Sighting, name: str, tile: tuple[int, ...]) -> Product:
     tiling = Tiling(rows=tile[1], columns=tile[0], inner=tile[2] if len(tile) > 2 else 1)
     launched = sighting.grid[2]
     bounds = list(striped_grid(tiling, sighting.grid))
@@ -212,13 +210,13 @@ def _read_cutlass(sighting: Sighting, name: str, tile: tuple[int, ...]) -> Bound
         bounds.extend(_tensor_work(sighting, tiling, rounding=launched if launched > 1 else 0))
     # The epilogue scales every element of every part.
     if scaled := _counter(sighting, "fmul"):
-        bounds.append(exactly(lambda rows, columns, _inner, _batch: tiling.area(rows, columns) * launched, scaled))
+        bounds.append(equals(lambda rows, columns, _inner, _batch: tiling.area(rows, columns) * launched, scaled))
     if stored := _counter(sighting, "store_bytes"):
         bounds.extend(_cutlass_stores(stored, tiling, launched, 2 if _HALF_RESULT.search(name) else 4))
-    return bounded([*bounds, _batch_of(launched)], tile=tile, divisors=[(_batch_alone, launched)])
+    return Product((*bounds, _batch_of(launched)), ((_batch_alone, launched),))
 
 
-def _cutlass_work(sighting: Sighting, tiling: Tiling, launched: int) -> Iterator[Bound]:
+def _cutlass_work(sighting: Sighting, tiling: Tiling, launched: int) -> Iterator[SizeBound]:
     """All parts but the last are whole steps. Each part adds what lies in the result where it has to."""
     fused = _counter(sighting, "ffma")
     if not fused:
@@ -234,7 +232,7 @@ def _cutlass_work(sighting: Sighting, tiling: Tiling, launched: int) -> Iterator
     yield at_least(most, fused)
 
 
-def _cutlass_stores(stored: int, tiling: Tiling, launched: int, element_bytes: int) -> Iterator[Bound]:
+def _cutlass_stores(stored: int, tiling: Tiling, launched: int, element_bytes: int) -> Iterator[SizeBound]:
     """Every part stores its result; where the parts take turns, each tile's turn is a number of four bytes."""
 
     def least(rows: int, columns: int, _inner: int, _batch: int) -> int:
@@ -248,20 +246,20 @@ def _cutlass_stores(stored: int, tiling: Tiling, launched: int, element_bytes: i
     yield at_least(most, stored)
 
 
-def _read_sum_of_parts(sighting: Sighting, tiling: Tiling) -> BoundedProduct:
+def _read_sum_of_parts(sighting: Sighting, tiling: Tiling) -> Product:
     """The sum of a product's parts. Downwards a thread may take several rows."""
     bounds = [
-        exactly(lambda _rows, columns, _inner, _batch: tiling.count_columns(columns), sighting.grid[0]),
+        equals(lambda _rows, columns, _inner, _batch: tiling.count_columns(columns), sighting.grid[0]),
         at_least(lambda rows, _columns, _inner, _batch: tiling.count_rows(rows), sighting.grid[1]),
     ]
     if stored := _counter(sighting, "store_bytes"):
         narrowest = 2 if re.search(r"half|bfloat16", sighting.name.name) else 4
         bounds.append(at_most(lambda rows, columns, _inner, batch: narrowest * rows * columns * batch, stored))
         bounds.append(at_least(lambda rows, columns, _inner, batch: 4 * rows * columns * batch, stored))
-    return bounded(bounds, sums_parts=True)
+    return Product(tuple(bounds))
 
 
-def _read_unknown(sighting: Sighting) -> BoundedProduct | None:
+def _read_unknown(sighting: Sighting) -> Product | None:
     """A kernel whose tiles are not known: its work is that of the sizes, padded by less than a tile."""
     work = _count_multiplications(sighting)
     if not work:
@@ -271,7 +269,7 @@ def _read_unknown(sighting: Sighting) -> BoundedProduct | None:
         return (rows + _LONGEST_TILE) * (columns + _LONGEST_TILE) * (inner + _LONGEST_TILE) * batch
 
     exact = at_most(lambda rows, columns, inner, batch: rows * columns * inner * batch, work)
-    return bounded([exact, at_least(padded, work)])
+    return Product((exact, at_least(padded, work)))
 
 
 def _count_multiplications(sighting: Sighting) -> int:
@@ -293,5 +291,5 @@ def _batch_alone(_rows: int, _columns: int, _inner: int, batch: int) -> int:
     return batch
 
 
-def _batch_of(launched: int) -> Bound:
+def _batch_of(launched: int) -> SizeBound:
     return at_most(_batch_alone, launched)

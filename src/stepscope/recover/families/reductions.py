@@ -15,8 +15,11 @@ import msgspec
 from stepscope.recover.facts import Rows, Sighting, Window, exactly
 from stepscope.recover.families.grids import (
     LARGEST,
+    WARP,
     covered,
-    join_choices,
+    factor,
+    is_flat,
+    join_windows,
     meet,
     split_arguments,
     take_apart,
@@ -24,7 +27,6 @@ from stepscope.recover.families.grids import (
     whole_number,
 )
 
-_WARP = 32
 _STATIC_BYTES = 16  # of shared memory, in every block
 _MOST_VALUES_A_THREAD = 256
 _VALUES_A_THREAD = 16
@@ -43,13 +45,7 @@ class _Launch(msgspec.Struct, frozen=True, kw_only=True):
     shares_memory: bool | None
 
 
-def read(sighting: Sighting) -> Rows | None:
-    joined = join_choices(choices(sighting))
-    assert joined is None or isinstance(joined, Rows)
-    return joined
-
-
-def choices(sighting: Sighting) -> tuple[Rows, ...]:
+def read_reduction(sighting: Sighting) -> tuple[Rows, ...]:
     anatomy, arguments = take_apart(sighting.name.name)
     if anatomy.base != "reduce_kernel" or len(arguments) < 3 or sighting.grid[2] != 1:
         return ()
@@ -101,7 +97,7 @@ def _possible(launch: _Launch) -> Iterator[Rows]:
 def _fits(launch: _Launch, *, lanes_reduce: bool, warps_reduce: bool) -> bool:
     if launch.blocks_of_a_result > 1 and not warps_reduce:
         return False
-    through_memory = warps_reduce or (lanes_reduce and launch.width > _WARP)
+    through_memory = warps_reduce or (lanes_reduce and launch.width > WARP)
     return launch.shares_memory is None or launch.shares_memory == through_memory
 
 
@@ -138,7 +134,7 @@ def _size_of_width(launch: _Launch) -> Window:
 
 
 def _size_of_height(launch: _Launch) -> Window:
-    room = launch.most_threads // min(launch.width, _WARP)
+    room = launch.most_threads // min(launch.width, WARP)
     return Window(launch.height, 2 * launch.height - 1 if launch.height < room else LARGEST)
 
 
@@ -156,3 +152,57 @@ def _keep_stored(possible: tuple[Rows, ...], sighting: Sighting, operation: str)
         if not rest and results in choice.rows
     ]
     return tuple(exact) or possible
+
+
+# --- Running sums
+#
+# Running sums along the last dimension, as positions are counted in a padded batch.
+#
+# A single row goes to CUB. Several are shared out over a block of 512 threads, so that their ratio in the block is
+# about the ratio of width to rows in the problem: the shape of the block bounds both.
+
+
+_SEVERAL_ROWS = "tensor_kernel_scan_innermost_dim"
+_ONE_ROW = "DeviceScanKernel"
+_THREADS_LOG = 9
+_FEWEST_LOG, _MOST_LOG = 4, 9  # threads a row
+_LONGEST_LOG = 31
+
+
+def read_scan(sighting: Sighting) -> tuple[Rows, ...]:
+    anatomy, arguments = take_apart(sighting.name.name)
+    if not is_flat(sighting):
+        return ()
+    if anatomy.base == _ONE_ROW:
+        return (Rows(rows=exactly(1)),)
+    if anatomy.base != _SEVERAL_ROWS or sighting.block[0] * sighting.block[1] != 2**_THREADS_LOG:
+        return ()
+    found = tuple(_find_ratios(sighting))
+    size = type_bytes(arguments[0]) if arguments else None
+    elements, rest = divmod(sighting.counters.get("store_bytes", 0), size or 1)
+    if not size or not elements or rest:
+        return found
+    exact = [pair for choice in found if choice.width for pair in factor(elements, choice.rows, choice.width)]
+    return tuple(exact) or found
+
+
+def _find_ratios(sighting: Sighting) -> Iterator[Rows]:
+    threads_log = sighting.block[0].bit_length() - 1
+    by_grid = covered(sighting.grid[0], sighting.block[1])
+    for rows_log in range(1, _LONGEST_LOG + 1):  # one row alone is not done here
+        rows = meet(by_grid, _rounded_up_to(rows_log))
+        logs = range(_LONGEST_LOG + 1)
+        widths = [_rounded_up_to(log) for log in logs if threads_a_row(rows_log, log) == threads_log]
+        if rows and widths:
+            yield Rows(rows=rows, width=join_windows(widths))
+
+
+def threads_a_row(rows_log: int, width_log: int) -> int:
+    """The logarithm of it, from those of rows and width rounded up. PyTorch's difference has no sign: it wraps."""
+    balanced = (_THREADS_LOG + width_log - rows_log) % 2**32 // 2
+    return min(max(_FEWEST_LOG, balanced), _MOST_LOG)
+
+
+def _rounded_up_to(logarithm: int) -> Window:
+    """The numbers whose next power of two it is."""
+    return Window(2 ** (logarithm - 1) + 1 if logarithm else 1, 2**logarithm)

@@ -17,8 +17,7 @@ import re
 
 import msgspec
 
-from stepscope.recover.facts import Triple
-from stepscope.recover.families.bounds import Bound, Measure, at_least, exactly
+from stepscope.recover.facts import Measure, SizeBound, Triple, at_least, equals
 
 # The SMs of an H100 SXM, an H200 and a GH200.
 PROCESSORS = 132
@@ -67,14 +66,14 @@ def find_cluster(name: str) -> tuple[int, int]:
     return (int(found[2]), int(found[1])) if found else (1, 1)
 
 
-def plain_grid(tiling: Tiling, grid: Triple) -> tuple[Bound, ...]:
+def plain_grid(tiling: Tiling, grid: Triple) -> tuple[SizeBound, ...]:
     return (
-        exactly(lambda rows, _columns, _inner, _batch: tiling.count_rows(rows), grid[0]),
-        exactly(lambda _rows, columns, _inner, _batch: tiling.count_columns(columns), grid[1]),
+        equals(lambda rows, _columns, _inner, _batch: tiling.count_rows(rows), grid[0]),
+        equals(lambda _rows, columns, _inner, _batch: tiling.count_columns(columns), grid[1]),
     )
 
 
-def striped_grid(tiling: Tiling, grid: Triple) -> tuple[Bound, ...]:
+def striped_grid(tiling: Tiling, grid: Triple) -> tuple[SizeBound, ...]:
     """CUTLASS's order of blocks. The grid's height falls where strips get wider; its area never does."""
 
     def width(rows: int, columns: int, _inner: int, _batch: int) -> int:
@@ -84,7 +83,7 @@ def striped_grid(tiling: Tiling, grid: Triple) -> tuple[Bound, ...]:
         across = tiling.count_columns(columns)
         return width(rows, columns, inner, batch) * -(-across // _strip(across))
 
-    return exactly(width, grid[0]), exactly(area, grid[0] * grid[1])
+    return equals(width, grid[0]), equals(area, grid[0] * grid[1])
 
 
 def _strip(tiles_across: int) -> int:
@@ -96,10 +95,10 @@ def asked_blocks(tiling: Tiling) -> Measure:
     return lambda rows, columns, _inner, batch: tiling.count_clustered(rows, columns) * batch
 
 
-def persistent_grid(tiling: Tiling, grid: Triple, processors: int, *, clusters_known: bool) -> Bound:
+def persistent_grid(tiling: Tiling, grid: Triple, processors: int, *, clusters_known: bool) -> SizeBound:
     asked, blocks = asked_blocks(tiling), grid[0] * grid[1] * grid[2]
     full = is_full(tiling, grid, processors, clusters_known=clusters_known)
-    return at_least(asked, blocks) if full else exactly(asked, blocks)
+    return at_least(asked, blocks) if full else equals(asked, blocks)
 
 
 def is_full(tiling: Tiling, grid: Triple, processors: int, *, clusters_known: bool) -> bool:

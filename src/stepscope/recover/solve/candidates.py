@@ -15,8 +15,7 @@ import numpy as np
 
 from stepscope.recover.evidence.observation import Observation, Seen
 from stepscope.recover.evidence.structure import Role, Zone
-from stepscope.recover.facts import Window
-from stepscope.recover.families.bounds import LARGEST_SIZE, BoundedProduct, find_window
+from stepscope.recover.facts import LARGEST_SIZE, Product, Window, find_window
 from stepscope.recover.shape import Core, Cores, Flags, Ints, divisors, join_cores
 from stepscope.recover.solve.effort import Effort
 from stepscope.recover.solve.heads import Triple, find_heads
@@ -453,7 +452,7 @@ def _join_heads(found: list[tuple[bool, Sized]]) -> Sized:
     )
 
 
-def _oddness_of_vocabulary(head: BoundedProduct, compiled: bool, size: int) -> float:
+def _oddness_of_vocabulary(head: Product, compiled: bool, size: int) -> float:
     """A compiler pads what a kernel wants aligned; without one an odd size is not given to such a kernel."""
     aligned = size % head.usual_multiples[1] == 0
     return surprise_of_vocabulary(size) + (0.0 if aligned or compiled else 3.0)

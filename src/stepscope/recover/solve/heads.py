@@ -11,8 +11,7 @@ from heapq import nsmallest
 import numpy as np
 
 from stepscope.recover.evidence.observation import Observation
-from stepscope.recover.facts import Attention, Window
-from stepscope.recover.families.bounds import BoundedProduct, find_window
+from stepscope.recover.facts import Attention, Product, Window, find_window
 from stepscope.recover.shape import Cores, divisors
 from stepscope.recover.solve.effort import Effort
 from stepscope.recover.solve.priors import surprise_of_heads
@@ -153,9 +152,7 @@ def _find_written(observation: Observation, tokens: int, queries: Window, effort
                     yield batch, heads, size
 
 
-def _written_sizes(
-    scores: BoundedProduct | None, values: BoundedProduct | None, sequences: int, context: int
-) -> Iterator[int]:
+def _written_sizes(scores: Product | None, values: Product | None, sequences: int, context: int) -> Iterator[int]:
     inner: Window | None = Window(1, _LARGEST_HEAD)
     window = find_window(scores, rows=context, columns=context, batch=sequences) if scores else inner
     columns = find_window(values, rows=context, inner=context, batch=sequences) if values else inner

@@ -1,7 +1,8 @@
 """Launches as they were seen: names of PyTorch 2.11 on an H200, as its profiler and as Nsight Compute spell them."""
 
 from stepscope.explain.kernel_names import decode
-from stepscope.recover.facts import Sighting
+from stepscope.recover.facts import Elements, Rows, Sighting
+from stepscope.recover.families import Platform, read_fact
 
 AT = "at::native::"
 HIDDEN = "at::native::(anonymous namespace)::"
@@ -47,3 +48,15 @@ ADD_FLOAT = f"{AT}CUDAFunctor_add<float>"
 ADD_BF16 = f"{AT}CUDAFunctor_add<c10::BFloat16>"
 MULTIPLY = f"{AT}BinaryFunctor<float, float, float, {AT}binary_internal::MulFunctor<float> >"
 COPY_BF16 = inner_lambda("direct_copy_kernel_cuda", "c10::BFloat16")
+
+
+def read_elements(sighting: Sighting, *, recent: bool = False) -> Elements | None:
+    fact = read_fact(sighting, Platform(recent=recent))
+    assert fact is None or isinstance(fact, Elements)
+    return fact
+
+
+def read_rows(sighting: Sighting) -> Rows | None:
+    fact = read_fact(sighting)
+    assert fact is None or isinstance(fact, Rows)
+    return fact

@@ -1,5 +1,5 @@
 from stepscope.recover.facts import Elements, Window, exactly
-from stepscope.recover.families import concatenation
+from stepscope.recover.families.elementwise import read_concatenation
 from tests.unit.recover.families.launches import HIDDEN, seen
 
 VECTORIZED = (
@@ -11,30 +11,30 @@ PLAIN = "void at::<unnamed>::CatArrayBatchedCopy<at::<unnamed>::OpaqueType<4>, u
 
 def test_tensors_together_are_bounded_by_the_largest() -> None:
     # Three of 600 × 640, of two bytes: eight elements a thread.
-    fact = concatenation.read(seen(VECTORIZED, (375, 3)))
+    fact = read_concatenation(seen(VECTORIZED, (375, 3)))
     assert fact == Elements(count=Window(374 * 1024 + 1, 3 * 375 * 1024))
     assert 3 * 600 * 640 in fact.count
     # 1 and 768 positions, of eight bytes: two elements a thread.
-    small = concatenation.read(seen(ALIGNED, (3, 2)))
+    small = read_concatenation(seen(ALIGNED, (3, 2)))
     assert small == Elements(count=Window(2 * 256 + 1, 2 * 768))
     assert 769 in small.count
 
 
 def test_older_names_do_not_say_how_many_bytes_a_thread_moves() -> None:
     name = ALIGNED.replace("alignedK", "aligned16").replace(", 1, 16>", ", 1>").replace("<8u>", "<2u>")
-    assert concatenation.read(seen(name, (3, 2))) == Elements(count=Window(2 * 512 + 1, 2 * 3 * 1024))
+    assert read_concatenation(seen(name, (3, 2))) == Elements(count=Window(2 * 512 + 1, 2 * 3 * 1024))
 
 
 def test_as_many_blocks_as_a_gpu_takes_are_no_bound() -> None:
-    assert concatenation.read(seen(VECTORIZED, (132 * 32, 3))) is None
-    assert concatenation.read(seen(PLAIN, (264, 2), (512,))) is None
+    assert read_concatenation(seen(VECTORIZED, (132 * 32, 3))) is None
+    assert read_concatenation(seen(PLAIN, (264, 2), (512,))) is None
 
 
 def test_bytes_written_are_the_count_whatever_the_grid() -> None:
-    assert concatenation.read(seen(PLAIN, (264, 2), (512,), stored=4 * 98304)) == Elements(count=exactly(98304))
-    assert concatenation.read(seen(VECTORIZED, (375, 3), stored=2 * 1152000)) == Elements(count=exactly(1152000))
+    assert read_concatenation(seen(PLAIN, (264, 2), (512,), stored=4 * 98304)) == Elements(count=exactly(98304))
+    assert read_concatenation(seen(VECTORIZED, (375, 3), stored=2 * 1152000)) == Elements(count=exactly(1152000))
 
 
 def test_what_is_not_understood_is_none() -> None:
-    assert concatenation.read(seen("CatArrayBatchedCopy", (264, 2), (512,), stored=4096)) is None
-    assert concatenation.read(seen("void at::native::other<float>(int)", (264, 2), (512,), stored=4096)) is None
+    assert read_concatenation(seen("CatArrayBatchedCopy", (264, 2), (512,), stored=4096)) is None
+    assert read_concatenation(seen("void at::native::other<float>(int)", (264, 2), (512,), stored=4096)) is None

@@ -2,7 +2,7 @@ import pytest
 
 from stepscope.explain.kernel_names import decode
 from stepscope.recover.facts import Elements, Window, exactly
-from stepscope.recover.families import elementwise
+from stepscope.recover.families.elementwise import is_recent, read_elementwise
 from tests.unit.recover.families.launches import (
     ADD_BF16,
     ADD_FLOAT,
@@ -10,6 +10,7 @@ from tests.unit.recover.families.launches import (
     COPY_BF16,
     MULTIPLY,
     inner_lambda,
+    read_elements,
     seen,
     strided,
     vectorized,
@@ -55,31 +56,31 @@ COUNTED_FILL = (
 )
 def test_the_grid_holds_the_elements_that_were_there(name: str, grid: int, count: int) -> None:
     block = 64 if name == ARANGE else 128
-    fact = elementwise.read(seen(name, (grid,), (block,)), recent=True)
+    fact = read_elements(seen(name, (grid,), (block,)), recent=True)
     assert fact is not None
     assert count in fact.count
     assert fact.count.size <= 2048
 
 
 def test_a_count_at_the_end_of_a_block_and_one_beyond() -> None:
-    (first,) = elementwise.choices(seen(vectorized(ADD_BF16, 8), (375,)))
+    (first,) = read_elementwise(seen(vectorized(ADD_BF16, 8), (375,)))
     assert first == Elements(count=Window(374 * 1024 + 1, 375 * 1024))
     assert 375 * 1024 + 1 not in first.count
-    (second,) = elementwise.choices(seen(vectorized(ADD_BF16, 8), (376,)))
+    (second,) = read_elementwise(seen(vectorized(ADD_BF16, 8), (376,)))
     assert 375 * 1024 + 1 in second.count
 
 
 def test_four_elements_a_thread_are_possible_unless_the_run_is_recent() -> None:
     launch = seen(vectorized(ADD_FLOAT), (96,))
     old, new = Window(95 * 512 + 1, 96 * 512), Window(95 * 1024 + 1, 96 * 1024)
-    assert [choice.count for choice in elementwise.choices(launch)] == [old, new]
-    assert elementwise.read(launch) == Elements(count=Window(old.low, new.high))
-    assert elementwise.choices(launch, recent=True) == (Elements(count=new),)
+    assert [choice.count for choice in read_elementwise(launch)] == [old, new]
+    assert read_elements(launch) == Elements(count=Window(old.low, new.high))
+    assert read_elementwise(launch, recent=True) == (Elements(count=new),)
 
 
 def test_the_arrays_of_old_versions_mean_four_elements_a_thread() -> None:
     name = vectorized(ADD_FLOAT, array="at::detail::Array<char*, {}>")
-    assert elementwise.choices(seen(name, (6272,))) == (Elements(count=Window(6271 * 512 + 1, 6272 * 512)),)
+    assert read_elementwise(seen(name, (6272,))) == (Elements(count=Window(6271 * 512 + 1, 6272 * 512)),)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_the_arrays_of_old_versions_mean_four_elements_a_thread() -> None:
     ],
 )
 def test_names_that_show_a_recent_version(name: str, *, expected: bool) -> None:
-    assert elementwise.is_recent([decode(name)]) is expected
+    assert is_recent([decode(name)]) is expected
 
 
 # 480 elements in 1 block, 40960 in 40: the last block half empty.
@@ -115,29 +116,29 @@ def test_names_that_show_a_recent_version(name: str, *, expected: bool) -> None:
     ],
 )
 def test_bytes_written_make_the_count_exact(name: str, grid: int, stored: int, count: int) -> None:
-    assert elementwise.choices(seen(name, (grid,), stored=stored), recent=True) == (Elements(count=exactly(count)),)
+    assert read_elementwise(seen(name, (grid,), stored=stored), recent=True) == (Elements(count=exactly(count)),)
 
 
 def test_a_kernel_that_casts_may_have_written_any_type() -> None:
-    wide = elementwise.choices(seen(UNROLLED_CAST, (1536,), stored=4 * 786432))
+    wide = read_elementwise(seen(UNROLLED_CAST, (1536,), stored=4 * 786432))
     assert wide == (Elements(count=exactly(786432)),)
-    narrow = elementwise.choices(seen(UNROLLED_CAST, (1,), stored=128))
+    narrow = read_elementwise(seen(UNROLLED_CAST, (1,), stored=128))
     assert [choice.count.low for choice in narrow] == [8, 16, 32, 64, 128]
 
 
 def test_bytes_that_fit_no_type_leave_the_window() -> None:
     launch = seen(COUNTED_ADD, (96,), stored=17)
-    assert elementwise.read(launch, recent=True) == Elements(count=Window(95 * 1024 + 1, 96 * 1024))
+    assert read_elements(launch, recent=True) == Elements(count=Window(95 * 1024 + 1, 96 * 1024))
 
 
 TRIANGLE = "void native::triu_tril_kernel<bool, int, 0, 8, {}>(detail::TensorInfo<T1, T2>, long, long, T2)"
 
 
 def test_a_triangle_is_exact_by_its_bytes_unless_it_is_made_in_place() -> None:
-    assert elementwise.read(seen(TRIANGLE.format(0), (25,), stored=25600)) == Elements(count=exactly(25600))
+    assert read_elements(seen(TRIANGLE.format(0), (25,), stored=25600)) == Elements(count=exactly(25600))
     window = Window(24 * 128 + 1, 25 * 1024)
-    assert elementwise.read(seen(TRIANGLE.format(1), (25,), stored=12880)) == Elements(count=window)
-    assert elementwise.read(seen(TRIANGLE.format("false"), (25,))) == Elements(count=window)
+    assert read_elements(seen(TRIANGLE.format(1), (25,), stored=12880)) == Elements(count=window)
+    assert read_elements(seen(TRIANGLE.format("false"), (25,))) == Elements(count=window)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_a_triangle_is_exact_by_its_bytes_unless_it_is_made_in_place() -> None:
     ],
 )
 def test_what_is_not_understood_is_none(name: str, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
-    assert elementwise.read(seen(name, grid, block)) is None
+    assert read_elementwise(seen(name, grid, block)) == ()
 
 
 @pytest.mark.parametrize("count", [1, 127, 128, 511, 512, 513, 1023, 1024, 1025, 4097, 777_777, 2**31 - 1])
@@ -166,7 +167,7 @@ def test_whatever_size_was_launched_is_in_its_window(count: int, each: int) -> N
         16: vectorized(f"{AT}FillFunctor<bool>", 4, 1),
     }
     launch = seen(names[each], (-(-count // (128 * each)),))
-    fact = elementwise.read(launch, recent=True)
+    fact = read_elements(launch, recent=True)
     assert fact is not None
     assert count in fact.count
 
@@ -174,7 +175,7 @@ def test_whatever_size_was_launched_is_in_its_window(count: int, each: int) -> N
 def test_other_launchers_may_write_an_element_more_than_once() -> None:
     name = "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<int>::{lambda(int)#1}>(long)"
     launch = seen(name, (10,), stored=4 * 5000)
-    assert elementwise.read(launch) == Elements(count=Window(9 * 512 + 1, 10 * 512))
+    assert read_elements(launch) == Elements(count=Window(9 * 512 + 1, 10 * 512))
 
 
 @pytest.mark.parametrize(
@@ -191,11 +192,11 @@ def test_other_launchers_may_write_an_element_more_than_once() -> None:
 )
 def test_elements_a_thread(name: str, each: int) -> None:
     window = Window(9 * 128 * each + 1, 10 * 128 * each)
-    assert elementwise.choices(seen(name, (10,)), recent=True) == (Elements(count=window),)
+    assert read_elementwise(seen(name, (10,)), recent=True) == (Elements(count=window),)
 
 
 def test_what_writes_an_unknown_type_and_reads_nothing_may_have_sixteen_a_thread() -> None:
     name = vectorized(f"{AT}unheard_of(at::TensorIterator&)::{{lambda()#1}}", 4, 1)
-    assert [choice.count.high for choice in elementwise.choices(seen(name, (10,)))] == [5120, 10240, 20480]
+    assert [choice.count.high for choice in read_elementwise(seen(name, (10,)))] == [5120, 10240, 20480]
     untold = vectorized(f"{AT}FillFunctor<bool>", 4, 1, array="T3")
-    assert [choice.count.high for choice in elementwise.choices(seen(untold, (10,)))] == [5120, 10240, 20480]
+    assert [choice.count.high for choice in read_elementwise(seen(untold, (10,)))] == [5120, 10240, 20480]

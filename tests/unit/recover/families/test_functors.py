@@ -1,6 +1,6 @@
 import pytest
 
-from stepscope.recover.families.functors import ANY_SIZE, result_sizes
+from stepscope.recover.families.elementwise import ANY_SIZE, result_sizes
 from tests.unit.recover.families.launches import AT, inner_lambda
 
 HALF = "c10::Half"

@@ -1,8 +1,8 @@
 import pytest
 
 from stepscope.recover.facts import Rows, Window, exactly
-from stepscope.recover.families import norms
 from stepscope.recover.families.grids import LARGEST
+from stepscope.recover.families.rowwise import read_norm
 from tests.unit.recover.families.launches import HIDDEN, seen
 
 FORWARD = "void at::<unnamed>::vectorized_layer_norm_kernel<{kind}, float, {rms}>(int, T2, const T1 *)"
@@ -23,7 +23,7 @@ WEIGHTS = (
     ],
 )
 def test_a_block_a_row(name: str) -> None:
-    assert norms.read(seen(name, (600,), (32, 4))) == Rows(rows=exactly(600))
+    assert read_norm(seen(name, (600,), (32, 4))) == Rows(rows=exactly(600))
 
 
 # Batch and width of real runs, and what Nsight Compute counted.
@@ -38,37 +38,37 @@ def test_a_block_a_row(name: str) -> None:
     ],
 )
 def test_bytes_written_give_the_width(kind: str, rms: str, rows: int, stored: int, width: int) -> None:
-    fact = norms.read(seen(FORWARD.format(kind=kind, rms=rms), (rows,), (32, 4), stored=stored))
+    fact = read_norm(seen(FORWARD.format(kind=kind, rms=rms), (rows,), (32, 4), stored=stored))
     assert fact == Rows(rows=exactly(rows), width=exactly(width))
 
 
 @pytest.mark.parametrize("stored", [0, 8 * 128, 128 * (768 * 4 + 8) + 1, 128 * (768 * 4 + 9), 128 * 769 * 4])
 def test_bytes_that_are_no_whole_rows_tell_no_width(stored: int) -> None:
-    fact = norms.read(seen(FORWARD.format(kind="float", rms="0"), (128,), (32, 4), stored=stored))
+    fact = read_norm(seen(FORWARD.format(kind="float", rms="0"), (128,), (32, 4), stored=stored))
     assert fact == Rows(rows=exactly(128))
 
 
 def test_the_gradient_of_weights_tells_the_width_to_a_warp_or_exactly() -> None:
-    odd = norms.read(seen(WEIGHTS.format(warps=32, rows=256, aligned="false"), (20,), (32, 32)))
+    odd = read_norm(seen(WEIGHTS.format(warps=32, rows=256, aligned="false"), (20,), (32, 32)))
     assert odd == Rows(rows=Window(256, LARGEST), width=Window(609, 640))
-    even = norms.read(seen(WEIGHTS.format(warps=32, rows=256, aligned="true"), (16,), (32, 32)))
+    even = read_norm(seen(WEIGHTS.format(warps=32, rows=256, aligned="true"), (16,), (32, 32)))
     assert even is not None
     assert even.width == exactly(512)
     assert 512 in even.rows
     assert 600 not in even.rows
-    few = norms.read(seen(WEIGHTS.format(warps=16, rows=128, aligned="true"), (24,), (32, 16)))
+    few = read_norm(seen(WEIGHTS.format(warps=16, rows=128, aligned="true"), (24,), (32, 16)))
     assert few == Rows(rows=Window(128, 128, 128), width=exactly(768))
-    fewer = norms.read(seen(WEIGHTS.format(warps=8, rows=64, aligned="false"), (24,), (32, 8)))
+    fewer = read_norm(seen(WEIGHTS.format(warps=8, rows=64, aligned="false"), (24,), (32, 8)))
     assert fewer == Rows(rows=Window(64, 127), width=Window(737, 768))
-    fewest = norms.read(seen(WEIGHTS.format(warps=1, rows=8, aligned="true"), (24,), (32, 1)))
+    fewest = read_norm(seen(WEIGHTS.format(warps=1, rows=8, aligned="true"), (24,), (32, 1)))
     assert fewest == Rows(rows=Window(8, 56, 8), width=exactly(768))
 
 
 def test_shapes_of_other_versions_are_none() -> None:
-    assert norms.read(seen(WEIGHTS.format(warps=4, rows=256, aligned="true"), (16,), (32, 4))) is None
+    assert read_norm(seen(WEIGHTS.format(warps=4, rows=256, aligned="true"), (16,), (32, 4))) is None
     assert (
-        norms.read(seen(WEIGHTS.replace("32u, {warps}", "64u, {warps}").format(warps=8, rows=64, aligned="true"), (2,)))
+        read_norm(seen(WEIGHTS.replace("32u, {warps}", "64u, {warps}").format(warps=8, rows=64, aligned="true"), (2,)))
         is None
     )
-    assert norms.read(seen("void cudnn::bn_fw_tr_1C11_singleread<float, 512, true>(int)", (16,))) is None
-    assert norms.read(seen(FORWARD.format(kind="float", rms="0"), (16, 2), (32, 4))) is None
+    assert read_norm(seen("void cudnn::bn_fw_tr_1C11_singleread<float, 512, true>(int)", (16,))) is None
+    assert read_norm(seen(FORWARD.format(kind="float", rms="0"), (16, 2), (32, 4))) is None

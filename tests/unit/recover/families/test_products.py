@@ -4,10 +4,9 @@ import msgspec
 import pytest
 
 from stepscope.explain.kernel_names import decode
-from stepscope.recover.facts import Sighting, Window
-from stepscope.recover.families import read as read_any
-from stepscope.recover.families.bounds import LARGEST_SIZE, BoundedProduct, find_window
-from stepscope.recover.families.products import read
+from stepscope.recover.facts import LARGEST_SIZE, Product, Sighting, Window, find_window
+from stepscope.recover.families import Platform, read_fact
+from stepscope.recover.families.tilings import PROCESSORS
 from tests.unit.recover.families.product_rows import (
     COUNTED,
     HALF_SUM_OF_PARTS,
@@ -22,13 +21,19 @@ from tests.unit.recover.families.product_rows import (
 AXES = ("rows", "columns", "inner")
 
 
-def fact_of(seen: Seen, *, counters: bool = True) -> BoundedProduct:
+def read(sighting: Sighting, processors: int = PROCESSORS) -> Product | None:
+    fact = read_fact(sighting, Platform(processors=processors))
+    assert fact is None or isinstance(fact, Product)
+    return fact
+
+
+def fact_of(seen: Seen, *, counters: bool = True) -> Product:
     fact = read(seen.sighting(counters=counters))
     assert fact is not None
     return fact
 
 
-def window_of(fact: BoundedProduct, seen: Seen, axis: str, largest: int = LARGEST_SIZE) -> Window:
+def window_of(fact: Product, seen: Seen, axis: str, largest: int = LARGEST_SIZE) -> Window:
     known = {name: size for name, size in zip(AXES, seen.sizes, strict=False) if name != axis}
     window = find_window(fact, **known, batch=seen.sizes[3], largest=largest)
     assert window is not None
@@ -203,7 +208,6 @@ def test_turns_of_parts_are_stored_besides_the_result() -> None:
 
 def test_a_sum_of_parts_knows_the_result_and_not_what_was_summed() -> None:
     fact = fact_of(Seen(HALF_SUM_OF_PARTS, (24, 22, 1), (1024, 768, 10000, 1), (), {"store_bytes": 2 * 1024 * 768}))
-    assert fact.sums_parts
     assert fact.admits(1024, 768, 10_000, 1)
     assert fact.admits(1024, 768, 5, 1)
     assert not fact.admits(1024, 800, 10_000, 1)
@@ -243,8 +247,7 @@ def test_a_vector_is_one_wide() -> None:
     assert not fact.admits(2, 400, 768, 1)
 
 
-def test_products_are_found_behind_the_common_door() -> None:
-    assert isinstance(read_any(COUNTED[0].sighting()), BoundedProduct)
+def test_a_softmax_is_no_product() -> None:
     assert read(Sighting(index=0, name=decode("softmax_warp_forward"), grid=(1, 1, 1), block=(1, 1, 1))) is None
 
 

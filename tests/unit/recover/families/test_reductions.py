@@ -3,8 +3,8 @@ from itertools import product
 import pytest
 
 from stepscope.recover.facts import Rows, Window, exactly
-from stepscope.recover.families import reductions
-from tests.unit.recover.families.launches import seen
+from stepscope.recover.families.reductions import read_reduction
+from tests.unit.recover.families.launches import read_rows, seen
 
 MEAN = (
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, float>"
@@ -35,7 +35,7 @@ _WARP, _LARGEST_BLOCK = 32, 512
 def test_a_mean_over_the_last_dimension_has_a_warp_a_row(
     grid: tuple[int], block: tuple[int, int], shared: int, rows: int, width: int
 ) -> None:
-    by_warps, by_threads = reductions.choices(seen(MEAN, grid, block, shared=shared))
+    by_warps, by_threads = read_reduction(seen(MEAN, grid, block, shared=shared))
     assert by_warps.rows == Window(grid[0] * 16 - 15, grid[0] * 16)
     assert rows in by_warps.rows
     assert by_warps.width == Window(32, 255 * 32)
@@ -57,7 +57,7 @@ def test_a_mean_over_the_last_dimension_has_a_warp_a_row(
 def test_a_sum_over_rows_gives_the_columns(
     grid: tuple[int, ...], block: tuple[int, int], shared: int, rows: int, width: int
 ) -> None:
-    (choice,) = reductions.choices(seen(COLUMN_SUM, grid, block, shared=shared))
+    (choice,) = read_reduction(seen(COLUMN_SUM, grid, block, shared=shared))
     assert rows in choice.rows
     assert choice.rows.step == 4
     assert choice.rows.size <= 128
@@ -67,19 +67,19 @@ def test_a_sum_over_rows_gives_the_columns(
 
 
 def test_shared_memory_tells_a_row_for_each_block_from_a_row_for_each_warp() -> None:
-    assert Rows(rows=exactly(64)) in reductions.choices(seen(MEAN, (64,), (32, 16), shared=2064))
-    assert all(choice.rows.low > 64 for choice in reductions.choices(seen(MEAN, (64,), (32, 16), shared=16)))
-    assert len(reductions.choices(seen(MEAN, (64,), (32, 16)))) == 4
+    assert Rows(rows=exactly(64)) in read_reduction(seen(MEAN, (64,), (32, 16), shared=2064))
+    assert all(choice.rows.low > 64 for choice in read_reduction(seen(MEAN, (64,), (32, 16), shared=16)))
+    assert len(read_reduction(seen(MEAN, (64,), (32, 16)))) == 4
 
 
 def test_bytes_written_make_the_rows_exact() -> None:
     launch = seen(MEAN, (64,), (32, 16), shared=16, stored=4 * 1013)
-    assert reductions.choices(launch) == (Rows(rows=exactly(1013), width=Window(32, 255 * 32)),)
+    assert read_reduction(launch) == (Rows(rows=exactly(1013), width=Window(32, 255 * 32)),)
 
 
 def test_bytes_of_a_pair_of_results_or_of_partial_ones_tell_nothing() -> None:
-    assert len(reductions.choices(seen(VARIANCE, (64,), (32, 16), shared=16, stored=4 * 1013))) == 2
-    split = reductions.choices(seen(COLUMN_SUM, (8, 16), (32, 4), shared=2064, stored=2 * 900))
+    assert len(read_reduction(seen(VARIANCE, (64,), (32, 16), shared=16, stored=4 * 1013))) == 2
+    split = read_reduction(seen(COLUMN_SUM, (8, 16), (32, 4), shared=2064, stored=2 * 900))
     assert split[0].rows == Window(900, 1024, 4)
 
 
@@ -88,7 +88,7 @@ def test_bytes_of_a_pair_of_results_or_of_partial_ones_tell_nothing() -> None:
     [("reduce_kernel", (64,)), (MEAN.replace("512, 1,", "T1, T2,"), (64,)), (MEAN, (64, 1, 2))],
 )
 def test_what_is_not_understood_is_none(name: str, grid: tuple[int, ...]) -> None:
-    assert reductions.read(seen(name, grid, (32, 16))) is None
+    assert read_rows(seen(name, grid, (32, 16))) is None
 
 
 def last_power_of_two(number: int) -> int:
@@ -135,10 +135,10 @@ def test_whatever_was_launched_is_among_the_choices(*, lanes_reduce: bool) -> No
         launch = seen(name, (blocks, split), (width, height), shared=shared if know_memory else None)
         held = [
             results in choice.rows and (choice.width is None or reduced in choice.width)
-            for choice in reductions.choices(launch)
+            for choice in read_reduction(launch)
         ]
         assert any(held), (results, reduced)
-        whole = reductions.read(launch)
+        whole = read_rows(launch)
         assert whole is not None
         assert results in whole.rows
 
@@ -146,19 +146,19 @@ def test_whatever_was_launched_is_among_the_choices(*, lanes_reduce: bool) -> No
 def test_a_block_smaller_than_there_is_room_for_bounds_both_sizes() -> None:
     # All of three, and the same kernel as versions before wrote it, without the last number.
     for name in (MEAN, MEAN.replace("float, 4, 4> >", "float, 4> >")):
-        assert reductions.choices(seen(name, (1,), (2, 1), shared=16)) == (
+        assert read_reduction(seen(name, (1,), (2, 1), shared=16)) == (
             Rows(rows=exactly(1), width=Window(2, 15)),
             Rows(rows=Window(2, 2), width=exactly(1)),
         )
     eight = MEAN.replace("float, 4, 4> >", "float, 4, 8> >")
     # Here the bound is that a thread takes less than 16.
-    assert reductions.choices(seen(eight, (1,), (2, 1), shared=16))[0] == Rows(rows=exactly(1), width=Window(2, 30))
+    assert read_reduction(seen(eight, (1,), (2, 1), shared=16))[0] == Rows(rows=exactly(1), width=Window(2, 30))
     # 640 results of 600 elements: warps share them, so how many there are has no bound.
-    assert reductions.choices(seen(COLUMN_SUM, (5,), (32, 4), shared=2064)) == (Rows(rows=Window(516, 640, 4)),)
+    assert read_reduction(seen(COLUMN_SUM, (5,), (32, 4), shared=2064)) == (Rows(rows=Window(516, 640, 4)),)
 
 
 def test_blocks_that_share_a_result_bound_how_much_goes_into_it() -> None:
-    (choice,) = reductions.choices(seen(COLUMN_SUM, (8, 16), (32, 4), shared=2064))
+    (choice,) = read_reduction(seen(COLUMN_SUM, (8, 16), (32, 4), shared=2064))
     assert choice == Rows(rows=Window(900, 1024, 4), width=Window(255 * 4 + 1, 16 * 256 * 4))
-    (alone,) = reductions.choices(seen(MEAN, (1, 6), (512, 1), shared=2064))
+    (alone,) = read_reduction(seen(MEAN, (1, 6), (512, 1), shared=2064))
     assert alone == Rows(rows=exactly(1), width=Window(255 * 512 + 1, 6 * 256 * 512))

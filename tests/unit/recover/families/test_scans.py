@@ -1,8 +1,8 @@
 import pytest
 
 from stepscope.recover.facts import Rows, Window, exactly
-from stepscope.recover.families import scans
-from tests.unit.recover.families.launches import seen
+from stepscope.recover.families.reductions import read_scan
+from tests.unit.recover.families.launches import read_rows, seen
 
 SCAN = "void at::native::tensor_kernel_scan_innermost_dim<long, std::plus<long> >(long*, long const*, unsigned int)"
 ONE = (
@@ -24,28 +24,26 @@ ONE = (
 )
 def test_the_block_of_positions_bounds_batch_and_context(block: tuple[int, int], batch: int, context: int) -> None:
     launch = seen(SCAN, (1,), block)
-    held = [
-        choice for choice in scans.choices(launch) if batch in choice.rows and choice.width and context in choice.width
-    ]
+    held = [choice for choice in read_scan(launch) if batch in choice.rows and choice.width and context in choice.width]
     assert held
-    exact = scans.choices(seen(SCAN, (1,), block, stored=8 * batch * context))
+    exact = read_scan(seen(SCAN, (1,), block, stored=8 * batch * context))
     assert Rows(rows=exactly(batch), width=exactly(context)) in exact
     assert len(exact) <= 2
 
 
 def test_a_block_of_two_rows_is_a_batch_of_two() -> None:
-    assert scans.choices(seen(SCAN, (1,), (256, 2))) == (Rows(rows=exactly(2), width=Window(129, 512)),)
-    assert scans.read(seen(SCAN, (1,), (128, 4))) == Rows(rows=Window(2, 4), width=Window(33, 256))
+    assert read_scan(seen(SCAN, (1,), (256, 2))) == (Rows(rows=exactly(2), width=Window(129, 512)),)
+    assert read_rows(seen(SCAN, (1,), (128, 4))) == Rows(rows=Window(2, 4), width=Window(33, 256))
 
 
 def test_one_row_alone_goes_another_way() -> None:
-    assert scans.read(seen(ONE, (1,), (128,))) == Rows(rows=exactly(1))
+    assert read_rows(seen(ONE, (1,), (128,))) == Rows(rows=exactly(1))
 
 
 def test_what_is_not_understood_is_none() -> None:
-    assert scans.read(seen(SCAN, (1,), (128, 2))) is None
-    assert scans.read(seen(SCAN, (1, 2), (128, 4))) is None
-    assert scans.read(seen("void at::native::tensor_kernel_scan_outer_dim<long>(int)", (1,), (128, 4))) is None
+    assert read_rows(seen(SCAN, (1,), (128, 2))) is None
+    assert read_rows(seen(SCAN, (1, 2), (128, 4))) is None
+    assert read_rows(seen("void at::native::tensor_kernel_scan_outer_dim<long>(int)", (1,), (128, 4))) is None
 
 
 def modelled(rows: int, width: int) -> tuple[int, int, int]:
@@ -60,5 +58,5 @@ def modelled(rows: int, width: int) -> tuple[int, int, int]:
 def test_whatever_was_launched_is_among_the_choices(rows: int, width: int) -> None:
     blocks, threads, height = modelled(rows, width)
     launch = seen(SCAN, (blocks,), (threads, height))
-    choices = scans.choices(launch)
+    choices = read_scan(launch)
     assert any(rows in choice.rows and choice.width and width in choice.width for choice in choices)

@@ -1,8 +1,8 @@
 import pytest
 
 from stepscope.recover.facts import Rows, Window, exactly
-from stepscope.recover.families import softmax
-from tests.unit.recover.families.launches import HIDDEN, seen
+from stepscope.recover.families.rowwise import read_softmax
+from tests.unit.recover.families.launches import HIDDEN, read_rows, seen
 
 WARP = "void (anonymous namespace)::softmax_warp_{way}<{kind}, {kind}, float, {log}, false, false>({kind}*)"
 BLOCK = f"void {HIDDEN}cunn_SoftMax{{way}}<4, float, float, float, {HIDDEN}LogSoftMax{{epilogue}}>(float*, int)"
@@ -22,7 +22,7 @@ BACKWARD_SHARED = BLOCK.format(way="BackwardSmem", epilogue="BackwardEpilogue")
     ],
 )
 def test_rows_by_warp(way: str, kind: str, log: int, grid: int, block: tuple[int, int], rows: int, width: int) -> None:
-    fact = softmax.read(seen(WARP.format(way=way, kind=kind, log=log), (grid,), block))
+    fact = read_rows(seen(WARP.format(way=way, kind=kind, log=log), (grid,), block))
     assert fact is not None
     assert fact.width == Window(2 ** (log - 1) + 1, 2**log)
     assert width in fact.width
@@ -32,9 +32,9 @@ def test_rows_by_warp(way: str, kind: str, log: int, grid: int, block: tuple[int
 
 
 def test_a_width_of_a_power_of_two_and_one_beyond() -> None:
-    narrow = softmax.read(seen(WARP.format(way="forward", kind="float", log=7), (10,), (32, 4)))
-    wide = softmax.read(seen(WARP.format(way="forward", kind="float", log=8), (10,), (32, 4)))
-    single = softmax.read(seen(WARP.format(way="forward", kind="float", log=0), (10,), (1, 128)))
+    narrow = read_rows(seen(WARP.format(way="forward", kind="float", log=7), (10,), (32, 4)))
+    wide = read_rows(seen(WARP.format(way="forward", kind="float", log=8), (10,), (32, 4)))
+    single = read_rows(seen(WARP.format(way="forward", kind="float", log=0), (10,), (1, 128)))
     assert narrow is not None
     assert wide is not None
     assert single is not None
@@ -45,51 +45,51 @@ def test_a_width_of_a_power_of_two_and_one_beyond() -> None:
 
 def test_bytes_written_leave_the_factors_that_fit() -> None:
     name = WARP.format(way="forward", kind="float", log=8)
-    assert softmax.choices(seen(name, (960,), (32, 4), stored=4 * 3840 * 160)) == (
+    assert read_softmax(seen(name, (960,), (32, 4), stored=4 * 3840 * 160)) == (
         Rows(rows=exactly(3840), width=exactly(160)),
     )
-    few = softmax.choices(seen(name, (2,), (32, 4), stored=4 * 6 * 200))
+    few = read_softmax(seen(name, (2,), (32, 4), stored=4 * 6 * 200))
     assert [(choice.rows.low, choice.width) for choice in few] == [
         (5, exactly(240)),
         (6, exactly(200)),
         (8, exactly(150)),
     ]
     # A prime that no width of the kernel divides: something else was written besides.
-    assert softmax.choices(seen(name, (2,), (32, 4), stored=4 * 1201)) == (
+    assert read_softmax(seen(name, (2,), (32, 4), stored=4 * 1201)) == (
         Rows(rows=Window(5, 8), width=Window(129, 256)),
     )
 
 
 def test_a_wide_row_has_a_block_and_its_width_in_shared_memory() -> None:
-    assert softmax.read(seen(FORWARD_SHARED, (1024,), (1024,), shared=40128)) == Rows(
+    assert read_rows(seen(FORWARD_SHARED, (1024,), (1024,), shared=40128)) == Rows(
         rows=exactly(1024), width=exactly(10000)
     )
-    assert softmax.read(seen(BACKWARD_SHARED, (512,), (512,), shared=40064)) == Rows(
+    assert read_rows(seen(BACKWARD_SHARED, (512,), (512,), shared=40064)) == Rows(
         rows=exactly(512), width=exactly(10000)
     )
     # Too wide for that: the memory holds only sums.
-    assert softmax.read(seen(FORWARD, (600,), (1024,), shared=128)) == Rows(rows=exactly(600))
-    assert softmax.read(seen(FORWARD_SHARED, (600,), (1024,))) == Rows(rows=exactly(600))
+    assert read_rows(seen(FORWARD, (600,), (1024,), shared=128)) == Rows(rows=exactly(600))
+    assert read_rows(seen(FORWARD_SHARED, (600,), (1024,))) == Rows(rows=exactly(600))
 
 
 def test_bytes_written_give_the_width_of_wide_rows() -> None:
-    fact = softmax.read(seen(FORWARD, (600,), (1024,), shared=128, stored=600 * 32003 * 4))
+    fact = read_rows(seen(FORWARD, (600,), (1024,), shared=128, stored=600 * 32003 * 4))
     assert fact == Rows(rows=exactly(600), width=exactly(32003))
-    assert softmax.read(seen(FORWARD, (600,), (1024,), stored=600 * 32003 * 4 + 4)) == Rows(rows=exactly(600))
+    assert read_rows(seen(FORWARD, (600,), (1024,), stored=600 * 32003 * 4 + 4)) == Rows(rows=exactly(600))
 
 
 def test_types_that_differ_leave_the_width_open() -> None:
     mixed = FORWARD_SHARED.replace("<4, float, float, float", "<8, c10::BFloat16, float, float")
-    assert softmax.read(seen(mixed, (600,), (1024,), shared=40128)) == Rows(rows=exactly(600))
+    assert read_rows(seen(mixed, (600,), (1024,), shared=40128)) == Rows(rows=exactly(600))
 
 
 def test_rows_held_in_registers() -> None:
     name = FORWARD.replace("cunn_SoftMaxForward", "cunn_SoftMaxForwardReg").replace("Epilogue>", "Epilogue, long, 3>")
-    assert softmax.read(seen(name, (600,), (1024,))) == Rows(rows=exactly(600), width=Window(2049, 3072))
+    assert read_rows(seen(name, (600,), (1024,))) == Rows(rows=exactly(600), width=Window(2049, 3072))
 
 
 @pytest.mark.parametrize(
     "name", ["softmax_warp_forward", "void cunn_SpatialSoftMaxForward<float>(float*)", "softmax", IMPOSSIBLE]
 )
 def test_what_is_not_understood_is_none(name: str) -> None:
-    assert softmax.read(seen(name, (10,), (32, 4))) is None
+    assert read_rows(seen(name, (10,), (32, 4))) is None

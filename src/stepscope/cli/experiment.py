@@ -1,0 +1,121 @@
+"""What the verbs that run an experiment share: flags, a run that is watched or a file of rows, and the picture at the
+end."""
+
+import inspect
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+import typer
+
+from stepscope.cli.output import say
+from stepscope.recording.rows.bench import Row
+from stepscope.spec.settings import declared, flag_of
+
+if TYPE_CHECKING:
+    from stepscope.findings import Figure
+    from stepscope.jobs.experiments.sweep import SweepListener
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Row)
+
+OutFlag = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.jsonl is kept and resumed from.")]
+FromFlag = Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Show a results file and run nothing.")]
+ForceFlag = Annotated[bool, typer.Option("--force", help="Replace a file at --plot that stepscope did not draw.")]
+FreshFlag = Annotated[bool, typer.Option("--fresh", help="Measure everything again.")]
+_TIMEOUT = typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="End a case that takes longer.")
+TimeoutFlag = Annotated[float | None, _TIMEOUT]
+
+
+def add_flags(
+    verb: Callable[..., None],
+    name: str,
+    flags: Sequence[inspect.Parameter],
+    make: Callable[[dict[str, Any]], object],
+    *,
+    first: bool = False,
+) -> Callable[..., None]:
+    """Gives a verb `flags`, after its own or `first`, and hands over what `make` makes of them as its argument
+    `name`."""
+
+    def wrapper(**values: Any) -> None:
+        given = {flag.name: values.pop(flag.name) for flag in flags}
+        verb(**{name: make(given)}, **values)
+
+    own = [parameter for parameter in inspect.signature(verb).parameters.values() if parameter.name != name]
+    parameters = [*flags, *own] if first else [*own, *flags]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    wrapper.__doc__ = verb.__doc__
+    wrapper.__name__ = verb.__name__
+    return wrapper
+
+
+def flag(name: str, kind: Any, option: Any, default: object = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def takes_fields(grid: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a verb the fields of a grid as flags, and hands over the texts of those that were given as `texts`."""
+    flags = []
+    for name, setting in declared(grid).items():
+        dashed = flag_of(name)
+        if setting.is_switch:
+            flags.append(flag(name, bool | None, typer.Option(f"{dashed}/--no-{dashed[2:]}", help=setting.help)))
+        else:
+            flags.append(flag(name, str | None, typer.Option(dashed, metavar=setting.metavar, help=setting.help)))
+
+    def make(given: Mapping[str, Any]) -> dict[str, str]:
+        words = {True: "yes", False: "no"}
+        return {
+            name: words[value] if isinstance(value, bool) else value
+            for name, value in given.items()
+            if value is not None
+        }
+
+    return lambda verb: add_flags(verb, "texts", flags, make, first=True)
+
+
+def typed_command() -> str:
+    return shlex.join(["stepscope", *sys.argv[1:]])
+
+
+def read_results(path: Path, kind: type[R]) -> tuple[R, ...]:
+    """The rows of a file; what was left out is said."""
+    from stepscope.recording.rows.results_file import read_rows_of
+
+    rows, left_out = read_rows_of(path, kind)
+    for remark in left_out:
+        say(remark)
+    return rows
+
+
+def watch_sweep(
+    run: "Callable[[SweepListener], T]", outcome_of: Callable[[Any], str], describe: Callable[[Any], str] | None = None
+) -> T:
+    """Runs a sweep with a bar or lines. `outcome_of` is a finished row in a few words, `describe` a case."""
+    from stepscope.cli.progress import choose_listener
+    from stepscope.explain.experiments.cases import describe_case
+
+    try:
+        with choose_listener(outcome_of, describe or describe_case) as listener:
+            return run(listener)
+    except KeyboardInterrupt:
+        say("interrupted: what is done is kept, and the same command goes on")
+        raise
+
+
+def draw_one(verb: str, kept: Path, plot: Path | None, draw: "Callable[[], Figure]", *, other: str) -> None:
+    """Draws where a picture was asked for, and says which command draws one, or of the `other` quantity."""
+    again = f"next: stepscope {verb} --from {shlex.quote(str(kept))}"
+    if plot is None:
+        say(f"{again} --plot {verb}.png")
+        return
+    from stepscope.report.figures import save
+
+    save(draw(), plot)
+    say(f"picture: {plot}")
+    say(f"{again} --plot {other}.png --plot-of {other}")

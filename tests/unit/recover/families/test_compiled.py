@@ -1,0 +1,97 @@
+import pytest
+
+from stepscope.recover.facts import Elements, Rows, Window, exactly
+from stepscope.recover.families import read_fact
+from stepscope.recover.families.elementwise import read_compiled
+from tests.unit.recover.families.launches import seen
+
+ACTIVATION = "triton_poi_fused_add_mul_pow_tanh_view_4"
+NORM = "triton_per_fused_add_native_layer_norm_view_7"
+LOOPED_NORM = "triton_red_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "threads", "count"),
+    [
+        (ACTIVATION, 3072, 128, 4 * 256 * 3072),
+        (ACTIVATION, 6144, 256, 4 * 256 * 3072),
+        ("triton_poi_fused__unsafe_view_mul_silu_9", 11264, 128, 2 * 1024 * 5632),
+        ("triton_poi_fused_mm_t_8", 37698, 128, 768 * 50264),
+        ("triton_poi_fused_add_arange_0", 1, 128, 256),
+    ],
+)
+def test_one_of_the_powers_of_two_holds_the_elements(name: str, grid: int, threads: int, count: int) -> None:
+    choices = read_compiled(seen(name, (grid,), (threads,)))
+    assert isinstance(choices[0], Elements)
+    assert any(count in choice.count for choice in choices if isinstance(choice, Elements))
+    # The first is what Inductor takes untuned.
+    assert count in choices[0].count
+    assert read_fact(seen(name, (grid,), (threads,))) == Elements(count=Window(grid, grid * 4096))
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "rows"), [(NORM, 1024, 1024), (NORM, 512, 512), (LOOPED_NORM, 1024, 2048), (LOOPED_NORM, 256, 512)]
+)
+def test_one_of_the_powers_of_two_holds_the_rows(name: str, grid: int, rows: int) -> None:
+    choices = read_compiled(seen(name, (grid,), (32,)))
+    assert [choice.rows for choice in choices if isinstance(choice, Rows)][:2] == [
+        exactly(grid),
+        Window(2 * grid - 1, 2 * grid),
+    ]
+    assert any(rows in choice.rows for choice in choices if isinstance(choice, Rows))
+
+
+def test_bytes_written_are_a_multiple_of_the_size() -> None:
+    choices = read_compiled(seen(ACTIVATION, (3072,), (128,), stored=6291456))
+    assert choices[0] == Elements(count=exactly(4 * 256 * 3072))
+    assert {choice.count.low for choice in choices if isinstance(choice, Elements)} == {
+        3072 << log for log in range(12)
+    }
+    rows = read_compiled(seen(NORM, (1021,), (32,), stored=1021 * 770 * 2))
+    assert Rows(rows=exactly(1021)) in rows
+    assert Rows(rows=exactly(2042)) in rows
+    assert all(choice.rows.is_exact for choice in rows if isinstance(choice, Rows))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["triton_per_fused_native_layer_norm_native_layer_norm_backward_view_2", "triton_red_fused_add_mul_pow_sum_view_6"],
+)
+def test_bytes_of_a_gradient_may_hold_parts_of_another(name: str) -> None:
+    launch = seen(name, (1021,), (32,), stored=1021 * 770 * 2)
+    assert read_compiled(launch) == read_compiled(seen(name, (1021,), (32,)))
+
+
+def test_bytes_that_no_size_divides_leave_the_windows() -> None:
+    plain = read_compiled(seen(NORM, (1021,), (32,)))
+    assert read_compiled(seen(NORM, (1021,), (32,), stored=7)) == plain
+    assert read_compiled(seen(NORM, (1021,), (32,), stored=0)) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        (ACTIVATION, (1, 4096)),  # tiles of two dimensions
+        (NORM, (64,)),  # may be blocks that share a row
+        ("triton_for_fused_0", (100,)),
+        ("triton_tem_fused_mm_3", (100,)),
+        ("triton_mm", (100,)),
+        ("void at::native::elementwise_kernel<128, 4, int>(int)", (100,)),
+    ],
+)
+def test_what_is_not_understood_is_none(name: str, grid: tuple[int, ...]) -> None:
+    assert read_compiled(seen(name, grid, (128,))) == ()
+
+
+@pytest.mark.parametrize("per_block", [1, 2, 8, 128, 1024, 4096])
+@pytest.mark.parametrize("count", [1, 1000, 1024, 1025, 786_432, 12_345_677])
+def test_whatever_size_was_launched_is_among_the_choices(per_block: int, count: int) -> None:
+    for stored in (None, 2 * count, 4 * count, 6 * count):
+        choices = read_compiled(seen(ACTIVATION, (-(-count // per_block),), (128,), stored=stored))
+        assert any(count in choice.count for choice in choices if isinstance(choice, Elements))
+
+
+def test_the_usual_blocks_come_first() -> None:
+    choices = read_compiled(seen(ACTIVATION, (10,), (128,)))
+    highs = [choice.count.high // 10 for choice in choices if isinstance(choice, Elements)]
+    assert highs == [1024, 512, 256, 128, 1, 2, 4, 8, 16, 32, 64, 2048, 4096]

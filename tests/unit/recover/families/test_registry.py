@@ -1,0 +1,52 @@
+import msgspec
+import pytest
+
+from stepscope.recover.facts import Elements, Gather, Rows, Sighting, Update, Window
+from stepscope.recover.families import Platform, read_fact, read_facts
+from tests.unit.recover.families import (
+    launches,
+    test_concatenation,
+    test_norms,
+    test_optimizers,
+    test_reductions,
+    test_scans,
+    test_softmax,
+)
+from tests.unit.recover.families.launches import seen
+
+LAUNCHES: list[tuple[Sighting, type]] = [
+    (seen(launches.vectorized(launches.ADD_BF16, 8), (375,)), Elements),
+    (seen(test_concatenation.VECTORIZED, (375, 3)), Elements),
+    (seen(test_norms.FORWARD.format(kind="float", rms="0"), (128,), (32, 4)), Rows),
+    (seen(test_softmax.FORWARD, (600,), (1024,)), Rows),
+    (seen(test_reductions.MEAN, (64,), (32, 16)), Rows),
+    (seen(test_scans.SCAN, (1,), (256, 2)), Rows),
+    (seen("void at::native::vectorized_gather_kernel<16, long>(char*)", (600,), (96,)), Gather),
+    (seen(test_optimizers.ONE_LIST, (311,), (512,)), Update),
+    (seen("triton_poi_fused_add_0", (100,)), Elements),
+]
+
+
+@pytest.mark.parametrize(("launch", "kind"), LAUNCHES)
+def test_every_family_is_behind_the_door(launch: Sighting, kind: type) -> None:
+    assert isinstance(read_fact(launch), kind)
+    assert all(isinstance(choice, kind) for choice in read_facts(launch))
+
+
+def test_what_is_known_of_the_version_reaches_elementwise_kernels() -> None:
+    launch = seen(launches.vectorized(launches.ADD_FLOAT), (96,))
+    assert read_fact(launch, Platform(recent=True)) == Elements(count=Window(95 * 1024 + 1, 96 * 1024))
+    assert len(read_facts(launch)) == 2
+
+
+@pytest.mark.parametrize("name", ["", "spin_kernel", "nvjet_sm90_tst"])
+def test_other_kernels_say_nothing(name: str) -> None:
+    assert read_fact(seen(name, (100,))) is None
+    assert read_facts(seen(name, (100,))) == ()
+
+
+@pytest.mark.parametrize("launch", [launch for launch, _ in LAUNCHES])
+@pytest.mark.parametrize("sizes", [{"grid": (0, 1, 1)}, {"block": (32, 0, 1)}, {"grid": (-1, 1, 1)}])
+def test_a_launch_of_nothing_says_nothing(launch: Sighting, sizes: dict[str, tuple[int, int, int]]) -> None:
+    empty = msgspec.structs.replace(launch, counters={"store_bytes": 4096}, **sizes)
+    assert read_fact(empty) is None
