@@ -17,12 +17,13 @@ from rich.console import Console
 from stepscope.cli.report_progress import Display, Forecast
 from stepscope.errors import StepscopeError
 from stepscope.explain.story.sources import Materials
+from stepscope.findings import STAGES
 from stepscope.jobs.experiments.sweep import Planned
 from stepscope.jobs.report import run as report
 from stepscope.jobs.report import stages as report_stages
-from stepscope.jobs.report.data import STAGES, is_data, read_state, write_state
+from stepscope.jobs.report.data import is_data, read_state, write_state
 from stepscope.jobs.report.run import Ending, Interrupted, Made, ReportJob, parse_stages, without_flags
-from stepscope.jobs.report.stages import UnavailableError, Work
+from stepscope.jobs.report.stages import StageWork, UnavailableError
 from stepscope.jobs.workers.messages import Failed, Probed, ProbedModel
 from stepscope.jobs.workers.process import InputRefusedError, Workers
 from stepscope.spec import Grid, Scalar, build_case, grid_from_flags
@@ -40,15 +41,15 @@ class FakeStage:
         self.error: BaseException | None = None
         self.runs = 0
 
-    def keys(self, work: Work) -> tuple[str, ...]:
+    def keys(self, work: StageWork) -> tuple[str, ...]:
         if isinstance(self.error, UnavailableError):
             raise self.error
         return (f"{self.name}-{work.planned.key}",)
 
-    def command(self, work: Work) -> str:
+    def command(self, work: StageWork) -> str:
         return f"stepscope {self.name} --size {work.planned.case.workload.model.name}"
 
-    def expected_s(self, _work: Work) -> float:
+    def expected_s(self, _work: StageWork) -> float:
         return 1.0
 
     def load(self, folder: Path, _keys: Sequence[str], materials: Materials, /) -> Materials:
@@ -56,7 +57,7 @@ class FakeStage:
             raise StepscopeError("gone")
         return replace(materials, bench=(*materials.bench, row()))
 
-    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+    def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         self.runs += 1
         if self.error is not None:
             raise self.error
@@ -430,11 +431,11 @@ def test_the_time_left_goes_by_how_long_stages_took() -> None:
 # --- Stages ----------------------------------------------------------------------------------------------------------
 
 
-def work_on(**settings: Scalar) -> Work:
+def work_on(**settings: Scalar) -> StageWork:
     case = build_case(settings)
     environment = msgspec.structs.replace(ENVIRONMENT, device=case.workload.device)
     planned = Planned(case=case, environment=environment, source=None)
-    return Work(
+    return StageWork(
         folder=Path("data"),
         command="stepscope report",
         planned=planned,

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from stepscope.api.display import RunPart
-from stepscope.cli.memory_output import Stacked, check_view, draw, show_run
 from stepscope.cli.output import say
+from stepscope.cli.run_output import Stacked, check_view, draw, show_run
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 

@@ -9,9 +9,9 @@ import typer
 
 from stepscope.api.display import MemoryPart
 from stepscope.cli.experiment import ForceFlag, FromFlag, TimeoutFlag, read_results, typed_command, watch_sweep
-from stepscope.cli.memory_output import Stacked, check_view, draw, show_run
 from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show_tables
+from stepscope.cli.run_output import Stacked, check_view, draw, show_run
 from stepscope.errors import StepscopeError
 from stepscope.recording.rows.memory import MemoryRow
 from stepscope.report.formats import Format

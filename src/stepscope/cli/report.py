@@ -10,6 +10,7 @@ import typer
 from stepscope.cli.options import refuse_settings, takes_grid
 from stepscope.cli.output import say, show
 from stepscope.errors import Exit, StepscopeError
+from stepscope.findings import STAGES
 from stepscope.spec import Grid
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def report(
     ] = None,
     without: Annotated[
         str | None,
-        typer.Option(metavar="STAGE,…", help="Leave out some of bench, profile, memory, precision, attention."),
+        typer.Option(metavar="STAGE,…", help=f"Leave out some of {', '.join(STAGES)}."),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run everything again.")] = False,
     force: Annotated[

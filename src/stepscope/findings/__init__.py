@@ -16,6 +16,7 @@ from stepscope.findings.elements import (
     Timeline,
 )
 from stepscope.findings.report import (
+    STAGES,
     Advice,
     Bars,
     Beside,
@@ -40,6 +41,7 @@ from stepscope.findings.report import (
 )
 
 __all__ = [
+    "STAGES",
     "Advice",
     "Area",
     "Axis",

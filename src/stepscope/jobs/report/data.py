@@ -26,9 +26,6 @@ STATE_NAME = "report.json"
 
 _KEY = re.compile(r"[\w-]{1,64}")  # names of files, of which none leads out of the folder
 
-# The stages of a report, in the order in which they run.
-STAGES = ("bench", "profile", "memory", "precision", "attention")
-
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """`done` has for each finished stage the keys of what it made, `absent` why there is nothing of another."""
@@ -42,7 +39,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     absent: dict[str, Missing] = msgspec.field(default_factory=dict)
 
 
-class _Versioned(msgspec.Struct):
+class _StateVersion(msgspec.Struct):
     schema: str
 
 
@@ -54,7 +51,7 @@ def read_state(folder: Path) -> State:
     path = folder / STATE_NAME
     try:
         content = read_plain(path)
-        if decode(content, _Versioned).schema == SCHEMA:
+        if decode(content, _StateVersion).schema == SCHEMA:
             state = decode(content, State)
             if all(keys and all(map(_KEY.fullmatch, keys)) for keys in state.done.values()):
                 return state
