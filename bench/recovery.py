@@ -17,7 +17,7 @@ from typing import Any
 from stepscope.findings import Cell, Column, Table
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.evidence.recording import gather
-from stepscope.recover.solve.recovery import Answer, Field, recover
+from stepscope.recover.solve.recovery import Field, Recovery, recover
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
 
@@ -59,7 +59,7 @@ def judge(field: Field, truth: object) -> str:
     return "–" if field.value is None else f"MISSED {field.value} for {truth}"
 
 
-def judge_parameters(answer: Answer, truth: int | None) -> str:
+def judge_parameters(answer: Recovery, truth: int | None) -> str:
     found = answer.fields["parameters"].value
     if truth is None or not isinstance(found, int):
         return "–"

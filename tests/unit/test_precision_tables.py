@@ -37,8 +37,8 @@ from stepscope.recording.rows.precision import (
     write_report,
 )
 from stepscope.report.formats import Format
-from stepscope.report.page import render_page
 from stepscope.report.tables import render
+from stepscope.report.terminal import render_page
 from stepscope.spec import Precision, build_case
 from tests.unit.rows import ENVIRONMENT, row
 

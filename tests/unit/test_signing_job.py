@@ -20,7 +20,7 @@ from stepscope.jobs.signing import (
 )
 from stepscope.recover.reports.hashing import hash_files
 from stepscope.recover.reports.keys import new_key
-from stepscope.recover.reports.signing import Verdict
+from stepscope.recover.reports.signing import SignatureVerdict
 from stepscope.report.formats import Format
 
 UUID = "GPU-00000000-1111-2222-3333-444444444444"
@@ -121,7 +121,7 @@ def test_another_signer_is_named_by_fingerprint(folder: Path) -> None:
     report, _ = sign(folder)
     other = new_key(folder / "b.key")
     examination = examine_signed(report, other.text)
-    assert examination.signature.verdict is Verdict.OTHER_KEY
+    assert examination.signature.verdict is SignatureVerdict.OTHER_KEY
     assert examination.exit is Exit.GATE_FAILED
     assert set(found(examination)) == {"signature", "signed by"}
     assert found(examination)["signed by"] != other.fingerprint

@@ -86,7 +86,7 @@ def _series(column: Column, cells: "tuple[Cell, ...]") -> "pl.Series":
 
 def write_table(table: Table) -> str:
     """A table for a notebook, which has styles of its own for tables."""
-    from stepscope.report.sheet import lay_out
+    from stepscope.report.numbers import lay_out
 
     sheet = lay_out(table, detail=False)
     head = "".join(f"<th>{escape(lane.label)}</th>" for lane in sheet.lanes)

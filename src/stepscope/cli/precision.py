@@ -40,7 +40,7 @@ def precision(
     """
     from stepscope.api.measure import BenchResults, PrecisionResult
     from stepscope.api.measure import precision as compare_precisions
-    from stepscope.report.page import render_page
+    from stepscope.report.terminal import render_page
 
     _check_flags(table=table, format_=format_, bench=bench, out=out, from_=from_)
     timed = BenchResults.read(bench).rows if bench is not None else ()

@@ -130,7 +130,7 @@ def profile(
     if format_ is Format.JSON:
         show(run.to_json())
     else:
-        from stepscope.report.page import render_page
+        from stepscope.report.terminal import render_page
 
         show(render_page(run.page(overhead=True), width=terminal_width()))
     say(f"recording: {folder}")

@@ -59,7 +59,7 @@ def show_run(
     run: "Run", format_: Format, *, part: "RunPart | None", top: int, questions: bool, detail: str | None
 ) -> None:
     """The page, one part of it, or the answers."""
-    from stepscope.report.page import render_page
+    from stepscope.report.terminal import render_page
 
     if questions:
         answers = run.questions()

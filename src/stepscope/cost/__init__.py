@@ -18,13 +18,14 @@ from stepscope.cost.activations import (
 )
 from stepscope.cost.calls import OperatorCost
 from stepscope.cost.communication import bus_factor, fit_link, ring_links
-from stepscope.cost.decoder import DecoderShape, decoder_parameters
 from stepscope.cost.model import (
     ADAM_BYTES,
     COUNTED_CONVENTION,
     FLOP_CONVENTION,
     SGD_BYTES,
+    DecoderShape,
     ParameterCount,
+    decoder_parameters,
     forward_flops,
     parameters,
     step_flops,

@@ -9,9 +9,9 @@ from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Table
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import is_recording
-from stepscope.recover.evidence.recording import Evidence, gather
-from stepscope.recover.evidence.structure import NoTransformerError
-from stepscope.recover.solve.recovery import Answer, recover
+from stepscope.recover.evidence.order import NoTransformerError
+from stepscope.recover.evidence.recording import KernelEvidence, gather
+from stepscope.recover.solve.recovery import Recovery, recover
 from stepscope.recover.solve.recovery_tables import answer_page
 
 
@@ -22,7 +22,7 @@ class Undecided(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def gather_evidence(paths: Sequence[Path], *, use_shapes: bool = False) -> list[Evidence]:
+def gather_evidence(paths: Sequence[Path], *, use_shapes: bool = False) -> list[KernelEvidence]:
     """Raises StepscopeError for what cannot be read, and where no file holds a kernel of a GPU."""
     evidence = [gather(open_recording(path), file=path.name, use_shapes=use_shapes) for path in paths]
     if not any(one.sightings for one in evidence):
@@ -34,7 +34,7 @@ def gather_evidence(paths: Sequence[Path], *, use_shapes: bool = False) -> list[
     return evidence
 
 
-def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> tuple[Answer | Undecided, str]:
+def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> tuple[Recovery | Undecided, str]:
     """What was recovered, and what the evidence calls its GPU."""
     evidence = gather_evidence(paths, use_shapes=use_shapes)
     device = next((one.device for one in evidence if one.device), "")
@@ -44,7 +44,7 @@ def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> tuple[A
         return Undecided(reason=str(error), notes=tuple(note for one in evidence for note in one.notes)), device
 
 
-def describe(result: Answer | Undecided, paths: Sequence[Path]) -> Iterator[str | Table]:
+def describe(result: Recovery | Undecided, paths: Sequence[Path]) -> Iterator[str | Table]:
     """Lines and tables, in the order in which they are read."""
     files = ", ".join(path.name for path in paths)
     if isinstance(result, Undecided):
@@ -61,7 +61,7 @@ def describe(result: Answer | Undecided, paths: Sequence[Path]) -> Iterator[str 
         yield table
 
 
-def state(result: Answer | Undecided) -> dict[str, object]:
+def state(result: Recovery | Undecided) -> dict[str, object]:
     """In JSON's terms, as it is printed and signed."""
     if isinstance(result, Undecided):
         return {"verdict": "cannot tell", "reason": result.reason, "candidates": [], "notes": list(result.notes)}
@@ -70,7 +70,7 @@ def state(result: Answer | Undecided) -> dict[str, object]:
     return {"verdict": verdict, **plain}
 
 
-def encode(result: Answer | Undecided) -> str:
+def encode(result: Recovery | Undecided) -> str:
     return msgspec.json.format(msgspec.json.encode(state(result)), indent=2).decode() + "\n"
 
 
@@ -105,5 +105,5 @@ def expand(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def exit_code(result: Answer | Undecided) -> Exit:
+def exit_code(result: Recovery | Undecided) -> Exit:
     return Exit.UNDECIDED if isinstance(result, Undecided) or not result.candidates else Exit.OK

@@ -16,11 +16,11 @@ from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
 from stepscope.recover.reports.hashing import hash_file, hash_files, hash_weights
 from stepscope.recover.reports.keys import load_private_key, public_path
-from stepscope.recover.reports.signed_report import Gpu, HashedFile, Report, Statement, check_nonce, check_uuid
+from stepscope.recover.reports.signed_report import Gpu, HashedFile, SignedReport, Statement, check_nonce, check_uuid
 from stepscope.recover.reports.signing import (
     Mismatch,
     SignatureCheck,
-    Verdict,
+    SignatureVerdict,
     check_evidence,
     check_signed,
     write_signed,
@@ -57,7 +57,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit(self) -> Exit:
-        is_good = self.signature.verdict is Verdict.GOOD and not self.mismatches and not self.is_replayed
+        is_good = self.signature.verdict is SignatureVerdict.GOOD and not self.mismatches and not self.is_replayed
         return Exit.OK if is_good else Exit.GATE_FAILED
 
 
@@ -113,14 +113,14 @@ def make_report(
     claim: Path | None = None,
     device: str = "",
     seen: Sequence[HashedFile] = (),
-) -> Report:
+) -> SignedReport:
     """The report on `statement`, not yet signed. `device` is what the evidence calls its GPU, `seen` what the evidence
     was before it was read: a file that changed meanwhile is not what the statement is about."""
     check_flags(signing)
     hashed = hash_files(evidence)
     if seen and tuple(seen) != tuple(hashed):
         raise StepscopeError("the evidence changed while it was read", hint="again, with files that nobody writes to")
-    return Report(
+    return SignedReport(
         stepscope=__version__,
         signed_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         nonce=signing.nonce,
@@ -132,7 +132,7 @@ def make_report(
     )
 
 
-def sign_to_file(report: Report, signing: Signing, path: Path, *, force: bool = False) -> None:
+def sign_to_file(report: SignedReport, signing: Signing, path: Path, *, force: bool = False) -> None:
     write_signed(path, report, signing.key, force=force)
 
 
@@ -171,7 +171,7 @@ def examination_table(examination: Examination) -> Table:
     )
 
 
-def _describe(report: Report) -> list[tuple[str, str]]:
+def _describe(report: SignedReport) -> list[tuple[str, str]]:
     rows = [("signed at", f"{report.signed_at}, by the signer's clock"), ("stepscope", report.stepscope)]
     rows.append(("nonce", report.nonce or "none: nothing shows that the report is fresh"))
     rows += [("gpu", f"{_name_gpu(gpu)}, says the {gpu.said_by}") for gpu in report.gpus]

@@ -11,12 +11,16 @@ from stepscope.findings import Column, Table
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Recording
 from stepscope.recover.claims.claim import read_claim
-from stepscope.recover.claims.verdict import Verdict, Verification, describe_interval, undecided
+from stepscope.recover.claims.verdict import ClaimVerdict, Verification, describe_interval, undecided
 from stepscope.recover.claims.verification import verify
-from stepscope.recover.evidence.recording import Evidence, gather
-from stepscope.recover.evidence.structure import NoTransformerError
+from stepscope.recover.evidence.order import NoTransformerError
+from stepscope.recover.evidence.recording import KernelEvidence, gather
 
-_EXITS = {Verdict.CONSISTENT: Exit.OK, Verdict.REFUTED: Exit.GATE_FAILED, Verdict.UNDECIDED: Exit.UNDECIDED}
+_EXITS = {
+    ClaimVerdict.CONSISTENT: Exit.OK,
+    ClaimVerdict.REFUTED: Exit.GATE_FAILED,
+    ClaimVerdict.UNDECIDED: Exit.UNDECIDED,
+}
 _MOST_ROWS = 10
 
 
@@ -53,7 +57,7 @@ def verify_files(
     return Verified(verification=answer, device=device)
 
 
-def _unseen_share(recordings: Sequence[Recording], evidence: Sequence[Evidence]) -> float:
+def _unseen_share(recordings: Sequence[Recording], evidence: Sequence[KernelEvidence]) -> float:
     """Of the GPU's time in kernels that were not looked at, because they ran on other streams or came too late."""
     whole = 0
     for one in recordings:

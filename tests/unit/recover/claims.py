@@ -10,7 +10,7 @@ from stepscope.explain.kernel_names import decode
 from stepscope.recover.claims.claim import Claim, make_claim
 from stepscope.recover.claims.verdict import Verification
 from stepscope.recover.claims.verification import verify
-from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 from tests.unit.recover.evidence_runs import read_evidence, truth_of, with_kernels
 
@@ -52,5 +52,5 @@ def time(sighting: Sighting, share: float) -> Sighting:
     return msgspec.structs.replace(sighting, duration_ns=round(sighting.duration_ns * share))
 
 
-def find(evidence: Evidence, kernel_class: str) -> list[int]:
+def find(evidence: KernelEvidence, kernel_class: str) -> list[int]:
     return [one.index for one in evidence.sightings if one.name.kernel_class == kernel_class]

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recover.evidence.recording import Evidence, gather
+from stepscope.recover.evidence.recording import KernelEvidence, gather
 from stepscope.recover.facts import Sighting
-from stepscope.recover.solve.recovery import Answer, recover
+from stepscope.recover.solve.recovery import Recovery, recover
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "evidence"
 TRUTHS: dict[str, dict[str, Any]] = json.loads((FOLDER / "truth.json").read_text())
@@ -21,12 +21,12 @@ TRACES = sorted(path.name for path in FOLDER.glob("*.json.gz"))
 
 
 @cache
-def read_evidence(file: str) -> Evidence:
+def read_evidence(file: str) -> KernelEvidence:
     return gather(open_recording(FOLDER / file))
 
 
 @cache
-def recovered(file: str) -> Answer:
+def recovered(file: str) -> Recovery:
     return recover([read_evidence(file)])
 
 
@@ -38,6 +38,6 @@ def truth_of(file: str) -> dict[str, Any]:
     return truth | {"dtype": {"autocast": "bf16"}.get(truth["dtype"], truth["dtype"])}
 
 
-def with_kernels(evidence: Evidence, sightings: Iterable[Sighting]) -> Evidence:
+def with_kernels(evidence: KernelEvidence, sightings: Iterable[Sighting]) -> KernelEvidence:
     numbered = tuple(msgspec.structs.replace(one, index=index) for index, one in enumerate(sightings))
     return replace(evidence, sightings=numbered)

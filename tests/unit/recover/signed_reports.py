@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from stepscope.recover.reports.keys import PublicKey, new_key
-from stepscope.recover.reports.signed_report import Gpu, HashedFile, Report, Statement
+from stepscope.recover.reports.signed_report import Gpu, HashedFile, SignedReport, Statement
 from stepscope.recover.reports.signing import sign_report
 
 STATEMENT: Statement = {"verdict": "consistent", "layers": 12, "ratio": 0.1, "rest": [None, True, "naïve"]}
 
 
-def make_report(**changes: object) -> Report:
+def make_report(**changes: object) -> SignedReport:
     fields: dict[str, object] = {
         "stepscope": "0.1.0",
         "signed_at": "2026-01-02T03:04:05Z",
@@ -20,7 +20,7 @@ def make_report(**changes: object) -> Report:
         "weights": None,
         "statement": dict(STATEMENT),
     }
-    return Report(**(fields | changes))  # type: ignore[arg-type]
+    return SignedReport(**(fields | changes))  # type: ignore[arg-type]
 
 
 def make_key(folder: Path, name: str = "a.key") -> tuple[Path, PublicKey]:

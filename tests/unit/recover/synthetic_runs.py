@@ -15,8 +15,9 @@ from math import ceil
 import msgspec
 
 from stepscope.explain.kernel_names import decode
-from stepscope.recover.evidence.recording import Evidence
-from stepscope.recover.evidence.structure import find_structure, is_product
+from stepscope.recover.evidence.order import is_product
+from stepscope.recover.evidence.recording import KernelEvidence
+from stepscope.recover.evidence.structure import find_structure
 from stepscope.recover.facts import Sighting, Triple
 from tests.unit.recover.evidence_runs import read_evidence, truth_of
 
@@ -169,7 +170,7 @@ def _norm_length(kernels: tuple[Sighting, ...]) -> int:
     return len(kernels) - (adds[0] + 1 if adds else 0)
 
 
-def launch(model: Model, file: str, *, seed: int | None = 0, counted: bool = True) -> Evidence:
+def launch(model: Model, file: str, *, seed: int | None = 0, counted: bool = True) -> KernelEvidence:
     """The run. `seed` chooses the products' tiles, None keeps those of the recording."""
     parts = _template(file)
     choice = random.Random(seed)
@@ -182,7 +183,7 @@ def launch(model: Model, file: str, *, seed: int | None = 0, counted: bool = Tru
         msgspec.structs.replace(one, index=index, counters=one.counters if counted else {})
         for index, one in enumerate(made)
     )
-    return Evidence(source="nsight compute", file="made", sightings=numbered, device_sms=SMS)
+    return KernelEvidence(source="nsight compute", file="made", sightings=numbered, device_sms=SMS)
 
 
 def _scale(part: _Part, model: Model, tiles: dict[str, str], choice: random.Random | None) -> Iterator[Sighting]:

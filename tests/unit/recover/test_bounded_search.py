@@ -7,10 +7,10 @@ import pytest
 
 from stepscope.explain.kernel_names import decode
 from stepscope.recover.claims import claimed_run
-from stepscope.recover.claims.verdict import Verdict
+from stepscope.recover.claims.verdict import ClaimVerdict
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.observation import Observation, observe
-from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.evidence.structure import find_structure
 from stepscope.recover.facts import exactly
 from stepscope.recover.shape import divisors
@@ -31,7 +31,7 @@ PRODUCT = "Cijk_Alik_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT64x16x128_MI16x16x1_SN"
 ATTENTION = "attn_fwd"
 
 
-def short_prompt(context: int = 5) -> Evidence:
+def short_prompt(context: int = 5) -> KernelEvidence:
     """A prompt of few tokens through products and attention that say nothing of their sizes."""
     made = launch(replace(model_of(GPT2), batch=1, context=context), GPT2, counted=False)
     names = {"gemm": decode(PRODUCT), "attention": decode(ATTENTION)}
@@ -39,7 +39,7 @@ def short_prompt(context: int = 5) -> Evidence:
     return replace(with_kernels(made, kernels), device_sms=None)
 
 
-def observe_first(evidence: Evidence) -> Observation:
+def observe_first(evidence: KernelEvidence) -> Observation:
     structure = find_structure(evidence.sightings)
     return observe(structure, structure.readings[0], evidence.device_sms)
 
@@ -178,11 +178,11 @@ def test_verify_cannot_tell_where_sizes_that_are_not_claimed_were_not_all_looked
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     claim = true_claim(GPT2, batch=None, context=None, d_ff=None, vocab_size=None)
-    assert verify([read_evidence(GPT2)], claim).verdict is Verdict.CONSISTENT
+    assert verify([read_evidence(GPT2)], claim).verdict is ClaimVerdict.CONSISTENT
     found = msgspec.structs.replace(recovered(GPT2), left_open=("too many",))
     monkeypatch.setattr(claimed_run, "recover", lambda _: found)
     result = verify([read_evidence(GPT2)], claim)
-    assert result.verdict is Verdict.UNDECIDED
+    assert result.verdict is ClaimVerdict.UNDECIDED
     assert any("too many" in one for one in result.missing)
 
 
@@ -190,15 +190,15 @@ def test_verify_refutes_by_what_was_seen_although_the_search_was_cut(monkeypatch
     found = msgspec.structs.replace(recovered(GPT2), left_open=("too many",))
     monkeypatch.setattr(claimed_run, "recover", lambda _: found)
     claim = true_claim(GPT2, batch=None, context=None, vocab_size=None, d_ff=1000)
-    assert verify([read_evidence(GPT2)], claim).verdict is Verdict.REFUTED
+    assert verify([read_evidence(GPT2)], claim).verdict is ClaimVerdict.REFUTED
 
 
 def test_verify_cannot_tell_where_not_every_reading_was_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
     claim = true_claim(GPT2, d_ff=1000)
-    assert verify([read_evidence(GPT2)], claim).verdict is Verdict.REFUTED
+    assert verify([read_evidence(GPT2)], claim).verdict is ClaimVerdict.REFUTED
     monkeypatch.setattr(claimed_run, "_MOST_LAID_OUT", 1)
     result = verify([read_evidence(GPT2)], claim)
-    assert result.verdict is Verdict.UNDECIDED
+    assert result.verdict is ClaimVerdict.UNDECIDED
     assert result.refuted_by == ()
     assert {result.fields[name].verdict for name in SIZES} == {"not tested"}
 
@@ -209,4 +209,4 @@ def test_verify_tries_every_batch_that_makes_the_tokens() -> None:
     claim = true_claim(GPT2, batch=None, context=None)
     result = verify([launch(model, GPT2)], claim)
     assert len(divisors(model.tokens)) > 48
-    assert result.verdict is not Verdict.REFUTED
+    assert result.verdict is not ClaimVerdict.REFUTED

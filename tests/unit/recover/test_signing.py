@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from stepscope.errors import StepscopeError
 from stepscope.recover.reports import signing
 from stepscope.recover.reports.keys import PublicKey, load_private_key, parse_public_key, read_public_key
-from stepscope.recover.reports.signed_report import HashedFile, Report, canonical_bytes, parse_report
+from stepscope.recover.reports.signed_report import HashedFile, SignedReport, canonical_bytes, parse_report
 from stepscope.recover.reports.signing import (
-    Verdict,
+    SignatureVerdict,
     check_evidence,
     check_signed,
     check_signed_bytes,
@@ -43,7 +43,7 @@ def sign_raw(content: bytes, key: Ed25519PrivateKey) -> bytes:
 def test_a_signed_report_comes_back_as_it_was(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     check = check_signed_bytes(signed, public)
-    assert check.verdict is Verdict.GOOD
+    assert check.verdict is SignatureVerdict.GOOD
     assert check.signer == public
     assert check.report == make_report(public_key=public.text)
 
@@ -62,7 +62,9 @@ def test_every_single_bit_counts(tmp_path: Path) -> None:
         changed = bytearray(signed)
         changed[place // 8] ^= 1 << place % 8
         check = check_signed_bytes(bytes(changed), public)
-        assert check.verdict is Verdict.CHANGED, f"bit {place % 8} of byte {place // 8}: {signed[place // 8 :][:20]!r}"
+        assert check.verdict is SignatureVerdict.CHANGED, (
+            f"bit {place % 8} of byte {place // 8}: {signed[place // 8 :][:20]!r}"
+        )
         assert check.report is None
 
 
@@ -70,20 +72,20 @@ def test_nothing_can_be_cut_off_or_added(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     inner = signed.replace(b',"signature"', b',"more":1,"signature"')
     for changed in (signed[1:], signed[:-1], signed + b"\n", signed + b" ", b" " + signed, signed + signed, inner):
-        assert check_signed_bytes(changed, public).verdict is Verdict.CHANGED
+        assert check_signed_bytes(changed, public).verdict is SignatureVerdict.CHANGED
     told = signed.index(b"stepscope.report") + len(b"stepscope.report")
     for end in range(len(signed)):
         if end < told:
             with pytest.raises(StepscopeError, match="not a signed report"):
                 check_signed_bytes(signed[:end], public)
         else:
-            assert check_signed_bytes(signed[:end], public).verdict is Verdict.CHANGED
+            assert check_signed_bytes(signed[:end], public).verdict is SignatureVerdict.CHANGED
 
 
 def test_a_report_that_an_editor_laid_out_is_changed(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     laid_out = msgspec.json.format(signed, indent=2)
-    assert check_signed_bytes(laid_out, public).verdict is Verdict.CHANGED
+    assert check_signed_bytes(laid_out, public).verdict is SignatureVerdict.CHANGED
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 500, b'{"report":{},"signature":""}\n', b"PK\x03\x04"])
@@ -98,7 +100,7 @@ def test_another_key_is_told_from_a_change(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     _, other = make_key(tmp_path, "b.key")
     check = check_signed_bytes(signed, other)
-    assert check.verdict is Verdict.OTHER_KEY
+    assert check.verdict is SignatureVerdict.OTHER_KEY
     assert check.signer == public
     assert check.report is None
 
@@ -108,7 +110,7 @@ def test_a_report_cannot_take_another_signature_over(tmp_path: Path) -> None:
     path, _ = make_key(tmp_path, "b.key")
     other = sign_report(make_report(nonce="beef"), path)
     mixed = signed[: signed.rindex(b',"signature"')] + other[other.rindex(b',"signature"') :]
-    assert check_signed_bytes(mixed, public).verdict is Verdict.CHANGED
+    assert check_signed_bytes(mixed, public).verdict is SignatureVerdict.CHANGED
 
 
 def test_the_second_form_of_a_signature_is_refused(tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_the_second_form_of_a_signature_is_refused(tmp_path: Path) -> None:
     signature = base64.b64decode(signed[start:-3])
     s = int.from_bytes(signature[32:], "little") + GROUP_ORDER
     second = base64.b64encode(signature[:32] + s.to_bytes(32, "little"))
-    assert check_signed_bytes(signed[:start] + second + signed[-3:], public).verdict is Verdict.CHANGED
+    assert check_signed_bytes(signed[:start] + second + signed[-3:], public).verdict is SignatureVerdict.CHANGED
 
 
 def test_the_second_spelling_of_base64_is_refused(tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_the_second_spelling_of_base64_is_refused(tmp_path: Path) -> None:
     respelled = signed[:-6] + bytes([same_bytes]) + signed[-5:]
     original, other = (base64.b64decode(one[one.rindex(b'"', 0, -3) + 1 : -3]) for one in (signed, respelled))
     assert original == other
-    assert check_signed_bytes(respelled, public).verdict is Verdict.CHANGED
+    assert check_signed_bytes(respelled, public).verdict is SignatureVerdict.CHANGED
 
 
 def test_a_signature_over_something_else_is_none_over_a_report(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_a_signature_over_something_else_is_none_over_a_report(tmp_path: Path) -
     content = canonical_bytes(make_report(public_key=public.text))
     bare = base64.b64encode(load_private_key(path).sign(content))
     signed = b'{"report":' + content + b',"signature":"' + bare + b'"}\n'
-    assert check_signed_bytes(signed, public).verdict is Verdict.CHANGED
+    assert check_signed_bytes(signed, public).verdict is SignatureVerdict.CHANGED
 
 
 @pytest.mark.parametrize(
@@ -292,11 +294,11 @@ def test_files_given_again_are_held_against_the_report(tmp_path: Path) -> None:
     ]
 
 
-def _problems(report: Report, paths: list[Path]) -> list[tuple[str, str]]:
+def _problems(report: SignedReport, paths: list[Path]) -> list[tuple[str, str]]:
     return [(one.name, one.problem) for one in check_evidence(report, paths)]
 
 
-def _read(path: Path, public: PublicKey) -> Report:
+def _read(path: Path, public: PublicKey) -> SignedReport:
     report = check_signed(path, public.text).report
     assert report is not None
     return report

@@ -7,8 +7,9 @@ import polars as pl
 import pytest
 
 from stepscope.recording.readers.formats import open_recording
+from stepscope.recover.evidence.order import NoTransformerError, is_product
 from stepscope.recover.evidence.recording import gather
-from stepscope.recover.evidence.structure import NoTransformerError, find_structure, is_product
+from stepscope.recover.evidence.structure import find_structure
 from stepscope.recover.facts import Sighting
 from stepscope.recover.solve.recovery import recover
 from tests.unit.recover.evidence_runs import FOLDER, read_evidence, recovered, with_kernels

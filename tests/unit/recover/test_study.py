@@ -12,7 +12,7 @@ from notes_tables import NOTES
 from stepscope.findings import Figure, Table
 from stepscope.recording.readers import ncu
 from stepscope.recover.study import study
-from stepscope.recover.study.elasticity import Point, compare_groups
+from stepscope.recover.study.elasticity import CounterPoint, compare_groups
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
 from stepscope.spec import Case, Workload
@@ -192,7 +192,7 @@ def test_any_power_law_is_given_back(powers: list[float], cases: list[Case]) -> 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(16, 256), st.lists(st.integers(1, 4096), min_size=2, max_size=6, unique=True).map(sorted))
 def test_within_a_tile_nothing_moves_whatever_the_tile(tile: int, lengths: list[int]) -> None:
-    found = compare_groups([[Point(length, 1e6 * -(-length // tile)) for length in lengths]])
+    found = compare_groups([[CounterPoint(length, 1e6 * -(-length // tile)) for length in lengths]])
     assert found is not None
     tiles: dict[int, list[int]] = {}
     for length in lengths:
@@ -204,13 +204,13 @@ def test_within_a_tile_nothing_moves_whatever_the_tile(tile: int, lengths: list[
 
 def test_the_widths_of_the_notes_are_flat_and_then_jump() -> None:
     widths = [note for note in NOTES if note.length == 128 and note.counter == "fp32 operations"][1:]
-    found = compare_groups([[Point(note.width, note.measured) for note in widths]])
+    found = compare_groups([[CounterPoint(note.width, note.measured) for note in widths]])
     assert found is not None
     assert found.flats == ((192, 384),)
     doubles = compare_groups(
         [
             [
-                Point(note.width, note.measured)
+                CounterPoint(note.width, note.measured)
                 for note in NOTES
                 if note.length == 128 and note.counter == "fp64 operations"
             ][1:]

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from stepscope.recover.study.design import Design, Unit
+from stepscope.recover.study.design import Design, FieldUnit
 from stepscope.recover.study.elasticity import Elasticity
 from stepscope.recover.study.reveals import reveals_table
-from stepscope.recover.study.runs import Row
+from stepscope.recover.study.runs import PartCounter
 from tests.unit.recover.counted_runs import FFMA, GRID, HEAD, LAWS, find, follow, run_all, shape_of
 
 
@@ -28,14 +28,14 @@ def test_where_no_counter_follows_a_field_alone_a_ratio_of_two_does() -> None:
     assert (rows["batch"]["over"], rows["batch"]["others"]) == (None, "context 1.00")
 
 
-CONTEXT, BATCH, WIDTH = (Unit(fields=(name,), method="pairs") for name in ("context", "batch", "d_model"))
+CONTEXT, BATCH, WIDTH = (FieldUnit(fields=(name,), method="pairs") for name in ("context", "batch", "d_model"))
 
 
 def exactly(power: float) -> Elasticity:
     return Elasticity(value=power, low=power, high=power)
 
 
-def reveal(sensitivity: dict[Row, dict[Unit, Elasticity]], unit: Unit) -> dict[str, Any]:
+def reveal(sensitivity: dict[PartCounter, dict[FieldUnit, Elasticity]], unit: FieldUnit) -> dict[str, Any]:
     design = Design(runs=(), units=(CONTEXT, BATCH, WIDTH), constant=())
     (row,) = (row for row in find([reveals_table(design, sensitivity)], "What") if row["field"] == unit.label)
     return row
@@ -44,15 +44,15 @@ def reveal(sensitivity: dict[Row, dict[Unit, Elasticity]], unit: Unit) -> dict[s
 def test_a_ratio_whose_other_powers_may_not_cancel_is_none() -> None:
     square = {CONTEXT: exactly(2), BATCH: exactly(0), WIDTH: exactly(1)}
     stepped = {CONTEXT: exactly(0), BATCH: Elasticity(value=0.02, low=0, high=0.3), WIDTH: exactly(1)}
-    row = reveal({Row("a", "ffma"): square, Row("b", "ffma"): stepped}, CONTEXT)
+    row = reveal({PartCounter("a", "ffma"): square, PartCounter("b", "ffma"): stepped}, CONTEXT)
     assert (row["part"], row["over"], row["others"]) == ("a", None, "d_model 1.00")
     steady = {**stepped, BATCH: exactly(0)}
-    row = reveal({Row("b", "ffma"): steady, Row("a", "ffma"): square}, CONTEXT)
+    row = reveal({PartCounter("b", "ffma"): steady, PartCounter("a", "ffma"): square}, CONTEXT)
     assert (row["part"], row["over"], row["power"], row["others"]) == ("a", "b: ffma", "2.00", "nothing")
 
 
 def test_a_time_reveals_nothing_and_neither_does_what_is_half_known() -> None:
     alone = {CONTEXT: exactly(3), BATCH: exactly(0), WIDTH: exactly(0)}
-    assert reveal({Row("a", "duration_ns"): alone}, CONTEXT)["others"] == "no counter follows it"
-    row = reveal({Row("a", "ffma"): {CONTEXT: exactly(3), WIDTH: exactly(0)}}, CONTEXT)
+    assert reveal({PartCounter("a", "duration_ns"): alone}, CONTEXT)["others"] == "no counter follows it"
+    row = reveal({PartCounter("a", "ffma"): {CONTEXT: exactly(3), WIDTH: exactly(0)}}, CONTEXT)
     assert (row["others"], row["alone"]) == ("batch, unknown", 0)

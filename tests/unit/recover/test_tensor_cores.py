@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
+from stepscope.recover.evidence.order import is_product
 from stepscope.recover.evidence.recording import count_operations, operations_each
-from stepscope.recover.evidence.structure import is_product
 from stepscope.recover.solve.recovery import recover
 from tests.unit.recover.evidence_runs import COUNTERS, read_evidence, recovered, with_kernels
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -17,10 +17,11 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import limit_notes
 from stepscope.explain.statistics import summarise
 from stepscope.files import scratch_folder
-from stepscope.jobs.experiments.sweep import Planned, judge, look_at, place_cases
+from stepscope.jobs.experiments.sweep import Planned, PlannedCase, judge, look_at, place_cases
 from stepscope.jobs.workers.messages import Failed, Record, StepsRecorded
 from stepscope.jobs.workers.process import Ended, InputRefusedError, Workers, require_torch
 from stepscope.recording.recorded import RAW_NAME, RecordedRun
+from stepscope.recording.rows.bench import Environment
 from stepscope.spec import Case, Grid, grid_from_flags
 
 if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
@@ -32,18 +33,33 @@ if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
 OnStage = Callable[[str], None]
 
 
-class ProfileJob(msgspec.Struct, frozen=True, kw_only=True):
-    """How to record a case with PyTorch's profiler. `functions` are annotated, `stacks` are Python's."""
+class _RecordingJob(msgspec.Struct, frozen=True, kw_only=True):
+    """How to record a case. `functions` are annotated. Whatever goes wrong leaves no folder behind."""
 
     folder: Path
     command: str
     force: bool = False
     steps: int = 3
     functions: tuple[str, ...] = ()
+
+    def _keep(
+        self, recording: "Recording", planned: Planned, run: RecordedRun, started: datetime, raw: Path | None = None
+    ) -> "Recording":
+        from stepscope.recording.store import save
+
+        at = started.isoformat(timespec="seconds")
+        described = describe_recording(recording, planned=planned, run=run, command=self.command, started=at)
+        save(described, self.folder, raw=raw, force=self.force, command=self.command)
+        return described
+
+
+class ProfileJob(_RecordingJob, frozen=True, kw_only=True):
+    """With PyTorch's profiler. `stacks` are Python's."""
+
     stacks: bool = False
 
     def run(self, grid: Grid, on_stage: OnStage) -> "Recording":
-        """An empty grid is the default case. Whatever goes wrong leaves no folder behind."""
+        """An empty grid is the default case."""
         require_torch()
         check_folder(self.folder, force=self.force, command=self.command)
         with Workers() as workers:
@@ -51,42 +67,29 @@ class ProfileJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def run_planned(self, planned: Planned, workers: Workers, on_stage: OnStage) -> "Recording":
         """The same for a case that was planned before, by whoever has other things for these workers to do."""
-        started = datetime.now(UTC).isoformat(timespec="seconds")
+        started = datetime.now(UTC)
         with scratch_folder() as scratch:
-            run = self._record(planned, scratch, workers, on_stage)
+            request = Record(
+                case=planned.case,
+                folder=str(scratch),
+                steps=self.steps,
+                functions=self.functions,
+                stacks=self.stacks,
+            )
+            ended = workers.run(request, on_stage=on_stage)
+            if not isinstance(ended.answer, StepsRecorded):
+                raise explain_failure(ended, planned.case, "recorded")
             on_stage("reading the trace")
             from stepscope.recording.readers import kineto
 
             raw = scratch / RAW_NAME
-            recording = describe_recording(
-                kineto.read(raw), planned=planned, run=run, command=self.command, started=started
-            )
-            save_recording(recording, self.folder, raw=raw, force=self.force, command=self.command)
-        return recording
-
-    def _record(self, planned: Planned, scratch: Path, workers: Workers, on_stage: OnStage) -> RecordedRun:
-        request = Record(
-            case=planned.case,
-            folder=str(scratch),
-            steps=self.steps,
-            functions=self.functions,
-            stacks=self.stacks,
-        )
-        ended = workers.run(request, on_stage=on_stage)
-        if isinstance(ended.answer, StepsRecorded):
-            return ended.answer.run
-        raise explain_failure(ended, planned.case)
+            return self._keep(kineto.read(raw), planned, ended.answer.run, started, raw)
 
 
-class NsysJob(msgspec.Struct, frozen=True, kw_only=True):
-    """How to record a case with Nsight Systems. Its report, and what is needed to type the command again, stay in a
-    folder beside the recording."""
+class NsysJob(_RecordingJob, frozen=True, kw_only=True):
+    """With Nsight Systems. Its report, and what is needed to type the command again, stay in a folder beside the
+    recording."""
 
-    folder: Path
-    command: str
-    force: bool = False
-    steps: int = 3
-    functions: tuple[str, ...] = ()
     python_backtrace: bool = False
     pytorch: str | None = None
 
@@ -100,7 +103,7 @@ class NsysJob(msgspec.Struct, frozen=True, kw_only=True):
         require_nsys()
         require_torch()
         check_folder(self.folder, force=self.force, command=self.command)
-        started = datetime.now(UTC).isoformat(timespec="seconds")
+        started = datetime.now(UTC)
         with Workers() as workers:
             planned = plan_case(grid, workers)
         run = record_with_nsys(
@@ -113,14 +116,9 @@ class NsysJob(msgspec.Struct, frozen=True, kw_only=True):
             on_stage=on_stage,
         )
         on_stage("reading the report")
-        from stepscope.recording import store
         from stepscope.recording.readers import nsys
 
-        recording = describe_recording(
-            nsys.read(run.exported), planned=planned, run=run.recorded.run, command=self.command, started=started
-        )
-        store.save(recording, self.folder, force=self.force, command=self.command)
-        return recording, run
+        return self._keep(nsys.read(run.exported), planned, run.recorded.run, started), run
 
 
 def check_folder(folder: Path, *, force: bool, command: str) -> None:
@@ -158,17 +156,44 @@ def only_case(grid: Grid) -> Case:
     )
 
 
-def explain_failure(ended: Ended, case: Case) -> StepscopeError:
-    """Why there is no recording, with the last lines that the worker printed where it died without a word."""
+def explain_failure(ended: Ended, case: Case, what: str) -> StepscopeError:
+    """Why nothing was `what`, with the last lines that the worker printed where it died without a word."""
     answer = ended.answer
     if isinstance(answer, Failed) and answer.bad_input:
         return InputRefusedError(answer)
-    assert not isinstance(answer, StepsRecorded), "this one did not fail"
     status, reason = judge(answer)
     smaller = f"--batch {max(1, case.workload.batch // 2)}, or a smaller --context"
     return StepscopeError(
-        f"nothing was recorded: {status}", detail=reason, hint=smaller if status == "oom" else "stepscope doctor"
+        f"nothing was {what}: {status}", detail=reason, hint=smaller if status == "oom" else "stepscope doctor"
     )
+
+
+class _Ran(Protocol):
+    """What every recorder says of the model that it ran."""
+
+    @property
+    def parameters(self) -> int: ...
+
+    @property
+    def optimizer(self) -> str | None: ...
+
+
+def describe_run(recording: "Recording", planned: PlannedCase[Case], run: _Ran, **more: object) -> "Recording":
+    """What no recorder knows: the case, where it ran, and `more`, as the manifest has it."""
+    return recording.with_manifest(
+        case=planned.case,
+        environment=planned.environment,
+        device=planned.environment.driver_name,
+        parameters=run.parameters,
+        optimizer=run.optimizer,
+        compiled=planned.case.workload.compile,
+        **more,
+    )
+
+
+def versions_of(environment: Environment) -> dict[str, str]:
+    names = ("python", "torch", "triton", "cuda", "driver", "stepscope")
+    return {name: value for name in names if (value := getattr(environment, name)) is not None}
 
 
 def describe_recording(
@@ -177,32 +202,18 @@ def describe_recording(
     """What the trace cannot know: the case, where it ran, and the steps that were timed without a recorder."""
     from stepscope.recording.store import Overhead
 
-    environment = planned.environment
-    plain_ns = _median(run.step_ns)
-    versions = {
-        name: value
-        for name in ("python", "torch", "triton", "cuda", "driver", "stepscope")
-        if (value := getattr(environment, name)) is not None
-    }
-    described = recording.with_manifest(
-        case=planned.case,
-        environment=environment,
-        device=environment.driver_name,
-        versions=recording.manifest.versions | versions,
+    plain_ns = median_ns(run.step_ns)
+    recorded_ns, annotated_ns = median_ns(run.recorded_step_ns), median_ns(run.annotated_step_ns)
+    described = describe_run(
+        recording,
+        planned,
+        run,
+        versions=recording.manifest.versions | versions_of(planned.environment),
         command=command,
         started=started,
         doubts=run.doubts,
-        notes=(*recording.manifest.notes, *run.notes, *limit_notes([environment])),
-        overhead=None
-        if plain_ns is None
-        else Overhead(
-            plain_ns=plain_ns,
-            recorded_ns=_median(run.recorded_step_ns),
-            annotated_ns=_median(run.annotated_step_ns),
-        ),
-        parameters=run.parameters,
-        optimizer=run.optimizer,
-        compiled=planned.case.workload.compile,
+        notes=(*recording.manifest.notes, *run.notes, *limit_notes([planned.environment])),
+        overhead=Overhead(plain_ns=plain_ns, recorded_ns=recorded_ns, annotated_ns=annotated_ns) if plain_ns else None,
     )
     return replace(described, steps=_steps_table(run))
 
@@ -221,12 +232,6 @@ def _steps_table(run: RecordedRun) -> "pl.DataFrame":
     return tables.conform("steps", pl.DataFrame(rows, schema=tables.SCHEMAS["steps"]))
 
 
-def _median(samples_ns: Sequence[int]) -> int | None:
+def median_ns(samples_ns: Sequence[int]) -> int | None:
     """None where nothing was timed, be it that the clock did not advance."""
     return round(summarise(samples_ns).median) or None if samples_ns else None
-
-
-def save_recording(recording: "Recording", folder: Path, *, raw: Path, force: bool, command: str) -> None:
-    from stepscope.recording.store import save
-
-    save(recording, folder, raw=raw, force=force, command=command)

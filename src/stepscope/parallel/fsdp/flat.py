@@ -15,16 +15,16 @@ there is none.
 import torch
 from torch import Tensor, nn
 
+from stepscope.parallel.agreement import mark_piece
 from stepscope.parallel.communicator import Communicator, Pending
 from stepscope.parallel.fsdp.plan import Member, Site
-from stepscope.parallel.wrapping import mark_piece
 
 # Elements at which parameters and slices begin: 64 bytes and more in every dtype that is trained in. The rounding of
 # matrix products depends on the alignment of their operands, and it should be that of an ordinary tensor.
 ALIGNMENT = 32
 
 
-class Ledger:
+class GatheredBytes:
     """Bytes of gathered parameters on this rank, now and at most."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Ledger:
         self.live_bytes -= num_bytes
 
 
-class Place:
+class ParameterPlace:
     """One parameter in the buffer: where it lies, its piece on this rank, and itself while it is gathered."""
 
     def __init__(self, member: Member, start: int) -> None:
@@ -117,7 +117,7 @@ class Flat:
         self.wait_gathered()
         self._writer.untyped_storage().resize_(0)
 
-    def require_grad_as_pieces(self) -> list[Place]:
+    def require_grad_as_pieces(self) -> list[ParameterPlace]:
         """Whoever freezes or thaws a model does it to the pieces. Returns places that want their first hook."""
         unhooked = []
         for place in self.places:
@@ -128,7 +128,7 @@ class Flat:
         return unhooked
 
     @torch.no_grad()
-    def take_gradient(self, place: Place) -> None:
+    def take_gradient(self, place: ParameterPlace) -> None:
         """Move a gradient that autograd left into the buffer, widened in the same pass."""
         gradient, place.full.grad = place.full.grad, None
         assert gradient is not None, "called when there is one"
@@ -192,7 +192,7 @@ class Flat:
         self._communicator.all_gather(whole, shard, f"{name} of {self.name}").wait()
         return whole
 
-    def own_part(self, place: Place, full: Tensor) -> Tensor:
+    def own_part(self, place: ParameterPlace, full: Tensor) -> Tensor:
         """Of a tensor of the parameter's shape: what belongs to this rank's piece."""
         begin = self._communicator.rank * self.slice_numel + place.piece_start - place.start
         return full.reshape(-1)[begin : begin + place.piece.numel()]
@@ -228,11 +228,11 @@ class Flat:
         storage.resize_(0)
 
 
-def _lay_out(members: list[Member]) -> list[Place]:
-    places: list[Place] = []
+def _lay_out(members: list[Member]) -> list[ParameterPlace]:
+    places: list[ParameterPlace] = []
     start = 0
     for member in members:
-        places.append(Place(member, start))
+        places.append(ParameterPlace(member, start))
         start = _round_up(places[-1].stop)
     return places
 

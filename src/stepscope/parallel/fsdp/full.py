@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp.flat import Flat, Place
+from stepscope.parallel.fsdp.flat import Flat, ParameterPlace
 from stepscope.parallel.fsdp.plan import Member
-from stepscope.parallel.fsdp.unit import Unit
+from stepscope.parallel.fsdp.unit import ShardedUnit
 
 State = dict[str, dict[str, Any]]
 # What a rank says of a parameter's state: for each key the dtype of what has the piece's shape, or None.
@@ -25,7 +25,7 @@ Kinds = dict[str, dict[str, torch.dtype | None]]
 class FullTensors:
     """Every rank calls the gathering methods; `to` is the rank that gets the result, or None for all."""
 
-    def __init__(self, units: Sequence[Unit], vectors: Sequence[Member], communicator: Communicator) -> None:
+    def __init__(self, units: Sequence[ShardedUnit], vectors: Sequence[Member], communicator: Communicator) -> None:
         self._flats: list[Flat] = [flat for unit in units for flat in unit.flats]
         self._vectors = vectors
         self._communicator = communicator
@@ -94,7 +94,7 @@ class FullTensors:
         held = {index: values[param] for param, index in zip(params, indices, strict=True) if param in values}
         optimizer.load_state_dict({"state": held, "param_groups": groups})
 
-    def _places(self) -> list[tuple[Flat, Place]]:
+    def _places(self) -> list[tuple[Flat, ParameterPlace]]:
         return [(flat, place) for flat in self._flats for place in flat.places]
 
     def _is_wanted(self, to: int | None) -> bool:
@@ -131,7 +131,7 @@ class FullTensors:
         return shard
 
 
-def _dtype_if_sharded(value: object, place: Place) -> torch.dtype | None:
+def _dtype_if_sharded(value: object, place: ParameterPlace) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) and value.shape == place.piece.shape else None
 
 
@@ -148,13 +148,13 @@ def _sharded_keys(flat: Flat, all_kinds: Sequence[Kinds]) -> list[tuple[str, tor
     return [(key, next(kind for kind in kinds if kind)) for key, kinds in found if any(kinds)]
 
 
-def _own_state(flat: Flat, place: Place, value: object) -> object:
+def _own_state(flat: Flat, place: ParameterPlace, value: object) -> object:
     if isinstance(value, Tensor) and value.shape == place.shape:
         return flat.own_part(place, value)
     return value
 
 
-def _cut_full(whole: Tensor, place: Place) -> Tensor:
+def _cut_full(whole: Tensor, place: ParameterPlace) -> Tensor:
     """With a storage of its own: a view would keep, and save, its whole unit."""
     return whole[place.start : place.stop].view(place.shape).clone()
 

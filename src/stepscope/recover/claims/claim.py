@@ -11,26 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import msgspec
-
 from stepscope.cost import DecoderShape, decoder_parameters
 from stepscope.errors import StepscopeError, nearest
 from stepscope.files import open_plain
+from stepscope.recover.shape import SIZES, RunShape
 
 Dtype = Literal["fp32", "tf32", "fp16", "bf16"]
-# In the order in which they are shown.
-SizeName = Literal[
-    "num_layers",
-    "d_model",
-    "num_heads",
-    "num_kv_heads",
-    "d_head",
-    "d_ff",
-    "vocab_size",
-    "batch",
-    "context",
-]
-SIZES: tuple[SizeName, ...] = get_args(SizeName)
 _FLAGS = ("gated", "tied")
 _LARGEST_SIZE = 1 << 40
 _LARGEST_BYTES = 1 << 20
@@ -55,18 +41,9 @@ _NAMES_OF_OTHERS = {
 }
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
+class Claim(RunShape, frozen=True, kw_only=True):
     """None is what was not claimed. `implied` are fields that follow from others by the form's defaults."""
 
-    num_layers: int | None = None
-    d_model: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    d_head: int | None = None
-    d_ff: int | None = None
-    vocab_size: int | None = None
-    batch: int | None = None
-    context: int | None = None
     dtype: Dtype | None = None
     gated: bool | None = None
     tied: bool | None = None
@@ -77,8 +54,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fields(self) -> dict[str, int | str | bool]:
         """What was claimed, by name."""
-        plain = msgspec.structs.asdict(self)
-        return {name: plain[name] for name in FIELDS if plain[name] is not None}
+        return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
 
     @property
     def fewest_parameters(self) -> int | None:
@@ -100,7 +76,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return sum(decoder_parameters(shape).values())
 
 
-FIELDS: tuple[str, ...] = (*SIZES, "dtype", *_FLAGS, "parameters")
+FIELDS = (*SIZES, "dtype", *_FLAGS, "parameters")
 
 
 def read_claim(path: Path, *, batch: int | None = None, context: int | None = None, dtype: str | None = None) -> Claim:

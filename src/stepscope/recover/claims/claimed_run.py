@@ -13,27 +13,25 @@ from functools import cache, cached_property
 import msgspec
 
 from stepscope import hardware
-from stepscope.recover.claimed_shape import SIZE_FIELDS, Shape
-from stepscope.recover.claims.claim import SIZES, Claim
-from stepscope.recover.claims.prediction import Check, Predictor
-from stepscope.recover.claims.unexplained import Counted, find_counts
+from stepscope.recover.claims.claim import Claim
+from stepscope.recover.claims.prediction import Predictor, ShapeCheck
+from stepscope.recover.claims.unexplained import CountedKernel, find_counts
 from stepscope.recover.evidence.layout import (
     MOST_EXTRAS,
     Fits,
     Pattern,
     Placement,
-    Run,
-    breaks_feed_forward,
-    examine,
+    SegmentedOrder,
     find_patterns,
     place,
+    split_order,
 )
-from stepscope.recover.evidence.recording import Evidence
-from stepscope.recover.evidence.structure import NoTransformerError, Role
+from stepscope.recover.evidence.order import NoTransformerError, Role, breaks_feed_forward
+from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import LARGEST_SIZE, Gather, Rows, Sighting
 from stepscope.recover.families import find_platform, read_fact
-from stepscope.recover.shape import divisors
-from stepscope.recover.solve.recovery import Answer, Candidate, recover
+from stepscope.recover.shape import LAYER_SIZES, ClaimedShape, divisors
+from stepscope.recover.solve.recovery import Candidate, Recovery, recover
 
 _MOST_PAIRS = 64  # of batch and context that are tried
 _MOST_MISFITS = 4  # readings that are laid out although none fits
@@ -45,19 +43,18 @@ class ClaimedRun:
     """`wrong`: how many checks and layers contradict the claim in the best reading. `fits_otherwise`: with the other
     kind of feed-forward layer nothing would contradict either."""
 
-    evidence: Evidence
-    run: Run
+    evidence: KernelEvidence
+    run: SegmentedOrder
     predictor: Predictor
     placement: Placement
-    checks: list[Check]
+    checks: list[ShapeCheck]
     wrong: int
     fits_otherwise: bool = False
-    counts: tuple[tuple[Sighting, Counted], ...] = ()
+    counts: tuple[tuple[Sighting, CountedKernel], ...] = ()
 
 
-def make_shape(claim: Claim) -> Shape:
-    plain = msgspec.structs.asdict(claim)
-    return Shape(**{name: plain[name] for name in SIZES if name != "num_layers"})
+def make_shape(claim: Claim) -> ClaimedShape:
+    return ClaimedShape(**{name: getattr(claim, name) for name in LAYER_SIZES})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +62,13 @@ class ClaimedRuns:
     """Every file under the shape that the claim is held to be. `left_open`: what of the sizes that are not claimed was
     not looked at. `is_cut`: not every way to lay the kernels out was tried, so that none of them refutes."""
 
-    shape: Shape
+    shape: ClaimedShape
     files: list[ClaimedRun]
     left_open: tuple[str, ...] = ()
     is_cut: bool = False
 
 
-def open_all(evidence: Sequence[Evidence], claim: Claim) -> ClaimedRuns:
+def open_all(evidence: Sequence[KernelEvidence], claim: Claim) -> ClaimedRuns:
     opened = [_Opened(one) for one in evidence]
     best: tuple[int, ClaimedRuns] | None = None
     for shape, left_open in _complete(make_shape(claim), opened, cache(lambda: _recover(evidence))):
@@ -93,11 +90,11 @@ def _finish(runs: ClaimedRuns, opened: Sequence["_Opened"], *, is_cut: bool) -> 
 
 
 def _complete(
-    shape: Shape, opened: Sequence["_Opened"], recovered: Callable[[], Answer | None]
-) -> Iterator[tuple[Shape, tuple[str, ...]]]:
+    shape: ClaimedShape, opened: Sequence["_Opened"], recovered: Callable[[], Recovery | None]
+) -> Iterator[tuple[ClaimedShape, tuple[str, ...]]]:
     """What the claim may mean, the likeliest first, and what was not looked at when it was recovered. What comes last
     leaves open whatever nobody knows: if that is contradicted, the claim is, whatever the open sizes are."""
-    open_sizes = [name for name in SIZE_FIELDS if getattr(shape, name) is None]
+    open_sizes = [name for name in LAYER_SIZES if getattr(shape, name) is None]
     if not open_sizes:
         yield shape, ()
         return
@@ -114,33 +111,33 @@ def _complete(
         yield shape, ()
 
 
-def _recover(evidence: Sequence[Evidence]) -> Answer | None:
+def _recover(evidence: Sequence[KernelEvidence]) -> Recovery | None:
     try:
         return recover(evidence)
     except NoTransformerError:
         return None
 
 
-def _fill(shape: Shape, candidate: Candidate) -> Shape | None:
+def _fill(shape: ClaimedShape, candidate: Candidate) -> ClaimedShape | None:
     """The claim with what it leaves open as recovered; None where the two disagree."""
-    known = {name: value for name in SIZE_FIELDS if (value := getattr(shape, name)) is not None}
-    found = {name: getattr(candidate, name) for name in SIZE_FIELDS}
-    return Shape(**found) if all(found[name] == value for name, value in known.items()) else None
+    known = {name: value for name in LAYER_SIZES if (value := getattr(shape, name)) is not None}
+    found = {name: getattr(candidate, name) for name in LAYER_SIZES}
+    return ClaimedShape(**found) if all(found[name] == value for name, value in known.items()) else None
 
 
-def _complete_from(shape: Shape, candidate: Candidate) -> Shape:
+def _complete_from(shape: ClaimedShape, candidate: Candidate) -> ClaimedShape:
     """What the claim leaves open, as recovered."""
-    found = {name: getattr(candidate, name) for name in SIZE_FIELDS if getattr(shape, name) is None}
+    found = {name: getattr(candidate, name) for name in LAYER_SIZES if getattr(shape, name) is None}
     return msgspec.structs.replace(shape, **found)
 
 
-def _pair(shape: Shape, opened: Sequence["_Opened"]) -> Iterator[Shape]:
+def _pair(shape: ClaimedShape, opened: Sequence["_Opened"]) -> Iterator[ClaimedShape]:
     """Every batch and context that make the tokens which norms and lookups show, and that attention admits."""
     tokens = next((found for one in opened if (found := one.count_tokens()) is not None), None)
     if tokens is None or (shape.batch is not None and shape.context is not None):
         return
-    fitting: list[Shape] = []
-    others: list[Shape] = []
+    fitting: list[ClaimedShape] = []
+    others: list[ClaimedShape] = []
     for batch in divisors(tokens):
         context = tokens // batch
         if shape.batch in (None, batch) and shape.context in (None, context):
@@ -149,7 +146,9 @@ def _pair(shape: Shape, opened: Sequence["_Opened"]) -> Iterator[Shape]:
     yield from fitting or others[:1]
 
 
-def _forgive_cuts(placement: Placement, checks: list[Check], kernels: int, period: int, shape: Shape) -> list[Check]:
+def _forgive_cuts(
+    placement: Placement, checks: list[ShapeCheck], kernels: int, period: int, shape: ClaimedShape
+) -> list[ShapeCheck]:
     """Recordings begin and end anywhere, and half a pass is easily misread. Where the whole file is one pass over and
     over, every kernel of a part has twins in the other passes: what is wrong with it and with none of them is the cut.
     `period`: after how many of the kernels the same come again, which is to be a whole pass and not a layer."""
@@ -190,9 +189,9 @@ def _find_period(keys: Sequence[object]) -> int:
 class _Opened:
     """A file before anything is claimed."""
 
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, evidence: KernelEvidence) -> None:
         self.evidence = evidence
-        self.run = examine(evidence.sightings)
+        self.run = split_order(evidence.sightings)
         self.platform = find_platform(evidence.sightings, evidence.device_sms)
         device = hardware.find(evidence.device) if evidence.device else None
         self.predictor = Predictor(self.platform, device)
@@ -204,7 +203,7 @@ class _Opened:
     def is_spent(self) -> bool:
         return self._left <= 0
 
-    def lay_out(self, claim: Claim, shape: Shape) -> ClaimedRun:
+    def lay_out(self, claim: Claim, shape: ClaimedShape) -> ClaimedRun:
         best = self._read(claim, shape, claim.gated)
         if best is None:
             raise NoTransformerError(
@@ -229,10 +228,10 @@ class _Opened:
         return replace(file, counts=tuple((where.sighting, counted) for where, counted in found))
 
     def _read(
-        self, claim: Claim, shape: Shape, gated: bool | None
-    ) -> tuple[tuple[int, bool, int], Placement, list[Check]] | None:
+        self, claim: Claim, shape: ClaimedShape, gated: bool | None
+    ) -> tuple[tuple[int, bool, int], Placement, list[ShapeCheck]] | None:
         """The reading of the products that contradicts the claim least."""
-        best: tuple[tuple[int, bool, int], Placement, list[Check]] | None = None
+        best: tuple[tuple[int, bool, int], Placement, list[ShapeCheck]] | None = None
 
         known: dict[object, bool] = {}
 
@@ -253,7 +252,7 @@ class _Opened:
             checks = _forgive_cuts(placement, checks, len(self.run.sightings), self._period, shape)
             distinct = {check.key: check for check in checks}.values()
             wrong = sum(check.test(shape) is False for check in distinct) + len(placement.complaints)
-            score = (wrong, breaks_feed_forward(placement), pattern.count(None))
+            score = (wrong, breaks_feed_forward(placement.find_zone("feed_forward")), pattern.count(None))
             if best is None or score < best[0]:
                 best = (score, placement, checks)
             if score == (0, False, 0):
@@ -292,11 +291,11 @@ class _Opened:
         anywhere = [number for _, number in (*rows[Gather], *rows[Rows])]
         return max(ahead) if ahead else next(iter(anywhere), None)
 
-    def admits_attention(self, shape: Shape) -> bool:
+    def admits_attention(self, shape: ClaimedShape) -> bool:
         return all(check.test(shape) is not False for check in self._attention_checks)
 
     @cached_property
-    def _attention_checks(self) -> list[Check]:
+    def _attention_checks(self) -> list[ShapeCheck]:
         anchors = [one for segment in self.run.segments for anchor in segment for one in anchor]
         distinct = {(one.name.name, one.grid, one.block): one for one in anchors}.values()
         return [check for one in distinct for check in self.predictor.check_anchor(one, "")]

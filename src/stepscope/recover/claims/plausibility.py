@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.hardware import Hardware
 from stepscope.recover.evidence.layout import Complaint, Placement
-from stepscope.recover.evidence.structure import is_product
+from stepscope.recover.evidence.order import is_product
 from stepscope.recover.facts import Sighting
 
 # Whose names are known well enough to say that the code behind them multiplies no matrices.

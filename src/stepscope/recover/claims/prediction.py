@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from stepscope.hardware import Hardware
-from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, Size, Sizes, count_head_rows, product_sizes, times
 from stepscope.recover.claims.plausibility import FASTEST
-from stepscope.recover.evidence.layout import Place, Placement, adds_parts
-from stepscope.recover.evidence.structure import Role, Zone, is_norm
+from stepscope.recover.evidence.layout import KernelPlace, Placement
+from stepscope.recover.evidence.order import Role, Zone, adds_parts, is_norm
 from stepscope.recover.facts import Attention, Fact, Gather, Product, Rows, Sighting, Window, find_window
 from stepscope.recover.families import Platform, read_facts
 from stepscope.recover.families.grids import join_choices
+from stepscope.recover.shape import HEAD_ROWS, ClaimedShape, ProductShape, Size, count_head_rows, product_sizes, times
 
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle", "final")
 _WITH_TOKENS = ("index", "embedding", "norm")
@@ -35,24 +35,24 @@ _WORDS: dict[Role, str] = {
 }
 
 
-Test = Callable[[Shape], bool | None]  # None: it needs a size that is not known
+Test = Callable[[ClaimedShape], bool | None]  # None: it needs a size that is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class ShapeCheck:
     """Whether a shape can have made this kernel."""
 
     sighting: Sighting
     what: str
     where: str
     test: Test
-    expect: Callable[[Shape], str]
+    expect: Callable[[ClaimedShape], str]
     seen: str
     key: object  # equal for checks that answer alike
-    suggest: Callable[[Shape], str] = lambda _: ""  # what would fit instead
+    suggest: Callable[[ClaimedShape], str] = lambda _: ""  # what would fit instead
 
 
-def admits(product: Product, sizes: Sizes) -> bool | None:
+def admits(product: Product, sizes: ProductShape) -> bool | None:
     """None where more than one size is not known."""
     rows, columns, inner, batch = sizes
     unknown = sizes.count(None)
@@ -94,13 +94,13 @@ class Predictor:
             self._facts[key] = read_facts(sighting, self._platform)
         return self._facts[key]
 
-    def fits(self, role: Role, sighting: Sighting, shape: Shape) -> bool | None:
+    def fits(self, role: Role, sighting: Sighting, shape: ClaimedShape) -> bool | None:
         product = self.product(sighting)
         if product is None:
             return None
         return _any_of(admits(product, sizes) for sizes in product_sizes(role, shape))
 
-    def find_single_steps(self, placement: Placement, shape: Shape) -> set[int]:
+    def find_single_steps(self, placement: Placement, shape: ClaimedShape) -> set[int]:
         """Passes whose lookups and norms have a row for each sequence: one token more of a text that is generated."""
         if shape.batch is None or shape.tokens == shape.batch:
             return set()
@@ -112,7 +112,7 @@ class Predictor:
                     rows.setdefault(place.pass_number, set()).add(fact.rows.low)
         return {number for number, seen in rows.items() if seen == {shape.batch}}
 
-    def predict(self, placement: Placement) -> Iterator[Check]:
+    def predict(self, placement: Placement) -> Iterator[ShapeCheck]:
         yield from self._check_products(placement)
         yield from self._check_speed(placement.products)
         for place in placement.attentions:
@@ -126,7 +126,7 @@ class Predictor:
             if place.zone in _NORM_ZONES and is_norm(place.sighting) and place.sighting.name.library != "Inductor":
                 yield from self._check_norm(place)
 
-    def _check_products(self, placement: Placement) -> Iterator[Check]:
+    def _check_products(self, placement: Placement) -> Iterator[ShapeCheck]:
         parts = {place.sighting.index: place for place in placement.others if adds_parts(place.sighting)}
         for place in placement.products:
             if (check := self._check_product(place, place.sighting)) is not None:
@@ -135,11 +135,11 @@ class Predictor:
             if following is not None and (check := self._check_product(place, following.sighting)) is not None:
                 yield check
 
-    def _check_product(self, place: Place, sighting: Sighting) -> Check | None:
+    def _check_product(self, place: KernelPlace, sighting: Sighting) -> ShapeCheck | None:
         role, product = place.role, self.product(sighting)
         if role is None or product is None:
             return None
-        return Check(
+        return ShapeCheck(
             sighting=sighting,
             what=_WORDS[role],
             where=_where(place),
@@ -150,9 +150,9 @@ class Predictor:
             key=(role, self.identify(sighting)),
         )
 
-    def _check_speed(self, places: list[Place]) -> Iterator[Check]:
+    def _check_speed(self, places: list[KernelPlace]) -> Iterator[ShapeCheck]:
         """No product can take less time than its operations do at the card's peak."""
-        quickest: dict[Role, Place] = {}
+        quickest: dict[Role, KernelPlace] = {}
         for place in places:
             if place.role is not None and place.sighting.duration_ns > 0:
                 known = quickest.setdefault(place.role, place)
@@ -172,10 +172,10 @@ class Predictor:
             return max(peaks.get("fp32", 0), peaks.get("tf32", 0)) or None
         return peaks.get(dtype, None) if dtype in ("fp16", "bf16") else None
 
-    def check_anchor(self, sighting: Sighting, where: str) -> Iterator[Check]:
+    def check_anchor(self, sighting: Sighting, where: str) -> Iterator[ShapeCheck]:
         fact = next(iter(self._choices(sighting)), None)
         if isinstance(fact, Attention):
-            yield Check(
+            yield ShapeCheck(
                 sighting=sighting,
                 what="attention",
                 where=where,
@@ -187,7 +187,7 @@ class Predictor:
         elif sighting.name.kernel_class in ("softmax", "reduction") and sighting.name.library != "Inductor":
             yield from self._check_rows(sighting, "softmax of attention", where, _softmax_rows, _context)
 
-    def _check_norm(self, place: Place) -> Iterator[Check]:
+    def _check_norm(self, place: KernelPlace) -> Iterator[ShapeCheck]:
         rows = _final_rows if place.zone == "final" else _token_rows
         yield from self._check_rows(place.sighting, "norm", _where(place), rows, _width)
 
@@ -196,21 +196,21 @@ class Predictor:
         sighting: Sighting,
         what: str,
         where: str,
-        rows: Callable[[Shape], tuple[Size, ...]],
-        width: Callable[[Shape], Size],
-    ) -> Iterator[Check]:
+        rows: Callable[[ClaimedShape], tuple[Size, ...]],
+        width: Callable[[ClaimedShape], Size],
+    ) -> Iterator[ShapeCheck]:
         facts = [one for one in self._choices(sighting) if isinstance(one, Rows)]
         if not facts:
             return
 
-        def test(shape: Shape) -> bool | None:
+        def test(shape: ClaimedShape) -> bool | None:
             return _any_of(
                 _both(_holds(fact.rows, number), _holds(fact.width, width(shape)))
                 for fact in facts
                 for number in rows(shape)
             )
 
-        yield Check(
+        yield ShapeCheck(
             sighting=sighting,
             what=what,
             where=where,
@@ -220,9 +220,9 @@ class Predictor:
             key=(what, where if what == "norm" and rows is _final_rows else "", self.identify(sighting)),
         )
 
-    def _check_lookup(self, placement: Placement) -> Iterator[Check]:
+    def _check_lookup(self, placement: Placement) -> Iterator[ShapeCheck]:
         """One of the lookups before the first layer is that of the tokens. Others are of positions or kinds."""
-        found: dict[int, list[tuple[Place, Gather]]] = {}
+        found: dict[int, list[tuple[KernelPlace, Gather]]] = {}
         for place in placement.others:
             fact = join_choices(self._choices(place.sighting)) if place.zone == "before" else None
             if isinstance(fact, Gather):
@@ -254,18 +254,18 @@ def describe_launch(sighting: Sighting) -> str:
     return ", ".join(parts)
 
 
-def _speed_check(role: Role, place: Place, peak: float) -> Check:
-    def least_us(shape: Shape) -> float | None:
+def _speed_check(role: Role, place: KernelPlace, peak: float) -> ShapeCheck:
+    def least_us(shape: ClaimedShape) -> float | None:
         counts = [times(2, *sizes) for sizes in product_sizes(role, shape)]
         known = [count for count in counts if count is not None]
         return min(known) / (FASTEST * peak) * 1e6 if len(known) == len(counts) else None
 
-    def test(shape: Shape) -> bool | None:
+    def test(shape: ClaimedShape) -> bool | None:
         least = least_us(shape)
         return None if least is None else least <= duration_us
 
     duration_us = place.sighting.duration_ns / 1e3
-    return Check(
+    return ShapeCheck(
         sighting=place.sighting,
         what=f"shortest time of the {_WORDS[role]}",
         where=_where(place),
@@ -276,8 +276,8 @@ def _speed_check(role: Role, place: Place, peak: float) -> Check:
     )
 
 
-def _lookup_check(places: list[Place], facts: list[Gather], key: object) -> Check:
-    def test(shape: Shape) -> bool | None:
+def _lookup_check(places: list[KernelPlace], facts: list[Gather], key: object) -> ShapeCheck:
+    def test(shape: ClaimedShape) -> bool | None:
         return _any_of(
             _both(
                 _holds(fact.rows, shape.tokens),
@@ -287,7 +287,7 @@ def _lookup_check(places: list[Place], facts: list[Gather], key: object) -> Chec
         )
 
     first = places[0]
-    return Check(
+    return ShapeCheck(
         sighting=first.sighting,
         what="lookup of tokens",
         where=_where(first),
@@ -298,7 +298,7 @@ def _lookup_check(places: list[Place], facts: list[Gather], key: object) -> Chec
     )
 
 
-def admits_attention(fact: Attention, shape: Shape) -> bool | None:
+def admits_attention(fact: Attention, shape: ClaimedShape) -> bool | None:
     """Programs may repeat key-value heads before they call attention, so that it sees as many as there are heads."""
     sizes = (shape.batch, shape.num_heads, shape.num_kv_heads, shape.context, shape.d_head)
     if None in sizes:
@@ -313,24 +313,24 @@ def admits_attention(fact: Attention, shape: Shape) -> bool | None:
     )
 
 
-def _token_rows(shape: Shape) -> tuple[Size, ...]:
+def _token_rows(shape: ClaimedShape) -> tuple[Size, ...]:
     return (shape.tokens,)
 
 
-def _final_rows(shape: Shape) -> tuple[Size, ...]:
+def _final_rows(shape: ClaimedShape) -> tuple[Size, ...]:
     """The last norm may be of the tokens that the head is asked about only."""
     return tuple(count_head_rows(shape, way) for way in HEAD_ROWS)
 
 
-def _softmax_rows(shape: Shape) -> tuple[Size, ...]:
+def _softmax_rows(shape: ClaimedShape) -> tuple[Size, ...]:
     return (times(shape.tokens, shape.num_heads),)
 
 
-def _context(shape: Shape) -> Size:
+def _context(shape: ClaimedShape) -> Size:
     return shape.context
 
 
-def _width(shape: Shape) -> Size:
+def _width(shape: ClaimedShape) -> Size:
     return shape.d_model
 
 
@@ -345,19 +345,19 @@ def _both(first: bool | None, second: bool | None) -> bool | None:
     return True if first or second else None
 
 
-def _where(place: Place) -> str:
+def _where(place: KernelPlace) -> str:
     layer = f"layer {place.layer}" if place.layer is not None else ""
     number = f"pass {place.pass_number}"
     return f"{number}, {layer}" if layer else number
 
 
-def _describe_product(role: Role, shape: Shape) -> str:
+def _describe_product(role: Role, shape: ClaimedShape) -> str:
     rows, columns, inner, batch = product_sizes(role, shape)[0]
     text = f"{_say(rows)} × {_say(columns)}, summed over {_say(inner)}"
     return text if batch == 1 else f"{text}, {_say(batch)} times"
 
 
-def _suggest(role: Role, shape: Shape, product: Product) -> str:
+def _suggest(role: Role, shape: ClaimedShape, product: Product) -> str:
     """The columns, or the size summed over, that the kernel would have if all else were true."""
     rows, columns, inner, batch = product_sizes(role, shape)[0]
     if not rows or columns is None or inner is None or batch is None:
@@ -369,7 +369,7 @@ def _suggest(role: Role, shape: Shape, product: Product) -> str:
     return f"which would be a sum over {deep.low:,} to {deep.high:,}" if deep is not None else ""
 
 
-def _describe_attention(shape: Shape) -> str:
+def _describe_attention(shape: ClaimedShape) -> str:
     return (
         f"batch {_say(shape.batch)}, {_say(shape.num_heads)} heads of {_say(shape.d_head)}, "
         f"{_say(shape.num_kv_heads)} for keys and values, context {_say(shape.context)}"

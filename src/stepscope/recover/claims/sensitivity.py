@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from stepscope.recover.claimed_shape import Shape
-from stepscope.recover.shape import divisors
+from stepscope.recover.shape import ClaimedShape, divisors
 
 Interval = tuple[int, int | None]  # both included; None: no end was found
 _LARGEST = 1 << 22
@@ -18,7 +17,7 @@ _CLOSE = 0.05  # of a value: others that are no further from it leave it tested
 _PAIRS = {"num_heads": "d_head", "d_head": "num_heads", "batch": "context", "context": "batch"}
 
 
-def find_passing(shape: Shape, name: str, passes: Callable[[Shape], bool]) -> tuple[Interval, ...]:
+def find_passing(shape: ClaimedShape, name: str, passes: Callable[[ClaimedShape], bool]) -> tuple[Interval, ...]:
     """The interval around the claimed value in which every value passes, less the value itself, and others that pass
     with the other half of a pair changed along."""
     value = getattr(shape, name)
@@ -87,7 +86,7 @@ def _bisect(good: int, bad: int, passes_with: Callable[[int], bool]) -> int:
     return good
 
 
-def _swap(shape: Shape, name: str, passes: Callable[[Shape], bool]) -> Iterator[int]:
+def _swap(shape: ClaimedShape, name: str, passes: Callable[[ClaimedShape], bool]) -> Iterator[int]:
     other = _PAIRS.get(name)
     if other is None:
         return

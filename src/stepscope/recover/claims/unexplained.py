@@ -11,21 +11,27 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.recover.claimed_shape import HEAD_ROWS, Shape, count_head_rows, product_sizes
 from stepscope.recover.claims.prediction import Predictor, admits
-from stepscope.recover.evidence.layout import Place, Placement, Run, adds_parts
+from stepscope.recover.evidence.layout import KernelPlace, Placement, SegmentedOrder
 from stepscope.recover.evidence.observation import FEWEST, Seen, see
-from stepscope.recover.evidence.structure import Role, Zone
+from stepscope.recover.evidence.order import Role, Zone, adds_parts
 from stepscope.recover.facts import Sighting, find_window
 from stepscope.recover.families import Platform
-from stepscope.recover.solve.tensors import feed_forward_sizes, sizes
+from stepscope.recover.shape import (
+    HEAD_ROWS,
+    ClaimedShape,
+    count_head_rows,
+    feed_forward_sizes,
+    product_sizes,
+    tensor_sizes,
+)
 
 Kind = Literal["multiplies", "unknown", "count"]
 _MULTIPLYING = ("gemm", "attention", "convolution")
 _PADDED = 8  # what a compiler rounds a vocabulary up to
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class UnclaimedWork(msgspec.Struct, frozen=True, kw_only=True):
     """Launches of one kernel for which the claim has no use."""
 
     kind: Kind
@@ -37,28 +43,28 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     operations: int | None  # None where they were not counted
 
 
-class Counted(msgspec.Struct, frozen=True, kw_only=True):
+class CountedKernel(msgspec.Struct, frozen=True, kw_only=True):
     """A kernel that moves data, where it stands, and the counts of which one holds."""
 
     place_zone: Zone
     seen: Seen
 
 
-def find_counts(placement: Placement, platform: Platform) -> tuple[tuple[Place, Counted], ...]:
+def find_counts(placement: Placement, platform: Platform) -> tuple[tuple[KernelPlace, CountedKernel], ...]:
     found = []
     for place in placement.others:
         seen = see(place.sighting, platform) if place.zone is not None else None
         if seen is not None and place.zone is not None and max(one.high for one in seen.counts) >= FEWEST:
-            found.append((place, Counted(place_zone=place.zone, seen=seen)))
+            found.append((place, CountedKernel(place_zone=place.zone, seen=seen)))
     return tuple(found)
 
 
-def is_explained(counted: Counted, shape: Shape) -> bool:
+def is_explained(counted: CountedKernel, shape: ClaimedShape) -> bool:
     """Also where the claim leaves open a size that would be needed."""
     core = shape.core
     if core is None:
         return True
-    expected = set(sizes(core, counted.place_zone)) | set(_cast_weights(shape))
+    expected = set(tensor_sizes(core, counted.place_zone)) | set(_cast_weights(shape))
     if counted.place_zone == "feed_forward":
         if shape.d_ff is None:
             return True
@@ -74,7 +80,7 @@ def is_explained(counted: Counted, shape: Shape) -> bool:
     return counted.seen.explained_by(one for one in expected if isinstance(one, int))
 
 
-def _cast_weights(shape: Shape) -> Iterator[int]:
+def _cast_weights(shape: ClaimedShape) -> Iterator[int]:
     """Matrices that are cast before they are used, or padded so that a product can be cut into whole tiles."""
     if shape.d_model and shape.d_ff:
         yield from (shape.d_model * shape.d_ff, 2 * shape.d_model * shape.d_ff)
@@ -83,7 +89,7 @@ def _cast_weights(shape: Shape) -> Iterator[int]:
 
 
 def find_unclaimed_products(
-    run: Run, placement: Placement, predictor: Predictor, shape: Shape
+    run: SegmentedOrder, placement: Placement, predictor: Predictor, shape: ClaimedShape
 ) -> Iterator[tuple[Sighting, str]]:
     """Kernels that multiply and have no place in the claimed model."""
     for place in placement.intruders:
@@ -108,7 +114,7 @@ def find_unclaimed_products(
             yield one, f"not a matrix product by its name ({one.name.operation}), and one by its work"
 
 
-def find_unknown(run: Run) -> Iterator[tuple[Sighting, str]]:
+def find_unknown(run: SegmentedOrder) -> Iterator[tuple[Sighting, str]]:
     for one in run.sightings:
         if is_unknown(one):
             yield one, "a kernel whose name says nothing"
@@ -118,13 +124,13 @@ def is_unknown(sighting: Sighting) -> bool:
     return sighting.name.kernel_class == "other" and not sighting.counters.get("tensor_ops")
 
 
-def summarise(kind: Kind, found: Iterable[tuple[Sighting, str]]) -> tuple[Work, ...]:
+def summarise(kind: Kind, found: Iterable[tuple[Sighting, str]]) -> tuple[UnclaimedWork, ...]:
     """By kernel and reason, what took longest first."""
     groups: dict[tuple[str, str], list[Sighting]] = {}
     for sighting, why in found:
         groups.setdefault((sighting.name.short, why), []).append(sighting)
     works = [
-        Work(
+        UnclaimedWork(
             kind=kind,
             name=name,
             why=why,
@@ -152,7 +158,7 @@ def _sum_operations(sightings: list[Sighting]) -> int | None:
     return sum(counts) if counts else None
 
 
-def _is_rotary(sighting: Sighting, predictor: Predictor, shape: Shape) -> bool:
+def _is_rotary(sighting: Sighting, predictor: Predictor, shape: ClaimedShape) -> bool:
     """Angles of rotary positions, positions times frequencies: a product that sums over nothing."""
     product = predictor.product(sighting)
     if product is None or shape.context is None or shape.batch is None or shape.d_head is None:
@@ -167,7 +173,7 @@ def _is_rotary(sighting: Sighting, predictor: Predictor, shape: Shape) -> bool:
     return False
 
 
-def _is_of_backward(sighting: Sighting, roles: tuple[Role, ...], predictor: Predictor, shape: Shape) -> bool:
+def _is_of_backward(sighting: Sighting, roles: tuple[Role, ...], predictor: Predictor, shape: ClaimedShape) -> bool:
     """A gradient is a product of the same three sizes, in another order."""
     product = predictor.product(sighting)
     if product is None:
@@ -180,5 +186,5 @@ def _is_of_backward(sighting: Sighting, roles: tuple[Role, ...], predictor: Pred
     return False
 
 
-def is_too_much(works: Iterable[Work], total_ns: int, share: float) -> bool:
+def is_too_much(works: Iterable[UnclaimedWork], total_ns: int, share: float) -> bool:
     return sum(work.duration_ns for work in works) > share * max(total_ns, 1)

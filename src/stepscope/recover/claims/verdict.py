@@ -8,15 +8,15 @@ import msgspec
 
 from stepscope.recover.claims.claim import FIELDS, Claim
 from stepscope.recover.claims.sensitivity import Interval
-from stepscope.recover.claims.unexplained import Work
-from stepscope.recover.evidence.recording import Evidence
+from stepscope.recover.claims.unexplained import UnclaimedWork
+from stepscope.recover.evidence.recording import KernelEvidence
 
 _MOST_SHOWN = 4  # intervals of values that would have passed
 # "narrowed": more than a twentieth off would have passed as well, but neither half nor twice the value.
 FieldVerdict = Literal["tested", "narrowed", "refuted", "not refuted", "not tested", "not claimed"]
 
 
-class Verdict(StrEnum):
+class ClaimVerdict(StrEnum):
     CONSISTENT = "consistent"
     REFUTED = "refuted"
     UNDECIDED = "cannot tell"
@@ -43,7 +43,7 @@ class FieldResult(msgspec.Struct, frozen=True, kw_only=True):
     implied: bool = False
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class KernelComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Launches that the claim makes one prediction for. `agree` is how many can have done that."""
 
     what: str
@@ -53,21 +53,21 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    verdict: Verdict
+    verdict: ClaimVerdict
     why: str
     refuted_by: tuple[Refutation, ...]
     fields: dict[str, FieldResult]
     kernels: int
     kernels_compared: int  # with what exact predictions are made of
     kernels_counted: int  # by the number of their elements
-    comparisons: tuple[Comparison, ...]
-    unexplained: tuple[Work, ...]
+    comparisons: tuple[KernelComparison, ...]
+    unexplained: tuple[UnclaimedWork, ...]
     unexplained_share: float
     missing: tuple[str, ...]
     notes: tuple[str, ...]
 
 
-def undecided(claim: Claim, reason: str, evidence: Sequence[Evidence]) -> Verification:
+def undecided(claim: Claim, reason: str, evidence: Sequence[KernelEvidence]) -> Verification:
     """For evidence of something that is no decoder."""
     fields = {
         name: FieldResult(claimed=value, verdict="not claimed" if value is None else "not tested")
@@ -75,7 +75,7 @@ def undecided(claim: Claim, reason: str, evidence: Sequence[Evidence]) -> Verifi
         for value in (claim.fields.get(name),)
     }
     return Verification(
-        verdict=Verdict.UNDECIDED,
+        verdict=ClaimVerdict.UNDECIDED,
         why=reason,
         refuted_by=(),
         fields=fields,
@@ -124,14 +124,14 @@ def _describe_consistent(fields: dict[str, FieldResult]) -> str:
 
 
 def explain(
-    verdict: Verdict, refutations: Sequence[Refutation], missing: Iterable[str], fields: dict[str, FieldResult]
+    verdict: ClaimVerdict, refutations: Sequence[Refutation], missing: Iterable[str], fields: dict[str, FieldResult]
 ) -> str:
     match verdict:
-        case Verdict.REFUTED:
+        case ClaimVerdict.REFUTED:
             first = refutations[0]
             place = f", {first.where}" if first.where else ""
             return f"#{first.index} {first.kernel} ({first.what}{place}): expected {first.expected}; seen {first.seen}"
-        case Verdict.UNDECIDED:
+        case ClaimVerdict.UNDECIDED:
             return "; ".join(missing)
-        case Verdict.CONSISTENT:
+        case ClaimVerdict.CONSISTENT:
             return _describe_consistent(fields)

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import msgspec
 
 from stepscope import hardware
-from stepscope.recover.claimed_shape import HEAD_ROWS, SIZE_FIELDS, Shape
 from stepscope.recover.claims.claim import FIELDS, Claim
 from stepscope.recover.claims.claimed_run import ClaimedRun, ClaimedRuns, open_all
 from stepscope.recover.claims.plausibility import find_contradictions, find_step_ns
 from stepscope.recover.claims.prediction import describe_launch
 from stepscope.recover.claims.sensitivity import Interval, find_passing, is_narrowed, is_tested
 from stepscope.recover.claims.unexplained import (
-    Work,
+    UnclaimedWork,
     find_unclaimed_products,
     find_unknown,
     is_explained,
@@ -30,19 +29,20 @@ from stepscope.recover.claims.unexplained import (
     summarise,
 )
 from stepscope.recover.claims.verdict import (
-    Comparison,
+    ClaimVerdict,
     FieldResult,
     FieldVerdict,
+    KernelComparison,
     Refutation,
-    Verdict,
     Verification,
     describe_untested,
     explain,
 )
-from stepscope.recover.evidence.recording import Evidence
-from stepscope.recover.evidence.structure import Role, Zone
+from stepscope.recover.evidence.order import Role, Zone
+from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 from stepscope.recover.families.optimizers import find_updated
+from stepscope.recover.shape import HEAD_ROWS, LAYER_SIZES, ClaimedShape
 
 # Shares of the GPU's time. Below the first, a product without a place is a detail of an implementation.
 _MOST_UNCLAIMED = 0.01
@@ -53,7 +53,7 @@ _LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", 
 _DTYPE_ROLES_EXCLUDED: tuple[Role, ...] = ("head",)  # often done in another precision on purpose
 
 
-def verify(evidence: Sequence[Evidence], claim: Claim, *, unseen: float = 0.0) -> Verification:
+def verify(evidence: Sequence[KernelEvidence], claim: Claim, *, unseen: float = 0.0) -> Verification:
     """`unseen`: the share of the GPU's time that the evidence does not hold. Raises NoTransformerError where a file
     shows no decoder."""
     runs = open_all([one for one in evidence if one.sightings], claim)
@@ -74,7 +74,7 @@ class _Judge:
         return self.runs.files
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ClaimedShape:
         return self.runs.shape
 
     def judge(self) -> Verification:
@@ -84,7 +84,9 @@ class _Judge:
             refutations = []
         fields = self._test_fields(refutations)
         missing = [*self._find_missing(fields), *too_much] if not refutations else []
-        verdict = Verdict.REFUTED if refutations else Verdict.UNDECIDED if missing else Verdict.CONSISTENT
+        verdict = (
+            ClaimVerdict.REFUTED if refutations else ClaimVerdict.UNDECIDED if missing else ClaimVerdict.CONSISTENT
+        )
         compared = {(file.evidence.file, check.sighting.index) for file in self.files for check in file.checks}
         return Verification(
             verdict=verdict,
@@ -101,7 +103,7 @@ class _Judge:
             notes=tuple(self._take_notes()),
         )
 
-    def _compare(self) -> Iterator[Comparison]:
+    def _compare(self) -> Iterator[KernelComparison]:
         groups: dict[tuple[str, str], dict[tuple[str, int], bool]] = {}
         for file in self.files:
             for check in file.checks:
@@ -109,7 +111,7 @@ class _Judge:
                 key = (file.evidence.file, check.sighting.index)
                 launches[key] = launches.get(key, True) and check.test(self.shape) is not False
         for (what, expected), launches in groups.items():
-            yield Comparison(what=what, launches=len(launches), agree=sum(launches.values()), expected=expected)
+            yield KernelComparison(what=what, launches=len(launches), agree=sum(launches.values()), expected=expected)
 
     def _refute(self, file: ClaimedRun) -> Iterator[Refutation]:
         """In the order in which they are to be read: the claim's own sizes first, then the file against itself."""
@@ -212,8 +214,8 @@ class _Judge:
                 "layers share weights, some are not trained, or other ranks have the rest"
             )
 
-    def _find_work(self, refutations: list[Refutation]) -> tuple[tuple[Work, ...], float, list[str]]:
-        works: list[Work] = []
+    def _find_work(self, refutations: list[Refutation]) -> tuple[tuple[UnclaimedWork, ...], float, list[str]]:
+        works: list[UnclaimedWork] = []
         missing: list[str] = []
         total = sum(one.duration_ns for file in self.files for one in file.run.sightings)
         for file in self.files:
@@ -284,7 +286,7 @@ class _Judge:
         return fields
 
     def _test_field(
-        self, name: str, value: int | str | bool, passes: Callable[[Shape], bool], *, is_refuted: bool
+        self, name: str, value: int | str | bool, passes: Callable[[ClaimedShape], bool], *, is_refuted: bool
     ) -> tuple[FieldVerdict, tuple[Interval, ...]]:
         if is_refuted:
             return ("refuted" if self._is_disputed(name) else "not refuted"), ()
@@ -315,7 +317,7 @@ class _Judge:
         """Kernels that would refute the sizes, if they were not those of one rank among several."""
         return sum(1 for _ in self._refute_sizes(file)) if is_share(file) else 0
 
-    def _settle_head(self, passes: Callable[[Shape], bool]) -> Shape:
+    def _settle_head(self, passes: Callable[[ClaimedShape], bool]) -> ClaimedShape:
         """With the positions that the head is asked about: a product for few of them and a larger vocabulary would look
         the same, and is another question."""
         ways = (msgspec.structs.replace(self.shape, head_rows=way) for way in HEAD_ROWS)
@@ -340,20 +342,20 @@ class _Judge:
                 return True
             if name == "dtype" and any(self._refute_dtype(file)):
                 return True
-            if name in SIZE_FIELDS and not is_share(file):
+            if name in LAYER_SIZES and not is_share(file):
                 opened = msgspec.structs.replace(self.shape, **{name: None})
                 wrong = [one for one in file.checks if one.test(self.shape) is False]
                 if any(one.test(opened) is not False for one in wrong):
                     return True
         return False
 
-    def _make_passes(self) -> Callable[[Shape], bool]:
+    def _make_passes(self) -> Callable[[ClaimedShape], bool]:
         """Whether a shape passes every check of every file, and leaves no more counts unexplained than the claim."""
         checks = list({check.key: check for file in self.files for check in file.checks}.values())
         counts = {(one.place_zone, one.seen.counts): one for file in self.files for _, one in file.counts}
         explained = [one for one in counts.values() if is_explained(one, self.shape)]
 
-        def passes(shape: Shape) -> bool:
+        def passes(shape: ClaimedShape) -> bool:
             return all(check.test(shape) is not False for check in checks) and all(
                 is_explained(one, shape) for one in explained
             )
@@ -372,12 +374,12 @@ class _Judge:
                 "may share the layers: these may be one rank's share"
             )
         for name, result in fields.items():
-            is_told = misfits and name in SIZE_FIELDS
+            is_told = misfits and name in LAYER_SIZES
             if result.verdict == "not tested" and name != "tied" and not is_told:
                 yield f"{name}: {describe_untested(name, result)}"
         if self.unseen > _MOST_UNKNOWN:
             yield f"{self.unseen:.1%} of the GPU's time is in kernels of other streams, which were not looked at"
-        claimed = [name for name in SIZE_FIELDS if name in self.claim.fields]
+        claimed = [name for name in LAYER_SIZES if name in self.claim.fields]
         if self.shape.core is None and claimed:
             yield "for the sizes that are not claimed none were found that go with those that are"
         matrices = self._count_matrices()
@@ -419,7 +421,7 @@ class _Judge:
             yield f"allocations: {found} of the size of a feed-forward matrix, of which the claim has {needed}"
         taken = {
             name: value
-            for name in SIZE_FIELDS
+            for name in LAYER_SIZES
             if (value := getattr(self.shape, name)) is not None and name not in self.claim.fields
         }
         if taken:

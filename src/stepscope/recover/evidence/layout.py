@@ -6,42 +6,36 @@ nobody claimed.
 """
 
 import itertools
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from stepscope.recover.evidence.structure import (
-    BEHIND,
+from stepscope.recover.evidence.order import (
     KERNELS_AFTER_HEAD,
-    PROJECTIONS,
-    SUM_OF_PARTS,
-    NoTransformerError,
+    Anchor,
+    KernelOrder,
     Role,
     Zone,
+    find_zone,
     is_attention,
     is_lookup,
-    is_norm,
     is_of_training,
     is_product,
-    is_softmax,
-    merge_anchors,
+    layer_roles,
+    read_order,
 )
 from stepscope.recover.facts import Sighting
 
-Anchor = tuple[Sighting, ...]
 # A place in a gap between two attentions: a role, or nothing that a layer has.
 Pattern = tuple[Role | None, ...]
 Fits = Callable[[Role, Sighting], bool]
 MOST_EXTRAS = 2  # products in a gap that no layer has, for which places are tried
-_INTO_HEADS: tuple[Role, ...] = ("query_key_value", "query", "key", "value", "key_value", "scores")
-_INTO_FEED_FORWARD: tuple[Role, ...] = ("up", "gate", "gate_up")
 _PRODUCTS_AT_TURN = 3
 _NEAR = 40  # kernels to either side of a place where something is missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class KernelPlace:
     """Of one kernel. Passes and layers count from 1; products have a role, other kernels a zone."""
 
     sighting: Sighting
@@ -62,16 +56,11 @@ class Complaint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What the order of kernels shows before anything is claimed."""
+class SegmentedOrder(KernelOrder):
+    """The order with its attentions in segments, between which a lookup or a backward kernel stands."""
 
-    sightings: tuple[Sighting, ...]
-    products: tuple[Sighting, ...]
-    segments: tuple[tuple[Anchor, ...], ...]  # attentions between which neither a lookup nor a backward kernel stands
-    is_fused: bool
-    is_training: bool
+    segments: tuple[tuple[Anchor, ...], ...]
     gap: tuple[Sighting, ...] | None  # matrix products between two attentions, None where there is one a pass
-    product_indices: tuple[int, ...]
 
     @property
     def gap_products(self) -> int | None:
@@ -83,13 +72,13 @@ class Placement:
     pattern: Pattern
     num_layers: list[int] = field(default_factory=list)  # of each pass
     starts: list[Sighting] = field(default_factory=list)  # the first attention of each pass
-    attentions: list[Place] = field(default_factory=list)
+    attentions: list[KernelPlace] = field(default_factory=list)
     recomputed: list[Sighting] = field(default_factory=list)  # attention run again for the backward pass
     backward_attentions: list[Sighting] = field(default_factory=list)
-    products: list[Place] = field(default_factory=list)
-    others: list[Place] = field(default_factory=list)
+    products: list[KernelPlace] = field(default_factory=list)
+    others: list[KernelPlace] = field(default_factory=list)
     extras: list[Sighting] = field(default_factory=list)  # products before the first layer or behind the head
-    intruders: list[Place] = field(default_factory=list)  # products inside of a layer that no layer has
+    intruders: list[KernelPlace] = field(default_factory=list)  # products inside of a layer that no layer has
     backward: list[Sighting] = field(default_factory=list)  # products of the backward pass, in no order
     complaints: list[Complaint] = field(default_factory=list)
     starts_late: bool = False  # no lookup before the first attention
@@ -101,6 +90,9 @@ class Placement:
         for places in (self.attentions, self.products, self.others, self.intruders):
             places[:] = [one for one in places if one.pass_number not in passes]
 
+    def find_zone(self, zone: Zone) -> list[Sighting]:
+        return [one.sighting for one in self.others if one.zone == zone]
+
     def is_cut(self, pass_number: int) -> bool:
         """Whether the file may hold only a part of the pass: the first where it starts, the last where it ends."""
         if pass_number == 1 and self.starts_late:
@@ -110,88 +102,63 @@ class Placement:
         )
 
 
-def examine(sightings: Sequence[Sighting]) -> Run:
+def split_order(sightings: Sequence[Sighting]) -> SegmentedOrder:
     """Raises NoTransformerError where there is nothing to lay out."""
-    fused = [one for one in sightings if is_attention(one, backward=False)]
-    anchors = merge_anchors(fused, sightings) if fused else _find_softmaxes(sightings)
-    products = tuple(one for one in sightings if is_product(one))
-    if not products or not anchors:
-        missing = "matrix product" if not products else "attention"
-        raise NoTransformerError(f"no {missing} among the kernels")
-    is_training = any(is_of_training(one) for one in sightings)
-    segments = _split(anchors, [one.index for one in sightings if is_lookup(one) or is_of_training(one)])
-    usual = _find_usual(segments, products, is_fused=bool(fused))
-    if is_training and usual is not None:
-        segments = [part for one in segments for part in _split_at_turn(one, products, len(usual))]
-    return Run(
-        sightings=tuple(sightings),
-        products=products,
-        segments=tuple(segments),
-        is_fused=bool(fused),
-        is_training=is_training,
-        gap=usual,
-        product_indices=tuple(one.index for one in products),
-    )
+    order = read_order(sightings)
+    anchors = order.anchors if order.is_fused else _keep_common_grid(order.anchors)
+    ends = [one for one in sightings if is_lookup(one) or is_of_training(one)]
+    segments = _split(anchors, {one.index for one in ends})
+    gap = _find_usual_gap(order, segments)
+    if order.is_training and gap is not None:
+        segments = [part for one in segments for part in _split_at_turn(order, one, len(gap))]
+    known = {one.name: getattr(order, one.name) for one in fields(order)}
+    return SegmentedOrder(**known, segments=tuple(segments), gap=gap)
 
 
-def _find_softmaxes(sightings: Sequence[Sighting]) -> list[Anchor]:
-    """Those of attention have one grid in all layers; that of a loss or of sampling has another."""
-    anchors = merge_anchors([one for one in sightings if is_softmax(one)], sightings)
+def _keep_common_grid(anchors: Sequence[Anchor]) -> list[Anchor]:
+    """Softmaxes of attention have one grid in all layers; that of a loss or of sampling has another."""
     grids = Counter(anchor[0].grid for anchor in anchors)
-    usual = max(grids, key=lambda grid: grids[grid], default=None)
+    usual = max(grids, key=lambda grid: grids[grid])
     return [anchor for anchor in anchors if anchor[0].grid == usual]
 
 
-def _split(anchors: Sequence[Anchor], ends: Sequence[int]) -> list[tuple[Anchor, ...]]:
+def _split(anchors: Sequence[Anchor], ends: set[int]) -> list[tuple[Anchor, ...]]:
     """Attentions between which none of these kernels stands."""
     segments: list[list[Anchor]] = [[anchors[0]]]
     for before, after in itertools.pairwise(anchors):
-        if _between(ends, before[-1].index, after[0].index):
+        if not ends.isdisjoint(range(before[-1].index + 1, after[0].index)):
             segments.append([])
         segments[-1].append(after)
     return [tuple(segment) for segment in segments]
 
 
-def _find_usual(
-    segments: Sequence[tuple[Anchor, ...]], products: Sequence[Sighting], *, is_fused: bool
-) -> tuple[Sighting, ...] | None:
+def _find_usual_gap(order: KernelOrder, segments: Sequence[tuple[Anchor, ...]]) -> tuple[Sighting, ...] | None:
     """The first of the gaps with as many products as most have, if possible as many as a layer."""
-    where = [one.index for one in products]
-    gaps = [
-        tuple(products[bisect_right(where, before[-1].index) : bisect_left(where, after[0].index)])
-        for segment in segments
-        for before, after in itertools.pairwise(segment)
-    ]
+    gaps = [order.find_gap(before, after) for segment in segments for before, after in itertools.pairwise(segment)]
     counts = Counter(map(len, gaps))
-    possible = {len(first) + len(second) + (0 if is_fused else 2) for first in PROJECTIONS for second in BEHIND}
+    possible = {len(behind) + len(ahead) for behind, ahead in layer_roles(is_fused=order.is_fused)}
     usual = min(counts, key=lambda count: (-counts[count], count not in possible, count), default=None)
     return next((gap for gap in gaps if len(gap) == usual), None)
 
 
-def _split_at_turn(
-    segment: tuple[Anchor, ...], products: Sequence[Sighting], usual: int
-) -> Iterator[tuple[Anchor, ...]]:
+def _split_at_turn(order: KernelOrder, segment: tuple[Anchor, ...], usual: int) -> Iterator[tuple[Anchor, ...]]:
     """Where nothing in the names of a backward pass shows it, and attention is run again in it: between the last layer
     and the first that is run again stand the head and its two gradients besides."""
-    where = [one.index for one in products]
     start = 0
     for i, (before, after) in enumerate(itertools.pairwise(segment), start=1):
-        if len(_between(where, before[-1].index, after[0].index)) >= usual + _PRODUCTS_AT_TURN:
+        if len(order.find_gap(before, after)) >= usual + _PRODUCTS_AT_TURN:
             yield segment[start:i]
             start = i
     yield segment[start:]
 
 
-def find_patterns(run: Run, *, gated: bool | None, extras: int = 0) -> list[tuple[Pattern, int]]:
+def find_patterns(run: SegmentedOrder, *, gated: bool | None, extras: int = 0) -> list[tuple[Pattern, int]]:
     """Every way to read the products between two attentions, with how many of its places belong to the layer behind.
     `extras` of them have no role."""
     orders = [
-        (
-            (*(() if run.is_fused else ("values",)), *feed_forward),
-            (*projections, *(() if run.is_fused else ("scores",))),
-        )
-        for projections, feed_forward in itertools.product(PROJECTIONS, BEHIND)
-        if gated is None or gated == any(role in ("gate", "gate_up") for role in feed_forward)
+        (behind, ahead)
+        for behind, ahead in layer_roles(is_fused=run.is_fused)
+        if gated is None or gated == any(role in ("gate", "gate_up") for role in behind)
     ]
     if run.gap is None:
         return [((*behind, *ahead), len(behind)) for behind, ahead in orders] if not extras else []
@@ -211,7 +178,7 @@ def _spread(roles: tuple[Role, ...], behind: int, places: int) -> Iterator[tuple
         yield pattern, ahead
 
 
-def place(run: Run, pattern: Pattern, behind: int, num_layers: int | None, fits: Fits) -> Placement:
+def place(run: SegmentedOrder, pattern: Pattern, behind: int, num_layers: int | None, fits: Fits) -> Placement:
     """Every kernel in its place. `fits` says whether a product can have a role, to find the one that is too many."""
     first = run.segments[0][0][0].index
     placement = Placement(pattern=pattern, starts_late=not any(map(is_lookup, run.sightings[:first])))
@@ -225,11 +192,11 @@ def place(run: Run, pattern: Pattern, behind: int, num_layers: int | None, fits:
     return placement
 
 
-def _find_passes(run: Run, num_layers: int | None, placement: Placement) -> list[tuple[Anchor, ...]]:
-    optimizers = [one.index for one in run.sightings if is_lookup(one) or one.name.kernel_class == "optimizer"]
+def _find_passes(run: SegmentedOrder, num_layers: int | None, placement: Placement) -> list[tuple[Anchor, ...]]:
+    starts = {one.index for one in run.sightings if is_lookup(one) or one.name.kernel_class == "optimizer"}
     passes: list[tuple[Anchor, ...]] = []
     for segment in run.segments:
-        if passes and not _between(optimizers, passes[-1][-1][-1].index, segment[0][0].index):
+        if passes and starts.isdisjoint(range(passes[-1][-1][-1].index + 1, segment[0][0].index)):
             placement.recomputed.extend(one for anchor in segment for one in anchor)
             continue
         parts = _split_unseen(run, segment, num_layers)
@@ -241,14 +208,15 @@ def _find_passes(run: Run, num_layers: int | None, placement: Placement) -> list
     return passes
 
 
-def _split_unseen(run: Run, segment: tuple[Anchor, ...], num_layers: int | None) -> list[tuple[Anchor, ...]] | None:
+def _split_unseen(
+    run: SegmentedOrder, segment: tuple[Anchor, ...], num_layers: int | None
+) -> list[tuple[Anchor, ...]] | None:
     """Where lookups do not show, passes follow each other without a mark, but with the head's product in between. (That
     of a compiled lookup is no mark: later layers may look embeddings up again rather than keep them.) The first may be
     cut off at its start and the last at its end. None where the gaps show passes of different lengths."""
-    where = run.product_indices
     pieces: list[list[Anchor]] = [[segment[0]]]
     for before, after in itertools.pairwise(segment):
-        if len(_between(where, before[-1].index, after[0].index)) == run.gap_products:
+        if len(run.find_gap(before, after)) == run.gap_products:
             pieces[-1].append(after)
         else:
             pieces.append([after])
@@ -266,7 +234,7 @@ def _split_unseen(run: Run, segment: tuple[Anchor, ...], num_layers: int | None)
 class _Layout:
     """One forward pass."""
 
-    run: Run
+    run: SegmentedOrder
     placement: Placement
     number: int
     pattern: Pattern
@@ -277,7 +245,7 @@ class _Layout:
     def lay_out(self, anchors: Sequence[Anchor], previous: int, following: int) -> None:
         """`previous` and `following`: where the pass before ended its attentions and where the next begins."""
         ahead = _only_roles(self.pattern[self.behind :])
-        before = self._products(previous, anchors[0][0].index)
+        before = list(self.run.products_between(previous, anchors[0][0].index))
         chosen = self._choose_ahead(before)
         is_cut = self.placement.starts_late and previous < 0
         self._assign(ahead[-len(chosen) :] if is_cut and chosen else ahead, chosen, layer=1, is_end=is_cut)
@@ -285,10 +253,10 @@ class _Layout:
             rest = [one for one in before if one not in chosen]
             self.placement.extras.extend(rest[: -len(self._match_cut_layer(rest)) or None] if is_cut else rest)
         for layer, (one, following_one) in enumerate(itertools.pairwise(anchors), start=1):
-            self._fill_gap(self._products(one[-1].index, following_one[0].index), layer)
+            self._fill_gap(list(self.run.find_gap(one, following_one)), layer)
         self._finish(anchors, following)
         self.placement.attentions.extend(
-            Place(sighting=kernel, pass_number=self.number, layer=layer)
+            KernelPlace(sighting=kernel, pass_number=self.number, layer=layer)
             for layer, anchor in enumerate(anchors, start=1)
             for kernel in anchor
         )
@@ -308,10 +276,6 @@ class _Layout:
         fitting = [role is not None and self.fits(role, one) for role, one in zip(roles, last, strict=True)]
         return last if all(fitting) else []
 
-    def _products(self, after: int, before: int) -> list[Sighting]:
-        where = self.run.product_indices
-        return list(self.run.products[bisect_right(where, after) : bisect_left(where, before)])
-
     def _assign(self, pattern: Pattern, products: Sequence[Sighting], layer: int, *, is_end: bool = False) -> None:
         # One pass that is cut off is no loss where others are whole.
         if len(products) < len(pattern) and not (is_end and len(self.placement.num_layers) > 1):
@@ -320,10 +284,12 @@ class _Layout:
             if role is None:
                 self._add_intruder(product, layer)
             else:
-                self.placement.products.append(Place(sighting=product, pass_number=self.number, layer=layer, role=role))
+                self.placement.products.append(
+                    KernelPlace(sighting=product, pass_number=self.number, layer=layer, role=role)
+                )
 
     def _add_intruder(self, product: Sighting, layer: int) -> None:
-        self.placement.intruders.append(Place(sighting=product, pass_number=self.number, layer=layer))
+        self.placement.intruders.append(KernelPlace(sighting=product, pass_number=self.number, layer=layer))
 
     def _fill_gap(self, products: list[Sighting], layer: int) -> None:
         pattern, behind = self.pattern, self.behind
@@ -353,7 +319,7 @@ class _Layout:
 
     def _finish(self, anchors: Sequence[Anchor], following: int) -> None:
         """The last layer's second half, the head, and what comes after: the backward pass, or nothing."""
-        tail = self._products(anchors[-1][-1].index, following)
+        tail = list(self.run.products_between(anchors[-1][-1].index, following))
         is_last = following == len(self.run.sightings)
         # The next pass's own first products stand before its first attention.
         following_ones = [] if is_last else self._choose_ahead(tail)
@@ -372,7 +338,7 @@ class _Layout:
         kernels = (self.run.sightings[index] for index in range(last_attention, following))
         turning = next((one.index for one in kernels if is_of_training(one)), following)
         if products and products[0].index < turning:
-            self.placement.products.append(Place(sighting=products[0], pass_number=self.number, role="head"))
+            self.placement.products.append(KernelPlace(sighting=products[0], pass_number=self.number, role="head"))
             products = products[1:]
         for product in products:
             (self.placement.backward if product.index > turning else self.placement.extras).append(product)
@@ -405,7 +371,7 @@ class _Layout:
         for one in self.run.sightings[first : marks[0][0]]:
             self._add_other(one, "before", None)
         for (start, before, layer), (end, behind, _) in itertools.pairwise(marks):
-            zone = _find_zone(before, behind)
+            zone = find_zone(before, behind)
             for one in self.run.sightings[start + 1 : end]:
                 self._add_other(one, zone, layer)
         last, role, layer = marks[-1]
@@ -431,38 +397,10 @@ class _Layout:
 
     def _add_other(self, sighting: Sighting, zone: Zone, layer: int | None) -> None:
         if not is_product(sighting):
-            self.placement.others.append(Place(sighting=sighting, pass_number=self.number, layer=layer, zone=zone))
-
-
-def breaks_feed_forward(placement: Placement) -> bool:
-    """Whether the products that are read as a feed-forward layer have none of its arithmetic, or a norm in between."""
-    inside = [one.sighting for one in placement.others if one.zone == "feed_forward"]
-    return not inside or any(is_norm(one) for one in inside)
-
-
-def adds_parts(sighting: Sighting) -> bool:
-    """Whether it is the second kernel of a product whose sum was split."""
-    return sighting.name.kernel_class == "gemm" and SUM_OF_PARTS in sighting.name.operation
+            self.placement.others.append(
+                KernelPlace(sighting=sighting, pass_number=self.number, layer=layer, zone=zone)
+            )
 
 
 def _only_roles(pattern: Pattern) -> Pattern:
     return tuple(role for role in pattern if role is not None)
-
-
-def _find_zone(before: Role | None, behind: Role | None) -> Zone:
-    """None is attention itself."""
-    if behind == "head":
-        return "final"
-    if before in _INTO_FEED_FORWARD:
-        return "feed_forward"
-    if behind in _INTO_FEED_FORWARD:
-        return "middle"
-    if before in _INTO_HEADS:
-        return "heads"
-    if behind in ("output", "values"):
-        return "merge"
-    return "between"
-
-
-def _between(indices: Sequence[int], after: int, before: int) -> Sequence[int]:
-    return indices[bisect_right(indices, after) : bisect_left(indices, before)]

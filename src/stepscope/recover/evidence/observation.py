@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from stepscope.recover.evidence.structure import Reading, Role, Structure, Zone
+from stepscope.recover.evidence.order import Role, Zone
+from stepscope.recover.evidence.structure import RoleReading, Structure
 from stepscope.recover.facts import Attention, Elements, Fact, Gather, Product, Rows, Sighting, Window, equals, exactly
 from stepscope.recover.families import Platform, find_platform, read_fact, read_facts
 
@@ -29,7 +30,7 @@ class Seen:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     structure: Structure
-    reading: Reading
+    reading: RoleReading
     products: dict[Role, Product]
     zones: dict[Zone, tuple[Seen, ...]]
     attentions: tuple[Attention, ...]
@@ -37,7 +38,7 @@ class Observation:
     lookups: tuple[Gather, ...]
 
 
-def observe(structure: Structure, reading: Reading, device_sms: int | None) -> Observation:
+def observe(structure: Structure, reading: RoleReading, device_sms: int | None) -> Observation:
     kernels = [*reading.products.values(), *(one for zone in reading.zones.values() for one in zone)]
     platform = find_platform(kernels, device_sms)
     products = {role: _read_product(one, platform) for role, one in reading.products.items()}

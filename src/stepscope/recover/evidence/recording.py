@@ -25,7 +25,7 @@ _MOST = 2.0**100  # beyond any count; an overflow in the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class KernelEvidence:
     """The kernels of one file. `allocations` are sizes in bytes, as they were asked for."""
 
     source: str
@@ -48,7 +48,7 @@ class Evidence:
         return any(first < index <= last for index in self.exchanges for first, last in spans)
 
 
-def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) -> Evidence:
+def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) -> KernelEvidence:
     """The kernels of the stream that holds most of them, in the order in which they began. `use_shapes` believes what a
     profiler wrote down of products."""
     manifest = recording.manifest
@@ -63,7 +63,7 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
     if kernels.height > _MOST_KERNELS:
         notes.append(f"the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were looked at")
     kernels = kernels.sort("start_ns", "row", maintain_order=True).head(_MOST_KERNELS)
-    return Evidence(
+    return KernelEvidence(
         source=manifest.source,
         file=file or manifest.file,
         sightings=tuple(_sightings(kernels, _counters(recording.counters), _told(recording) if use_shapes else {})),

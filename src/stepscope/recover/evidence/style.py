@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from stepscope.recover.evidence.observation import Observation
-from stepscope.recover.evidence.structure import Role
+from stepscope.recover.evidence.order import Role
 from stepscope.recover.facts import Sighting
 
 _POSITIONS = 1024  # of a learned table, unless the context is longer

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from stepscope.recover.evidence.structure import is_product
+from stepscope.recover.evidence.order import is_product
 from stepscope.recover.facts import Sighting, Update, Window
 from stepscope.recover.families.grids import is_flat, take_apart
 

@@ -50,7 +50,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     said_by: Literal["evidence", "signing machine", "signer"]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SignedReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that a signature covers. The signer's own key is in it: a signature then belongs to one key alone."""
 
     schema: str = SCHEMA
@@ -65,12 +65,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     statement: dict[str, Any]
 
 
-def canonical_bytes(report: Report) -> bytes:
+def canonical_bytes(report: SignedReport) -> bytes:
     """The one form of this report in bytes. ValueError for a statement that has none."""
     return _encode(msgspec.to_builtins(report))
 
 
-def parse_report(content: bytes) -> Report:
+def parse_report(content: bytes) -> SignedReport:
     """The report in its canonical form; StepscopeError for anything else, however much alike."""
     try:
         plain = json.loads(content.decode())
@@ -83,7 +83,7 @@ def parse_report(content: bytes) -> Report:
     if schema != SCHEMA:
         raise _no_report(f"expected schema `{SCHEMA}`, found `{str(schema)[:60]}`")
     try:
-        return msgspec.convert(plain, Report)
+        return msgspec.convert(plain, SignedReport)
     except msgspec.ValidationError as error:
         raise _no_report(str(error)) from None
 

@@ -32,7 +32,7 @@ from stepscope.recover.reports.keys import (
     public_key_of,
     read_public_key,
 )
-from stepscope.recover.reports.signed_report import SCHEMA, HashedFile, Report, canonical_bytes, parse_report
+from stepscope.recover.reports.signed_report import SCHEMA, HashedFile, SignedReport, canonical_bytes, parse_report
 
 # A key may one day sign other things: a signature of one kind must not pass for another.
 _CONTEXT = SCHEMA.encode() + b"\n"
@@ -46,7 +46,7 @@ _LARGEST_BYTES = 64 * 2**20
 _MARK = b"stepscope.report"
 
 
-class Verdict(StrEnum):
+class SignatureVerdict(StrEnum):
     GOOD = "good"
     CHANGED = "changed"
     OTHER_KEY = "signed by another key"
@@ -55,8 +55,8 @@ class Verdict(StrEnum):
 class SignatureCheck(msgspec.Struct, frozen=True, kw_only=True):
     """`report` is there when the signature is good, and at no other time. `signer` is whose it is, if that is known."""
 
-    verdict: Verdict
-    report: Report | None = None
+    verdict: SignatureVerdict
+    report: SignedReport | None = None
     signer: PublicKey | None = None
 
 
@@ -67,7 +67,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     problem: Literal["changed", "not in the report", "missing"]
 
 
-def sign_report(report: Report, key_path: Path) -> bytes:
+def sign_report(report: SignedReport, key_path: Path) -> bytes:
     """The signed report's bytes, with the key's public half in place of whatever `report` names."""
     key = load_private_key(key_path)
     content = canonical_bytes(msgspec.structs.replace(report, public_key=public_key_of(key).text))
@@ -75,7 +75,7 @@ def sign_report(report: Report, key_path: Path) -> bytes:
     return _HEAD + content + _MIDDLE + signature + _TAIL
 
 
-def write_signed(path: Path, report: Report, key_path: Path, *, force: bool = False) -> None:
+def write_signed(path: Path, report: SignedReport, key_path: Path, *, force: bool = False) -> None:
     if os.path.lexists(path) and not force:
         raise StepscopeError(f"`{path}` exists", hint="--force, or another file")
     content = sign_report(report, key_path)
@@ -95,20 +95,20 @@ def check_signed_bytes(signed: bytes, public_key: PublicKey, *, name: str = "the
             f"not a signed report: `{name}`", detail=f"expected schema `{SCHEMA}`", hint="stepscope verify --help"
         )
     if parts is None:
-        return SignatureCheck(verdict=Verdict.CHANGED)
+        return SignatureCheck(verdict=SignatureVerdict.CHANGED)
     content, signature = parts
     if not _is_signed_by(public_key, content, signature):
         signer = _signer_in(content)
         if signer is not None and _is_signed_by(signer, content, signature):
-            return SignatureCheck(verdict=Verdict.OTHER_KEY, signer=signer)
-        return SignatureCheck(verdict=Verdict.CHANGED)
+            return SignatureCheck(verdict=SignatureVerdict.OTHER_KEY, signer=signer)
+        return SignatureCheck(verdict=SignatureVerdict.CHANGED)
     report = parse_report(content)
     if report.public_key != public_key.text:
         raise StepscopeError(f"the report `{name}` names another key than the one that signed it")
-    return SignatureCheck(verdict=Verdict.GOOD, report=report, signer=public_key)
+    return SignatureCheck(verdict=SignatureVerdict.GOOD, report=report, signer=public_key)
 
 
-def check_evidence(report: Report, paths: Sequence[Path]) -> list[Mismatch]:
+def check_evidence(report: SignedReport, paths: Sequence[Path]) -> list[Mismatch]:
     """Hashes files again that are said to be those of the report, the claim and the weights among them. A file alone
     may have been renamed; in a folder, names count as well, and so does a file that is gone."""
     signed = {(file.name, file.sha256) for file in report.evidence}
@@ -128,7 +128,7 @@ def check_evidence(report: Report, paths: Sequence[Path]) -> list[Mismatch]:
     return found
 
 
-def _mismatch(report: Report, file: HashedFile) -> Mismatch:
+def _mismatch(report: SignedReport, file: HashedFile) -> Mismatch:
     known = any(one.name == file.name for one in report.evidence)
     return Mismatch(name=file.name, problem="changed" if known else "not in the report")
 

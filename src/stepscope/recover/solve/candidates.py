@@ -1,4 +1,4 @@
-"""All integers consistent with what was seen: propagation over the chained sizes, from the tokens outward.
+"""All integers consistent with what was seen: propagation over the chained tensor_sizes, from the tokens outward.
 
 tokens → width → (batch, heads, head size, key-value heads) → feed-forward width, vocabulary. Products and attention are
 hard: a candidate that one of them excludes is gone. Counts of elements are softer, because nobody can list every tensor
@@ -14,9 +14,20 @@ from math import isqrt
 import numpy as np
 
 from stepscope.recover.evidence.observation import Observation, Seen
-from stepscope.recover.evidence.structure import Role, Zone
+from stepscope.recover.evidence.order import Role, Zone
 from stepscope.recover.facts import LARGEST_SIZE, Product, Window, find_window
-from stepscope.recover.shape import Core, Cores, Flags, Ints, divisors, join_cores
+from stepscope.recover.shape import (
+    Core,
+    Cores,
+    Flags,
+    Ints,
+    Quantity,
+    counted_up_to,
+    divisors,
+    feed_forward_sizes,
+    join_cores,
+    tensor_sizes,
+)
 from stepscope.recover.solve.effort import Effort
 from stepscope.recover.solve.heads import Triple, find_heads
 from stepscope.recover.solve.priors import (
@@ -25,7 +36,6 @@ from stepscope.recover.solve.priors import (
     surprise_of_vocabulary,
     surprise_of_width,
 )
-from stepscope.recover.solve.tensors import Quantity, counted_up_to, feed_forward_sizes, sizes
 
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle")
 _CORE_ZONES: tuple[Zone, ...] = ("between", "middle", "heads", "merge", "before", "final")
@@ -150,7 +160,7 @@ def count_explained(cores: Cores, facts: Sequence[tuple[Zone, Seen]]) -> Ints:
 
 def _count_some(cores: Cores, facts: Sequence[tuple[Zone, Seen]]) -> Ints:
     explained = np.zeros(len(cores), np.int64)
-    known = {zone: list(sizes(cores, zone)) for zone in {zone for zone, _ in facts}}
+    known = {zone: list(tensor_sizes(cores, zone)) for zone in {zone for zone, _ in facts}}
     for zone, seen in facts:
         possible = counted_up_to(cores) if _is_counting(seen) else known[zone]
         explained += _is_explained(seen.counts, possible, len(cores))
@@ -322,7 +332,7 @@ def _link(observation: Observation, tokens: int, width: int) -> _Link | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chain:
+class _TokenChain:
     """Candidates with the same number of tokens, a part for each width. `is_cut`: there are more."""
 
     cores: tuple[Cores, ...] = ()
@@ -330,7 +340,7 @@ class _Chain:
     is_cut: bool = False
 
 
-def _chain_all(observation: Observation, effort: Effort, facts: int, among: Cores | None) -> Iterator[_Chain]:
+def _chain_all(observation: Observation, effort: Effort, facts: int, among: Cores | None) -> Iterator[_TokenChain]:
     """All candidates. Widths are found first for every number of tokens: few have any, and share what is left."""
     wanted: dict[int, set[Triple]] = {}
     for _, heads, _, size, batch, context in among.rows() if among is not None else ():
@@ -355,13 +365,13 @@ def _link_all(observation: Observation, tokens: int, effort: Effort, parts: int)
 
 def _chain(
     observation: Observation, links: list[_Link], effort: Effort, facts: int, among: set[Triple] | None
-) -> _Chain:
+) -> _TokenChain:
     """All candidates with a number of tokens and one of these widths."""
     queries = Window(min(link.query.low for link in links), max(link.query.high for link in links))
     with effort.share(2) as part:
         every, is_cut = find_heads(observation, links[0].tokens, queries, part, among)
     if every is None:
-        return _Chain(num_widths=len(links), is_cut=is_cut)
+        return _TokenChain(num_widths=len(links), is_cut=is_cut)
     cores: list[Cores] = []
     for link in links:
         if not effort.afford(1 + len(every) // 8):
@@ -371,7 +381,7 @@ def _chain(
         if affordable:
             cores.append(fitting.take(slice(affordable)).with_width(link.width))
     cores.sort(key=lambda part: int(part.d_model[0]))
-    return _Chain(cores=tuple(cores), num_widths=len(links), is_cut=is_cut)
+    return _TokenChain(cores=tuple(cores), num_widths=len(links), is_cut=is_cut)
 
 
 def _fits(cores: Cores, link: _Link) -> Flags:

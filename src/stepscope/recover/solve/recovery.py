@@ -11,11 +11,12 @@ import msgspec
 import numpy as np
 
 from stepscope.recording.readers.ncu import CUT_SHORT
-from stepscope.recover.evidence.recording import Evidence
-from stepscope.recover.evidence.structure import NoTransformerError, Structure
+from stepscope.recover.evidence.order import NoTransformerError
+from stepscope.recover.evidence.recording import KernelEvidence
+from stepscope.recover.evidence.structure import Structure
 from stepscope.recover.evidence.style import Style
 from stepscope.recover.facts import Window
-from stepscope.recover.shape import CORE_FIELDS, Core, Cores
+from stepscope.recover.shape import CORE_FIELDS, SIZES, Core, Cores, RunShape
 from stepscope.recover.solve.candidates import (
     LARGEST_VOCABULARY,
     WIDEST,
@@ -30,19 +31,7 @@ from stepscope.recover.solve.parameters import Item, itemise, total
 from stepscope.recover.solve.search import Found, Reached, find, join
 
 Value = int | str | None
-FIELDS = (
-    "num_layers",
-    "d_model",
-    "num_heads",
-    "num_kv_heads",
-    "d_head",
-    "d_ff",
-    "vocab_size",
-    "batch",
-    "context",
-    "dtype",
-    "parameters",
-)
+FIELDS = (*SIZES, "dtype", "parameters")
 _SLACK = 1  # counts that the truth may leave unexplained where another candidate does not
 _ENOUGH = 0.85  # of the counts must be explained before agreement among candidates makes anything certain
 _MOST_WORK = 100_000_000  # units of effort for all files together: some 20 s on a slow machine, and under 1 GB
@@ -70,21 +59,12 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    num_layers: int
-    d_model: int
-    num_heads: int
-    num_kv_heads: int
-    d_head: int
-    d_ff: int | None
-    vocab_size: int | None
-    batch: int
-    context: int
+class Candidate(RunShape, frozen=True, kw_only=True):
     dtype: str | None
     parameters: int | None
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     fields: dict[str, Field]
     family: str = ""
@@ -97,7 +77,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def recover(evidence: Sequence[Evidence], *, work: int = _MOST_WORK) -> Answer:
+def recover(evidence: Sequence[KernelEvidence], *, work: int = _MOST_WORK) -> Recovery:
     """From all files together, which are taken to be of one run. Raises NoTransformerError where the kernels show no
     decoder, or the files do not show the same one. `work` bounds the search: `left_open` says what was not looked at,
     and nothing that depends on it is certain."""
@@ -126,7 +106,7 @@ def recover(evidence: Sequence[Evidence], *, work: int = _MOST_WORK) -> Answer:
     return _assemble(join(fitted, effort))
 
 
-def _assemble(found: Found) -> Answer:
+def _assemble(found: Found) -> Recovery:
     structure, evidence, reached = found.structure, found.evidence, found.reached
     first = reached[0]
     # What was not looked at may explain more.
@@ -159,7 +139,7 @@ def _assemble(found: Found) -> Answer:
     items = _itemise(structure, first)
     fields["parameters"] = _parameters_field(candidates, first)
     solution = first.solution
-    return Answer(
+    return Recovery(
         candidates=candidates,
         fields={name: fields[name] for name in FIELDS},
         family=first.style.family,
@@ -373,7 +353,7 @@ def _told(sized: Sized, where: str) -> tuple[str, ...]:
     return (f"{sized.explained} of {sized.to_explain} counts {where} explained",) if sized.to_explain else ()
 
 
-def _would_decide(fields: dict[str, Field], evidence: Evidence, structure: Structure) -> Iterable[str]:
+def _would_decide(fields: dict[str, Field], evidence: KernelEvidence, structure: Structure) -> Iterable[str]:
     unsure = [name for name, field in fields.items() if not field.certain and name != "parameters"]
     if not unsure:
         return
@@ -387,7 +367,7 @@ def _would_decide(fields: dict[str, Field], evidence: Evidence, structure: Struc
         yield "a run at another batch or context: what stays the same is the model's"
 
 
-def _answer_without_sizes(files: Sequence[Found]) -> Answer:
+def _answer_without_sizes(files: Sequence[Found]) -> Recovery:
     """Layers and data types are there; the sizes are not in this evidence."""
     found = files[0]
     structure, evidence = found.structure, found.evidence
@@ -396,7 +376,7 @@ def _answer_without_sizes(files: Sequence[Found]) -> Answer:
     fields["dtype"] = _dtype_field(structure)
     left_open = tuple(dict.fromkeys(text for one in files for text in _find_left_open(one)))
     why = left_open or ("no size can be told: no sizes fit, or these kernels' grids do not depend on them",)
-    return Answer(
+    return Recovery(
         candidates=(),
         fields=fields,
         would_decide=tuple(_would_decide(fields, evidence, structure)),

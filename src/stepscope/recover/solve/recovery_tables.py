@@ -1,7 +1,7 @@
 """The answer as tables: fields with what shows them, candidates, parameters item by item."""
 
 from stepscope.findings import Cell, Column, Page, Table
-from stepscope.recover.solve.recovery import FIELDS, Answer, Candidate, Field
+from stepscope.recover.solve.recovery import FIELDS, Candidate, Field, Recovery
 
 _LABELS = {
     "num_layers": "layers",
@@ -20,7 +20,7 @@ _LISTED = 6
 _SHOWN_CANDIDATES = 8
 
 
-def answer_page(answer: Answer, *, files: str) -> Page:
+def answer_page(answer: Recovery, *, files: str) -> Page:
     tables = [fields_table(answer)]
     if len(answer.candidates) > 1:
         tables.append(candidates_table(answer))
@@ -29,7 +29,7 @@ def answer_page(answer: Answer, *, files: str) -> Page:
     return Page(headline=_headline(answer, files), tables=tuple(tables), findings=None)
 
 
-def _headline(answer: Answer, files: str) -> str:
+def _headline(answer: Recovery, files: str) -> str:
     kind = f"a Transformer, {answer.family}" if answer.family else "a Transformer"
     certain = [name for name in FIELDS if answer.fields[name].certain]
     lines = [f"{files}: {kind}; {len(certain)} of {len(FIELDS)} fields are certain"]
@@ -57,7 +57,7 @@ def _spell_sets(count: int) -> str:
     return "one set of sizes fits" if count == 1 else f"{count:,} sets of sizes fit"
 
 
-def fields_table(answer: Answer) -> Table:
+def fields_table(answer: Recovery) -> Table:
     rows = tuple(_row(name, answer.fields[name]) for name in FIELDS)
     decide = tuple(f"would decide: {one}" for one in answer.would_decide)
     return Table(
@@ -87,7 +87,7 @@ def _alternatives(field: Field) -> str:
     return ", ".join(words[:_LISTED]) + more
 
 
-def candidates_table(answer: Answer) -> Table:
+def candidates_table(answer: Recovery) -> Table:
     keys = [name for name in FIELDS if name != "dtype"]
     shown = answer.candidates[:_SHOWN_CANDIDATES]
     return Table(
@@ -100,7 +100,7 @@ def candidates_table(answer: Answer) -> Table:
     )
 
 
-def parameters_table(answer: Answer) -> Table:
+def parameters_table(answer: Recovery) -> Table:
     count = sum(item.count for item in answer.items)
     rows = (*((item.name, item.count, item.count / count) for item in answer.items), ("in all", count, 1.0))
     return Table(

@@ -7,8 +7,9 @@ import msgspec
 import polars as pl
 
 from stepscope.recover.evidence.observation import observe
-from stepscope.recover.evidence.recording import Evidence
-from stepscope.recover.evidence.structure import NoTransformerError, Structure, find_structure
+from stepscope.recover.evidence.order import NoTransformerError
+from stepscope.recover.evidence.recording import KernelEvidence
+from stepscope.recover.evidence.structure import Structure, find_structure
 from stepscope.recover.evidence.style import Style, find_style
 from stepscope.recover.shape import CORE_FIELDS, Core, Cores
 from stepscope.recover.solve.candidates import Sized, Solution, find_feed_forward, find_vocabulary, order, solve
@@ -40,7 +41,7 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """What one file shows: readings that sizes fit, best first."""
 
-    evidence: Evidence
+    evidence: KernelEvidence
     structure: Structure
     reached: tuple[Reached, ...]
     is_open: bool = False  # other readings may be right: of their sizes only some were looked at, and none fits
@@ -51,7 +52,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         return self.is_open or any(one.solution.is_cut for one in self.reached)
 
 
-def find(evidence: Evidence, effort: Effort) -> Found:
+def find(evidence: KernelEvidence, effort: Effort) -> Found:
     structure = find_structure(evidence.sightings)
     reached: list[Reached] = []
     is_open = False
@@ -139,7 +140,7 @@ def _meet(first: Sized, second: Sized) -> Sized | None:
     return replace(first, best=both, is_told=first.is_told or second.is_told) if both else None
 
 
-def _reach(solution: Solution, evidence: Evidence) -> Reached | None:
+def _reach(solution: Solution, evidence: KernelEvidence) -> Reached | None:
     if not solution.cores:
         return None
     observation, core = solution.observation, solution.best.core

@@ -10,7 +10,7 @@ import numpy as np
 from stepscope.findings import Cell, Column, Table
 from stepscope.recover.study.design import Design, Matrix
 from stepscope.recover.study.elasticity import ordered_rows
-from stepscope.recover.study.runs import COUNTER_LABELS, LOOSE, Row
+from stepscope.recover.study.runs import COUNTER_LABELS, LOOSE, PartCounter
 
 _MOST_COMPONENTS = 4
 _ENOUGH = 0.999  # of the variance: components beyond that are noise
@@ -32,7 +32,7 @@ def components_tables(design: Design) -> list[Table]:
     ]
 
 
-def _standardise(design: Design) -> tuple[list[Row], Matrix]:
+def _standardise(design: Design) -> tuple[list[PartCounter], Matrix]:
     rows = [
         row
         for row in ordered_rows(design.runs)
@@ -54,7 +54,7 @@ def _decompose(matrix: Matrix) -> tuple[Matrix, Matrix, Matrix]:
     return left * values * signs, values, right * signs[:, None]
 
 
-def _summarise(design: Design, scores: Matrix, shares: Matrix, rows: list[Row], loadings: Matrix) -> Table:
+def _summarise(design: Design, scores: Matrix, shares: Matrix, rows: list[PartCounter], loadings: Matrix) -> Table:
     units = design.seen
     cells: list[tuple[Cell, ...]] = []
     for i, share in enumerate(shares):
@@ -86,7 +86,7 @@ def _correlate(scores: Matrix, values: list[int]) -> float:
     return round(float(np.corrcoef(scores, np.log(values))[0, 1]), 6) + 0.0
 
 
-def _list_loadings(rows: list[Row], loadings: Matrix) -> Table:
+def _list_loadings(rows: list[PartCounter], loadings: Matrix) -> Table:
     """Counters of a part that have the same loadings, in two decimals, are one row."""
     merged: dict[tuple[str, ...], list[int]] = {}
     for i, row in enumerate(rows):

@@ -25,7 +25,7 @@ _DERIVED = "d_head"  # where it is d_model / num_heads it is no setting of its o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class FieldUnit:
     """Fields that can only be seen together, mostly one. `method` is None where nothing can be said of it."""
 
     fields: tuple[str, ...]
@@ -46,16 +46,16 @@ class Unit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
     runs: tuple[StudiedRun, ...]
-    units: tuple[Unit, ...]
+    units: tuple[FieldUnit, ...]
     constant: tuple[str, ...]  # fields that never varied
     notes: tuple[str, ...] = ()
 
     @property
-    def seen(self) -> tuple[Unit, ...]:
+    def seen(self) -> tuple[FieldUnit, ...]:
         """Those that something can be said of."""
         return tuple(unit for unit in self.units if unit.method)
 
-    def groups(self, unit: Unit) -> list[tuple[StudiedRun, ...]]:
+    def groups(self, unit: FieldUnit) -> list[tuple[StudiedRun, ...]]:
         """Runs that differ in this unit alone, by its value; groups of one value are none."""
         others = [other for other in self.units if other != unit]
         return _groups(self.runs, unit, others)
@@ -68,7 +68,7 @@ def make_design(runs: Sequence[StudiedRun]) -> Design:
     units = _join([name for name in varied if not (derived and name == _DERIVED)], runs)
     matrix = design_matrix(units, runs)
     chosen = [
-        Unit(fields=unit.fields, method=_choose_method(runs, unit, units, matrix) if apart else None)
+        FieldUnit(fields=unit.fields, method=_choose_method(runs, unit, units, matrix) if apart else None)
         for unit, apart in zip(units, find_told_apart(matrix, len(units)), strict=True)
     ]
     constant = tuple(name for name in known if name not in varied)
@@ -87,16 +87,16 @@ def _is_derived(run: StudiedRun) -> bool:
     return numbers[_DERIVED] * numbers.get("num_heads", 0) == numbers.get("d_model")
 
 
-def _join(names: list[str], runs: Sequence[StudiedRun]) -> list[Unit]:
+def _join(names: list[str], runs: Sequence[StudiedRun]) -> list[FieldUnit]:
     """Fields whose ratio is the same in every run become one."""
     ratios: dict[tuple[float, ...], list[str]] = defaultdict(list)
     for name in names:
         first = runs[0].numbers[name]
         ratios[tuple(run.numbers[name] / first for run in runs)].append(name)
-    return [Unit(fields=tuple(fields)) for fields in ratios.values()]
+    return [FieldUnit(fields=tuple(fields)) for fields in ratios.values()]
 
 
-def design_matrix(units: Sequence[Unit], runs: Sequence[StudiedRun]) -> Matrix:
+def design_matrix(units: Sequence[FieldUnit], runs: Sequence[StudiedRun]) -> Matrix:
     """A row a run: the logarithm of every unit, a one, and a one for each word that it has and the first has not."""
     first = set(runs[0].words.items())
     words = dict.fromkeys(word for run in runs for word in run.words.items() if word not in first)
@@ -128,7 +128,7 @@ def _words(run: StudiedRun) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(run.words.items()))
 
 
-def _groups(runs: Sequence[StudiedRun], unit: Unit, others: Sequence[Unit]) -> list[tuple[StudiedRun, ...]]:
+def _groups(runs: Sequence[StudiedRun], unit: FieldUnit, others: Sequence[FieldUnit]) -> list[tuple[StudiedRun, ...]]:
     alike: dict[object, list[StudiedRun]] = defaultdict(list)
     for run in runs:
         alike[(tuple(other.value(run) for other in others if other.fields != unit.fields), _words(run))].append(run)
@@ -136,7 +136,9 @@ def _groups(runs: Sequence[StudiedRun], unit: Unit, others: Sequence[Unit]) -> l
     return [group for group in ordered if unit.value(group[0]) != unit.value(group[-1])]
 
 
-def _choose_method(runs: Sequence[StudiedRun], unit: Unit, units: Sequence[Unit], matrix: Matrix) -> Method | None:
+def _choose_method(
+    runs: Sequence[StudiedRun], unit: FieldUnit, units: Sequence[FieldUnit], matrix: Matrix
+) -> Method | None:
     if _groups(runs, unit, units):
         return "pairs"
     return "regression" if count_spare(matrix) >= FEWEST_SPARE else None
@@ -164,7 +166,7 @@ def _describe_fields(
     return notes
 
 
-def _describe_units(units: Sequence[Unit], runs: Sequence[StudiedRun]) -> list[str]:
+def _describe_units(units: Sequence[FieldUnit], runs: Sequence[StudiedRun]) -> list[str]:
     notes = [
         f"{unit.label} kept their ratio in every run: one figure for them together, and none for each"
         for unit in units

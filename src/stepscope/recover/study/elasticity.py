@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepscope.recover.study.design import FEWEST_SPARE, Design, Unit, count_spare, design_matrix, find_told_apart
-from stepscope.recover.study.runs import COUNTERS, PARTS, Measured, Row, StudiedRun
+from stepscope.recover.study.design import FEWEST_SPARE, Design, FieldUnit, count_spare, design_matrix, find_told_apart
+from stepscope.recover.study.runs import COUNTERS, PARTS, MeasuredCounter, PartCounter, StudiedRun
 
 _SAME = 0.002  # relative change up to which a counter stood still: what depends on data moves by less
 NOTHING = 0.05  # exponents below this are none
@@ -37,15 +37,15 @@ class Elasticity:
         return max(abs(self.low), abs(self.high))
 
 
-Elasticities = dict[Unit, Elasticity]
+Elasticities = dict[FieldUnit, Elasticity]
 
 
-def make_sensitivity(design: Design) -> dict[Row, Elasticities]:
+def make_sensitivity(design: Design) -> dict[PartCounter, Elasticities]:
     """By row, in the order of the parts; what is not known of a unit is not there."""
     return {row: _measure_row(design, row) for row in ordered_rows(design.runs)}
 
 
-def ordered_rows(runs: Sequence[StudiedRun]) -> list[Row]:
+def ordered_rows(runs: Sequence[StudiedRun]) -> list[PartCounter]:
     """Products and attention as a layer has them, other parts as they were met; counters in their order."""
     parts = [*PARTS, *dict.fromkeys(row.part for run in runs for row in run.measured if row.part not in PARTS)]
     place = {part: i for i, part in enumerate(parts)}
@@ -53,7 +53,7 @@ def ordered_rows(runs: Sequence[StudiedRun]) -> list[Row]:
     return sorted(rows, key=lambda row: (place[row.part], COUNTERS.index(row.counter)))
 
 
-def _measure_row(design: Design, row: Row) -> Elasticities:
+def _measure_row(design: Design, row: PartCounter) -> Elasticities:
     found: Elasticities = {}
     for unit in design.seen:
         if unit.method == "pairs":
@@ -69,7 +69,7 @@ def _measure_row(design: Design, row: Row) -> Elasticities:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CounterPoint:
     """A counter at a value of a field. Runs with the same settings are one, at their geometric mean."""
 
     at: int
@@ -77,7 +77,7 @@ class Point:
     kernels: tuple[str, ...] = ()
 
 
-def make_points(group: Sequence[StudiedRun], unit: Unit, row: Row) -> list[Point]:
+def make_points(group: Sequence[StudiedRun], unit: FieldUnit, row: PartCounter) -> list[CounterPoint]:
     there = [(unit.value(run), run.measured[row]) for run in group if row in run.measured]
     points = []
     for at, ones in itertools.groupby(there, key=lambda pair: pair[0]):
@@ -85,12 +85,12 @@ def make_points(group: Sequence[StudiedRun], unit: Unit, row: Row) -> list[Point
     return points
 
 
-def _middle(at: int, measured: Sequence[Measured]) -> Point:
+def _middle(at: int, measured: Sequence[MeasuredCounter]) -> CounterPoint:
     mean = math.prod(one.value ** (1 / len(measured)) for one in measured)
-    return Point(at, mean, measured[0].kernels)
+    return CounterPoint(at, mean, measured[0].kernels)
 
 
-def compare_groups(groups: Sequence[Sequence[Point]]) -> Elasticity | None:
+def compare_groups(groups: Sequence[Sequence[CounterPoint]]) -> Elasticity | None:
     """The slope that fits all groups best, each at a level of its own. Points of a group are by rising value."""
     steps = [step for points in groups for step in itertools.pairwise(points)]
     if not steps:
@@ -112,15 +112,15 @@ def compare_groups(groups: Sequence[Sequence[Point]]) -> Elasticity | None:
     )
 
 
-def _slope(first: Point, second: Point) -> float:
+def _slope(first: CounterPoint, second: CounterPoint) -> float:
     return math.log(second.counter / first.counter) / math.log(second.at / first.at)
 
 
-def _stood_still(first: Point, second: Point) -> bool:
+def _stood_still(first: CounterPoint, second: CounterPoint) -> bool:
     return abs(second.counter / first.counter - 1) <= _SAME
 
 
-def _stretches(steps: Sequence[tuple[Point, Point]]) -> tuple[tuple[int, int], ...]:
+def _stretches(steps: Sequence[tuple[CounterPoint, CounterPoint]]) -> tuple[tuple[int, int], ...]:
     """Neighbouring ones joined."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted({(first.at, second.at) for first, second in steps}):
@@ -134,7 +134,7 @@ def _stretches(steps: Sequence[tuple[Point, Point]]) -> tuple[tuple[int, int], .
 # --- All runs at once
 
 
-def _regress(design: Design, unit: Unit, row: Row) -> Elasticity | None:
+def _regress(design: Design, unit: FieldUnit, row: PartCounter) -> Elasticity | None:
     """Of the runs that have this counter; None where they do not settle it."""
     runs = [run for run in design.runs if row in run.measured]
     units = [one for one in design.units if len({one.value(run) for run in runs}) > 1]

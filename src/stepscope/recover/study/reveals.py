@@ -9,31 +9,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stepscope.findings import Cell, Column, Table
-from stepscope.recover.study.design import Design, Unit
+from stepscope.recover.study.design import Design, FieldUnit
 from stepscope.recover.study.elasticity import NOTHING, Elasticities, Elasticity
-from stepscope.recover.study.runs import COUNTER_LABELS, LOOSE, Row
+from stepscope.recover.study.runs import COUNTER_LABELS, LOOSE, PartCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sign:
     """A counter, or one over another, with what it follows."""
 
-    row: Row
-    over: Row | None = None
+    row: PartCounter
+    over: PartCounter | None = None
     found: Elasticities
 
-    def others(self, unit: Unit) -> list[Unit]:
+    def others(self, unit: FieldUnit) -> list[FieldUnit]:
         return [other for other, one in self.found.items() if other != unit and one.most >= NOTHING]
 
-    def power(self, unit: Unit) -> float:
+    def power(self, unit: FieldUnit) -> float:
         return round(abs(self.found[unit].value), 2)
 
-    def purity(self, unit: Unit) -> float:
+    def purity(self, unit: FieldUnit) -> float:
         """How much of what it follows is this field."""
         return round(abs(self.found[unit].value) / sum(abs(one.value) for one in self.found.values()), 2)
 
 
-def reveals_table(design: Design, sensitivity: Mapping[Row, Elasticities]) -> Table:
+def reveals_table(design: Design, sensitivity: Mapping[PartCounter, Elasticities]) -> Table:
     """Among counters that follow a field alone the one that follows it most; else such a ratio of two; else the counter
     that follows other fields least."""
     counters = [_Sign(row=row, found=found) for row, found in sensitivity.items() if row.counter not in LOOSE]
@@ -78,7 +78,7 @@ def _divide(above: Elasticity, below: Elasticity) -> Elasticity:
     )
 
 
-def _reveal(unit: Unit, design: Design, counters: list[_Sign], ratios: list[_Sign]) -> tuple[Cell, ...]:
+def _reveal(unit: FieldUnit, design: Design, counters: list[_Sign], ratios: list[_Sign]) -> tuple[Cell, ...]:
     if unit.method is None:
         return unit.label, None, None, None, None, "cannot be told in these runs", None
     followers = [sign for sign in counters if unit in sign.found and sign.power(unit) >= NOTHING]

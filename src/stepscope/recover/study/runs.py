@@ -14,8 +14,9 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recording.store import Recording
+from stepscope.recover.evidence.order import NoTransformerError, Role, Zone
 from stepscope.recover.evidence.recording import gather
-from stepscope.recover.evidence.structure import NoTransformerError, Reading, Role, Structure, Zone, find_structure
+from stepscope.recover.evidence.structure import RoleReading, Structure, find_structure
 from stepscope.recover.facts import Sighting
 from stepscope.spec import Case, Factory, HuggingFace, ModelShape
 
@@ -82,14 +83,14 @@ PARTS: tuple[str, ...] = (
 LAYER_KERNELS, ALL_KERNELS = "each kernel of a layer", "all kernels"
 
 
-class Row(NamedTuple):
+class PartCounter(NamedTuple):
     """A counter of a part of the model."""
 
     part: str
     counter: str
 
 
-class Measured(NamedTuple):
+class MeasuredCounter(NamedTuple):
     value: float
     kernels: tuple[str, ...]  # what they are called, each once
 
@@ -101,8 +102,8 @@ class StudiedRun:
     name: str
     numbers: dict[str, int]
     words: dict[str, str]
-    measured: dict[Row, Measured]
-    by_class: dict[Row, Measured]
+    measured: dict[PartCounter, MeasuredCounter]
+    by_class: dict[PartCounter, MeasuredCounter]
     notes: tuple[str, ...] = ()
 
     @property
@@ -136,7 +137,7 @@ def _read_run(recording: Recording, name: str, truths: Mapping[str, Settings]) -
     measured, notes = _measure(evidence.sightings, passes)
     if ignored:
         notes.append(f"not looked at: {', '.join(ignored)}")
-    layers = measured.get(Row(LAYER_KERNELS, LAUNCHES))
+    layers = measured.get(PartCounter(LAYER_KERNELS, LAUNCHES))
     if layers and numbers.get("num_layers", layers.value) != layers.value:
         notes.append(f"num_layers is {numbers['num_layers']} in the settings, and {layers.value:.0f} by the kernels")
     return StudiedRun(
@@ -220,10 +221,10 @@ def _word(value: object) -> str:
 # --- What was counted
 
 
-def _measure(sightings: tuple[Sighting, ...], passes: int) -> tuple[dict[Row, Measured], list[str]]:
+def _measure(sightings: tuple[Sighting, ...], passes: int) -> tuple[dict[PartCounter, MeasuredCounter], list[str]]:
     """By part of the model where that can be read."""
     notes = []
-    measured: dict[Row, Measured] = {}
+    measured: dict[PartCounter, MeasuredCounter] = {}
     try:
         structure = find_structure(sightings)
     except NoTransformerError as error:
@@ -233,25 +234,25 @@ def _measure(sightings: tuple[Sighting, ...], passes: int) -> tuple[dict[Row, Me
         if unclear:
             notes.append(f"left out, for it can be read in more than one way: {', '.join(unclear)}")
         launches = structure.num_layers * structure.num_passes / passes
-        measured[Row(LAYER_KERNELS, LAUNCHES)] = Measured(launches, ())
+        measured[PartCounter(LAYER_KERNELS, LAUNCHES)] = MeasuredCounter(launches, ())
     measured |= _sum_up(ALL_KERNELS, sightings, passes)
-    measured[Row(ALL_KERNELS, LAUNCHES)] = Measured(len(sightings) / passes, ())
+    measured[PartCounter(ALL_KERNELS, LAUNCHES)] = MeasuredCounter(len(sightings) / passes, ())
     return measured, notes
 
 
-def _measure_classes(sightings: tuple[Sighting, ...], passes: int) -> dict[Row, Measured]:
-    measured: dict[Row, Measured] = {}
+def _measure_classes(sightings: tuple[Sighting, ...], passes: int) -> dict[PartCounter, MeasuredCounter]:
+    measured: dict[PartCounter, MeasuredCounter] = {}
     for kind in dict.fromkeys(sighting.name.kernel_class for sighting in sightings):
         ones = [one for one in sightings if one.name.kernel_class == kind]
         measured |= _sum_up(f"all {kind}", ones, passes)
-        measured[Row(f"all {kind}", LAUNCHES)] = Measured(len(ones) / passes, ())
+        measured[PartCounter(f"all {kind}", LAUNCHES)] = MeasuredCounter(len(ones) / passes, ())
     return measured
 
 
-def _measure_parts(structure: Structure) -> tuple[dict[Row, Measured], list[str]]:
+def _measure_parts(structure: Structure) -> tuple[dict[PartCounter, MeasuredCounter], list[str]]:
     """And the products that the readings do not agree on."""
     layers = structure.num_layers
-    measured: dict[Row, Measured] = {}
+    measured: dict[PartCounter, MeasuredCounter] = {}
     measured |= _sum_up(_ATTENTION, structure.attentions, layers * structure.num_passes)
     measured |= _sum_up(_SOFTMAX, structure.softmaxes, layers)
     readings = [_parts(reading) for reading in structure.readings]
@@ -265,7 +266,7 @@ def _measure_parts(structure: Structure) -> tuple[dict[Row, Measured], list[str]
     return measured, unclear
 
 
-def _parts(reading: Reading) -> dict[str, tuple[Sighting, ...]]:
+def _parts(reading: RoleReading) -> dict[str, tuple[Sighting, ...]]:
     parts: dict[str, tuple[Sighting, ...]] = {_ROLES[role]: (one,) for role, one in reading.products.items()}
     for zone, ones in reading.zones.items():
         for kind in dict.fromkeys(one.name.kernel_class for one in ones):
@@ -273,17 +274,17 @@ def _parts(reading: Reading) -> dict[str, tuple[Sighting, ...]]:
     return parts
 
 
-def _sum_up(part: str, sightings: Iterable[Sighting], among: int) -> dict[Row, Measured]:
+def _sum_up(part: str, sightings: Iterable[Sighting], among: int) -> dict[PartCounter, MeasuredCounter]:
     """Counters of kernels together, for each of so many layers or passes. What not all of them have is not there."""
     ones = tuple(sightings)
     kernels = tuple(dict.fromkeys(one.name.short for one in ones))
-    summed: dict[Row, Measured] = {}
+    summed: dict[PartCounter, MeasuredCounter] = {}
     for key in get_args(CounterKey):
         values = [one.counters.get(key) for one in ones]
         total = sum(value for value in values if value is not None)
         if None not in values and total >= _FEWEST:
-            summed[Row(part, key)] = Measured(total / among, kernels)
+            summed[PartCounter(part, key)] = MeasuredCounter(total / among, kernels)
     if not any(one.counters.get("tensor_ops", 1) for one in ones):
-        summed.pop(Row(part, "tensor_instructions"), None)  # of the kind that computes nothing
+        summed.pop(PartCounter(part, "tensor_instructions"), None)  # of the kind that computes nothing
     time = sum(one.duration_ns for one in ones)
-    return summed | ({Row(part, DURATION): Measured(time / among, kernels)} if time else {})
+    return summed | ({PartCounter(part, DURATION): MeasuredCounter(time / among, kernels)} if time else {})

@@ -5,17 +5,17 @@ from collections.abc import Mapping
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recover.study.design import Design
 from stepscope.recover.study.elasticity import NOTHING, Elasticities, Elasticity, make_points, ordered_rows
-from stepscope.recover.study.runs import COUNTER_LABELS, LOOSE, Row
+from stepscope.recover.study.runs import COUNTER_LABELS, LOOSE, PartCounter
 
 _WIDE = 0.05  # and ranges up to this are one number
 _FEWEST_POINTS = 3
 _MOST_SERIES = 8
 
 
-def sensitivity_table(design: Design, sensitivity: Mapping[Row, Elasticities]) -> Table:
+def sensitivity_table(design: Design, sensitivity: Mapping[PartCounter, Elasticities]) -> Table:
     """Counters of a part that follow the fields alike are one row. Those that follow none are in the notes."""
     units = design.seen
-    merged: dict[tuple[str | None, ...], list[Row]] = {}
+    merged: dict[tuple[str | None, ...], list[PartCounter]] = {}
     still = 0
     for row, found in sensitivity.items():
         if not found:
@@ -112,9 +112,9 @@ def make_figures(design: Design) -> list[Figure]:
     return figures
 
 
-def _leading_rows(design: Design) -> list[Row]:
+def _leading_rows(design: Design) -> list[PartCounter]:
     """Of each part its first counter that is exact."""
-    first: dict[str, Row] = {}
+    first: dict[str, PartCounter] = {}
     for row in ordered_rows(design.runs):
         if row.counter not in LOOSE:
             first.setdefault(row.part, row)

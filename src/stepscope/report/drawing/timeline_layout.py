@@ -5,25 +5,21 @@ round was tried: the small allocations come and go all the time, and every piece
 those above it come down, as what is drawn is how much there is and not at which address.
 
 Neighbouring slices that share a place in the picture are drawn as the highest of them. Means would be smoother, and
-would show a peak that never was.
+would show a peak that never was. The canvas of the page stacks in the same way, at any zoom (`site/timeline.js`).
 """
 
 import math
-import unicodedata
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepscope.findings import Axis, Column, Piece, Timeline
-from stepscope.report.numbers import format_column
-from stepscope.report.palette import AREAS
+from stepscope.findings import Axis, Piece, Stretch, Timeline
+from stepscope.report.numbers import BYTE_UNITS, format_measured, format_value
 
 DEFAULT_DETAIL = 0.1
-_REST_TINT, _PIECE_TINTS = 0.45, (0.12, 0.28)
-BYTE_UNITS = ("bytes", "B", "")
-_STEPS = (1.0, 2.0, 5.0, 10.0)
+_MOST_LANES = 3  # of stretches over one another
 
 Heights = NDArray[np.int64]
 
@@ -124,94 +120,34 @@ def _stack(pieces: list[Piece], low: Heights, high: Heights, slices: NDArray[np.
     return tuple(shapes)
 
 
+def place_stretches(timeline: Timeline) -> list[tuple[Stretch, int]]:
+    """Each stretch with its lane: the innermost that is free, shorter ones first, as longer ones enclose them."""
+    lanes: list[list[Stretch]] = []
+    placed = []
+    for stretch in sorted(timeline.stretches, key=lambda stretch: stretch.end - stretch.start):
+        free = (at for at, lane in enumerate(lanes) if all(_lie_apart(stretch, other) for other in lane))
+        lane = next(free, len(lanes))
+        if lane == len(lanes):
+            lanes.append([])
+        lanes[lane].append(stretch)
+        if lane < _MOST_LANES and stretch.start < min(stretch.end, len(timeline.times)):
+            placed.append((stretch, lane))
+    return placed
+
+
+def _lie_apart(one: Stretch, other: Stretch) -> bool:
+    return one.end <= other.start or other.end <= one.start
+
+
+def counts_bytes(axis: Axis) -> bool:
+    """Whether heights are bytes, as they are where nothing else is said."""
+    return axis.unit in (*BYTE_UNITS, "")
+
+
 def format_height(axis: Axis, value: float) -> str:
     """A height as text, bytes in the units of the tables."""
-    if axis.unit in BYTE_UNITS:
-        return format_column(Column(key="y", label="", kind="bytes"), [value])[0]
-    return f"{format_column(Column(key='y', label='', kind='number'), [value])[0]} {axis.unit}"
+    return format_value("bytes", value) if counts_bytes(axis) else f"{format_value('number', value)} {axis.unit}"
 
 
 def format_time(axis: Axis, value: float) -> str:
-    # As a measured time, which keeps its digits where it happens to be whole, as on the page.
-    return f"{format_column(Column(key='x', label='', kind='ms'), [value])[0]} {axis.unit}".rstrip()
-
-
-def find_unit(axis: Axis, highest: float) -> tuple[str, float]:
-    """The unit of an axis that reaches so high, and how much one of it is."""
-    if axis.unit not in BYTE_UNITS:
-        return axis.unit, 1.0
-    exponent = 0
-    while highest >= 1000 * 1024.0**exponent and exponent < 5:
-        exponent += 1
-    return ("B", "KiB", "MiB", "GiB", "TiB", "PiB")[exponent], 1024.0**exponent
-
-
-def find_ticks(highest: float, most: int = 7) -> list[float]:
-    """Round numbers from zero up to `highest`, at most `most` of them above zero."""
-    if highest <= 0:
-        return [0.0]
-    power = 10.0 ** math.floor(math.log10(highest / most))
-    step = next(factor * power for factor in _STEPS if factor * power * most >= highest)
-    return [float(f"{index * step:.12g}") for index in range(math.floor(highest / step * (1 + 1e-9)) + 1)]
-
-
-def colour_of(area: int) -> str:
-    """The colour of an area. Beyond the palette it comes round again, darker, as tints are what pieces have."""
-    turn, index = divmod(area, len(AREAS))
-    return mix(AREAS[index], "#000000", 0.4 * (turn % 2))
-
-
-def fill_of(area: int, *, told_apart: bool, odd: bool = False) -> str:
-    """What an area is filled with, or a piece that is told apart from it; two tints tell neighbours apart."""
-    tint = _PIECE_TINTS[odd] if told_apart else _REST_TINT
-    return mix(colour_of(area), "#ffffff", tint)
-
-
-def choose_ink(fill: str) -> str:
-    """Black or white, whichever can be read on this colour."""
-    red, green, blue = (int(fill[at : at + 2], 16) for at in (1, 3, 5))
-    return "#222222" if 0.299 * red + 0.587 * green + 0.114 * blue > 125 else "#ffffff"
-
-
-def mix(colour: str, other: str, share: float) -> str:
-    """`colour` with a share of `other` in it."""
-    pairs = [(int(colour[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5)]
-    return "#" + "".join(f"{round(own + (its - own) * share):02x}" for own, its in pairs)
-
-
-def clean(text: str, most: int) -> str:
-    """Text fit for a picture: at most so many characters, and none that is invisible or turns the line around."""
-    shown = text[:most]
-    visible = "".join(character if _can_stand(character) else f"\\u{ord(character):04x}" for character in shown)
-    return visible if len(visible) <= most and len(text) <= most else f"{visible[: most - 1]}…"
-
-
-def _can_stand(character: str) -> bool:
-    # Marks that combine pile up without end above a letter, so they are spelt out like what cannot be seen.
-    return character.isprintable() and unicodedata.category(character) not in ("Mn", "Me")
-
-
-def width_of(text: str, size: float) -> float:
-    """About how wide a text is in pixels, on the wide side, so that what is said to fit does."""
-    return size * sum(_advance_of(character) for character in text)
-
-
-def _advance_of(character: str) -> float:
-    """The width of a character in Helvetica, in units of the font's size, by kind and rounded up."""
-    if character in "iljtfrI.,:;'|!()[]/ ":
-        return 0.34
-    if character in "mwMW@%":
-        return 0.92
-    if unicodedata.east_asian_width(character) in ("W", "F"):
-        return 1.05
-    return 0.74 if character.isupper() else 0.58
-
-
-def fit(text: str, width: float, size: float) -> str:
-    """As much of the text as the width holds, or nothing where that would be too little to be read."""
-    if width_of(text, size) <= width:
-        return text
-    kept = text
-    while kept and width_of(kept + "…", size) > width:
-        kept = kept[:-1]
-    return f"{kept.rstrip()}…" if len(kept) >= 4 else ""
+    return f"{format_measured(value)} {axis.unit}".rstrip()

@@ -3,37 +3,24 @@
 A step has thousands of kernels and a page a few hundred columns. What is wide enough is drawn as it is. Of what is
 narrower, a column of a stream shows how much of its time each class takes, as heights on top of one another: many short
 kernels with pauses between them look like what they are, and neither vanish nor pass for one long kernel. Paler colours
-were tried instead, and a stream that mostly waits could hardly be seen.
+were tried instead, and a stream that mostly waits could hardly be seen. The page has a canvas for it, which zooms
+(`site/lanes.js`).
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepscope.findings import Lanes, Track
-from stepscope.report.marks import (
-    PAGE_WIDTH,
-    Row,
-    Sign,
-    Text,
-    draw_boxes,
-    draw_frame,
-    make_axis,
-    make_title,
-    place_legend,
-    place_notes,
-    write_texts,
-)
-from stepscope.report.site.colours import colour_of
-from stepscope.report.style import set_style
-from stepscope.report.timeline_layout import choose_ink, clean, find_ticks, fit, mix, width_of
-
-if TYPE_CHECKING:
-    import altair as alt
+from stepscope.report.drawing.axes import draw_x_axis, find_ticks
+from stepscope.report.drawing.colours import Palette, assign_colours, choose_ink, mix
+from stepscope.report.drawing.svg import PAGE_WIDTH, Canvas, Extent, Sign, Text, finish, fit, width_of
+from stepscope.report.formats import clean
+from stepscope.report.numbers import format_tick
+from stepscope.units import TIME_UNITS
 
 _MOST_NAME, _NAME_SIZE, _INSIDE_SIZE = 110.0, 11.5, 10.0
 _HEIGHTS = {"phase": 20.0, "layer": 16.0, "module": 16.0, "stream": 42.0, "host": 18.0}
@@ -43,12 +30,10 @@ _MOST_TRACKS = 14
 _LEAST_BOX, _COLUMN, _WIDE_COLUMN = 1.5, 1.5, 4.0
 _MANY_STREAMS = 3
 _MOST_INSIDE, _MOST_SIGNS = 120, 14
-# Layers and modules are told apart from their neighbours, and no more.
-_NEUTRAL = ("#D9DEE3", "#EBEEF1")
+# Layers and modules are told apart from their neighbours, and no more. Behind all tracks lies the palest.
+_NEUTRAL, _EMPTY = ("#D9DEE3", "#EBEEF1"), "#F5F5F5"
 # Phases are wide and carry their names: pale, they stay behind the streams.
 _PHASE_TINT = 0.45
-_TIME_UNITS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3), ("ns", 1.0))
-
 
 Places = NDArray[np.float64]
 
@@ -67,45 +52,32 @@ class Box:
     short: str = ""
 
 
-def define_lanes(lanes: Lanes) -> "alt.LayerChart":
-    """The chart of a step."""
-    import altair as alt
-
+def draw_lanes(lanes: Lanes) -> str:
+    """The step as a file."""
+    palette = Palette(assign_colours([lanes]))
+    canvas = Canvas(palette)
     tracks = [track for track in lanes.tracks if track.spans.starts_ns][:_MOST_TRACKS]
     labels = [clean(track.label, 40) for track in tracks]
     names_width = min(_MOST_NAME, max((width_of(label, _NAME_SIZE) for label in labels), default=0.0) + 10)
     width = PAGE_WIDTH - names_width
-    boxes: list[Row] = []
-    texts: list[Text] = []
-    top = 0.0
     column = _WIDE_COLUMN if sum(track.kind == "stream" for track in tracks) > _MANY_STREAMS else _COLUMN
+    top = 0.0
     for track, label in zip(tracks, labels, strict=True):
         height = _HEIGHTS[track.kind]
-        bottom = top + height
-        placed = place_spans(lanes, track, width, column)
-        boxes.append({"x": 0, "x2": width, "y": top, "y2": bottom, "fill": "#F5F5F5"})
-        boxes += [
-            {
-                "x": round(box.start, 2),
-                "x2": round(box.end, 2),
-                "y": round(bottom - box.high * height, 2),
-                "y2": round(bottom - box.low * height, 2),
-                "fill": box.fill,
-            }
-            for box in placed
-        ]
-        texts.append(_place_label(fit(label, names_width - 10, _NAME_SIZE), (top + bottom) / 2))
-        texts += _place_names(placed, (top + bottom) / 2)
+        bottom, middle = top + height, top + height / 2
+        boxes = place_spans(lanes, track, width, column)
+        canvas.box(0.0, top, width, bottom, _EMPTY)
+        for box in boxes:
+            canvas.box(box.start, bottom - box.high * height, box.end, bottom - box.low * height, box.fill)
+        name = fit(label, names_width - 10, _NAME_SIZE)
+        canvas.write([Text(x=-8, y=middle, text=name, align="end", size=_NAME_SIZE), *_place_names(boxes, middle)])
         top = bottom + _GAP
-    signs, legend, end = place_legend(_make_signs(lanes, tracks), left=-names_width, top=top + 56, width=PAGE_WIDTH)
-    notes = place_notes(_make_notes(lanes, tracks), left=-names_width, top=end, width=PAGE_WIDTH)
-    layers = [
-        draw_frame(width, top, _axis(lanes, width), None),
-        draw_boxes(boxes + signs),
-        *write_texts([*texts, *legend, *notes]),
-    ]
-    chart = alt.LayerChart(layer=layers, width=width, height=max(top, 1.0))
-    return set_style(chart.properties(title=make_title(lanes.title)))
+    if lanes.span_ns > 0:
+        _draw_axis(canvas, lanes.span_ns, Extent(left=0.0, top=0.0, right=width, bottom=top))
+        top += 44
+    extent = Extent(left=-names_width, top=0.0, right=width, bottom=top)
+    signs = _make_signs(palette, lanes, tracks)
+    return finish(canvas, extent, title=lanes.title, signs=signs, notes=_make_notes(lanes, tracks))
 
 
 def place_spans(lanes: Lanes, track: Track, width: float, column: float) -> list[Box]:
@@ -113,7 +85,7 @@ def place_spans(lanes: Lanes, track: Track, width: float, column: float) -> list
     spans, scale = track.spans, width / max(1, lanes.span_ns)
     starts = np.clip(np.array(spans.starts_ns, dtype=np.float64) * scale, 0, width)
     ends = np.clip(starts + np.array(spans.lengths_ns, dtype=np.float64) * scale, 0, width)
-    fills = [_fill_of(lanes, track, at) for at in range(len(starts))]
+    fills = _choose_fills(lanes, track)
     is_wide = ends - starts >= _LEAST_BOX
     thin = np.flatnonzero(~is_wide)
     boxes = _put_together(starts[thin], ends[thin], [fills[at] for at in thin], width, column)
@@ -135,15 +107,14 @@ def _shorten(track: Track, name: str) -> str:
     return numbers[-1] if numbers else ""
 
 
-def _fill_of(lanes: Lanes, track: Track, at: int) -> str:
-    group = lanes.groups[track.spans.groups[at]]
-    match track.kind:
-        case "phase" | "host":
-            return mix(colour_of(group)[0], "#ffffff", _PHASE_TINT)
-        case "layer" | "module":
-            return _NEUTRAL[at % len(_NEUTRAL)]
-        case _:
-            return colour_of(group)[0]
+def _choose_fills(lanes: Lanes, track: Track) -> list[str]:
+    """The colour of each span of a track."""
+    if track.kind in ("layer", "module"):
+        return [_NEUTRAL[at % len(_NEUTRAL)] for at in range(len(track.spans.groups))]
+    palette = Palette(assign_colours([lanes]))
+    tint = 0.0 if track.kind == "stream" else _PHASE_TINT
+    fills = [mix(palette.fill(group), "#ffffff", tint) for group in lanes.groups]
+    return [fills[group] for group in track.spans.groups]
 
 
 def _put_together(starts: Places, ends: Places, fills: Sequence[str], width: float, column: float) -> list[Box]:
@@ -167,10 +138,6 @@ def _put_together(starts: Places, ends: Places, fills: Sequence[str], width: flo
     return boxes
 
 
-def _place_label(text: str, y: float) -> Text:
-    return Text(x=-8, y=y, text=text, align="right", size=_NAME_SIZE)
-
-
 def _place_names(boxes: Sequence[Box], y: float) -> list[Text]:
     """Names inside the widest boxes that have room for them, or for what stands for them."""
     widest = sorted((box for box in boxes if box.name), key=lambda box: box.start - box.end)[:_MOST_INSIDE]
@@ -179,23 +146,20 @@ def _place_names(boxes: Sequence[Box], y: float) -> list[Text]:
         room, name = box.end - box.start - 5, clean(box.name, 60)
         if box.short and width_of(name, _INSIDE_SIZE) > room:
             name = box.short
-        text = fit(name, room, _INSIDE_SIZE)
-        if text:
+        if text := fit(name, room, _INSIDE_SIZE):
             middle, ink = (box.start + box.end) / 2, choose_ink(box.fill)
-            texts.append(Text(x=middle, y=y, text=text, align="center", size=_INSIDE_SIZE, colour=ink))
+            texts.append(Text(x=middle, y=y, text=text, align="middle", size=_INSIDE_SIZE, colour=ink))
     return texts
 
 
-def _axis(lanes: Lanes, width: float) -> "alt.Axis | None":
-    if lanes.span_ns <= 0:
-        return None
-    unit, size = next(((unit, size) for unit, size in _TIME_UNITS if lanes.span_ns >= 2 * size), _TIME_UNITS[-1])
-    ticks = find_ticks(lanes.span_ns / size, 9)
-    places = [(tick * size / lanes.span_ns * width, f"{tick:,.9g}") for tick in ticks]
-    return make_axis("time", unit, places, grid=False)
+def _draw_axis(canvas: Canvas, span_ns: int, plot: Extent) -> None:
+    unit, size = next((pair for pair in TIME_UNITS if span_ns >= 2 * pair[1]), TIME_UNITS[-1])
+    ticks = find_ticks(0.0, span_ns / size, 9)
+    places = [(tick * size / span_ns * plot.right, format_tick(tick)) for tick in ticks]
+    draw_x_axis(canvas, plot, places, f"time ({unit})", grid=False)
 
 
-def _make_signs(lanes: Lanes, tracks: Sequence[Track]) -> list[Sign]:
+def _make_signs(palette: Palette, lanes: Lanes, tracks: Sequence[Track]) -> list[Sign]:
     """What the colours of streams stand for, with the share of the step each class takes, the largest first."""
     span_ns = max(1, lanes.span_ns)
     times: dict[str, int] = {}
@@ -205,7 +169,7 @@ def _make_signs(lanes: Lanes, tracks: Sequence[Track]) -> list[Sign]:
                 times[lanes.groups[group]] = times.get(lanes.groups[group], 0) + length
     ranked = sorted(times, key=lambda group: -times[group])[:_MOST_SIGNS]
     return [
-        Sign(fill=colour_of(group)[0], text=f"{clean(group, 30) or 'unknown'} {_format_share(times[group] / span_ns)}")
+        Sign(fill=palette.fill(group), text=f"{clean(group, 30) or 'unknown'} {_format_share(times[group] / span_ns)}")
         for group in ranked
     ]
 

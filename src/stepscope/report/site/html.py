@@ -1,12 +1,28 @@
-"""What a page has in itself instead of fetching it: its style, its script and its data, and the policy that lets in
-nothing else."""
+"""HTML from the texts of a report, and what a page has in itself instead of fetching it: its style, its script and its
+data, and the policy that lets in nothing else."""
 
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from html import escape
 from importlib import resources
+
+from stepscope.report.formats import NAME, PROSE, clean
+
+_QUOTED = re.compile(r"`([^`]{1,200})`")
+_UNIT_APART = re.compile(r"(?<=\d) (?=(?:%|ns|[µm]?s|[KMGT]?i?B|×)(?![\w]))")
+
+
+def markup(text: str, most: int = NAME, *, lines: bool = False) -> str:
+    """Clean text for HTML, in elements and in attributes."""
+    return escape(clean(text, most, lines=lines))
+
+
+def prose(text: str, most: int = PROSE) -> str:
+    """Sentences for HTML, with what stands in `backticks` set as code, and units kept on the line of their number."""
+    return _QUOTED.sub(r"<code>\1</code>", _UNIT_APART.sub("&nbsp;", markup(text, most)))
 
 
 def join_styles(names: Iterable[str]) -> str:
