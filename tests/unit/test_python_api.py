@@ -84,6 +84,7 @@ def test_questions_have_keys_and_evidence(run: stepscope.Run) -> None:
     assert len({one.key for one in answers}) == len(answers) == len(answers.table.rows)
     assert answers.evidence
     assert answers[0].question in str(answers)
+    assert repr(answers) == f"<Answers: {len(answers)} questions, {len(answers.evidence)} answered>"
 
 
 def test_runs_are_compared(run: stepscope.Run) -> None:

@@ -1,6 +1,7 @@
 """Tables and figures that show themselves: in a notebook as HTML, on a terminal as text, and for programs as polars
 frames. With the names of all tables, which are the values of `--table` too."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from os import PathLike
@@ -89,14 +90,14 @@ def write_table(table: Table) -> str:
     from stepscope.report.numbers import lay_out
 
     sheet = lay_out(table, detail=False)
-    head = "".join(f"<th>{escape(lane.label)}</th>" for lane in sheet.lanes)
     sides = ["left" if lane.is_text else "right" for lane in sheet.lanes]
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td style="text-align:{side}">{escape(cell)}</td>' for side, cell in zip(sides, row, strict=True))
-        + "</tr>"
-        for row in sheet.rows
-    )
+
+    def write_row(tag: str, cells: Iterable[str]) -> str:
+        written = zip(sides, cells, strict=True)
+        return "".join(f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for side, cell in written)
+
+    head = write_row("th", (lane.label for lane in sheet.lanes))
+    body = "".join(f"<tr>{write_row('td', row)}</tr>" for row in sheet.rows)
     notes = "".join(f"<div><small>{escape(note)}</small></div>" for note in sheet.notes)
     caption = f"<div><strong>{escape(sheet.title)}</strong></div>"
     return f"<div>{caption}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}</div>"

@@ -118,6 +118,9 @@ class Answers(tuple["Answer", ...]):
     def __str__(self) -> str:
         return self.text()
 
+    def __repr__(self) -> str:
+        return f"<Answers: {len(self)} questions, {sum(one.status == 'answered' for one in self)} answered>"
+
     def _repr_html_(self) -> str:
         return write_table(self.table)
 
