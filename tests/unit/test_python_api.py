@@ -220,6 +220,12 @@ def test_what_is_not_a_workload_is_refused() -> None:
         stepscope.bench("small")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no workload"):
         stepscope.memory([])
+    several = stepscope.grid(context=[128, 256])
+    for ask in (stepscope.profile, stepscope.precision):
+        with pytest.raises(ValueError, match="expected one"):
+            ask(several)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected a run or a file"):
+        stepscope.report(several)  # type: ignore[arg-type]
 
 
 # --- Results and notebooks --------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from stepscope.explain.experiments.bench_tables import bench_figure, bench_table
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, choose_grid, recording_folder
-from stepscope.jobs.experiments.sweep import BenchExperiment, PlannedCase, Sweep, SweepListener
+from stepscope.jobs.experiments.sweep import BenchExperiment, Sweep, SweepListener, TextListener
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
 from stepscope.recording.rows.memory import MemoryRow
 from stepscope.recording.rows.precision import PrecisionReport, read_report
@@ -96,6 +96,12 @@ def make_grid(workloads: Workloads, **timing: int | str | None) -> Grid:
     return Grid(listed=tuple(Case(workload=one, timing=clock) for one in listed))
 
 
+def make_grid_of_one(workload: Workload | Grid | None) -> Grid:
+    if workload is not None and not isinstance(workload, Workload | Grid):
+        raise ValueError(f"expected one stepscope.Workload, got {type(workload).__name__}")
+    return make_grid(workload)
+
+
 def name_command(verb: str, grid: Grid) -> str:
     """What results say that they were made by: for one workload the command that does the same."""
     if not grid.listed:
@@ -110,31 +116,10 @@ def name_command(verb: str, grid: Grid) -> str:
 # --- Progress ---------------------------------------------------------------------------------------------------------
 
 
-class TextListener:
-    """A sweep's listener that tells everything to one function, a line at a time."""
-
-    def __init__(self, tell: OnStage, describe: Callable[[Any], str] = describe_case) -> None:
-        self._tell = tell
-        self._describe = describe
-        self._case = ""
-
-    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
-        pass
-
-    def start(self, planned: PlannedCase[Any]) -> None:
-        self._case = self._describe(planned.case)
-
-    def stage(self, name: str) -> None:
-        self._tell(f"{self._case}: {name}")
-
-    def finish(self, row: Row) -> None:
-        self._tell(f"{self._case}: {row.status}")
-
-
 def _listen(progress: Progress | None) -> SweepListener:
-    if progress is None:
-        return TextListener(_tell_nobody)
-    return TextListener(progress) if callable(progress) else progress
+    if progress is None or callable(progress):
+        return TextListener(progress or _tell_nobody, describe_case)
+    return progress
 
 
 def _tell_nobody(_text: str) -> None:
@@ -412,7 +397,7 @@ def profile(
     from stepscope.api.run import Run
     from stepscope.jobs.recorders.profile import ProfileJob
 
-    wanted = make_grid(workload)
+    wanted = make_grid_of_one(workload)
     with ExitStack() as stack:
         folder = Path(out) if out is not None else stack.enter_context(scratch_folder()) / "profile"
         job = ProfileJob(
@@ -443,7 +428,7 @@ def precision(
     """
     from stepscope.jobs.precision import PrecisionJob
 
-    wanted = make_grid(for_precisions(workload) if isinstance(workload, Workload) else workload)
+    wanted = make_grid_of_one(for_precisions(workload) if isinstance(workload, Workload) else workload)
     job = PrecisionJob(
         command=command or name_command("precision", wanted),
         out=None if out is None else Path(out),

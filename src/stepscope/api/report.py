@@ -80,9 +80,12 @@ def report(
             source, out, force=force, data=data, without=without, fresh=fresh, progress=progress, words=words
         )
     several = [source] if isinstance(source, Run | str | PathLike) else list(source)
-    sources = [one if isinstance(one, Run) else Path(one) for one in several]
-    if not sources:
+    if not several:
         raise ValueError("stepscope.report takes at least one run or file")
+    for one in several:
+        if not isinstance(one, Run | str | PathLike):
+            raise ValueError(f"expected a run or a file, got {type(one).__name__}")
+    sources = [one if isinstance(one, Run) else Path(one) for one in several]
     path = None if out is None else Path(out)
     if path is not None:
         check_page(path, force=force, inputs=[one for one in sources if isinstance(one, Path)])

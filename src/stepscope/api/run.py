@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args
 
 import msgspec
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     import polars as pl
 
     from stepscope.explain.memory import MemoryProfile
+    from stepscope.explain.memory.timeline import By as StackedBy
     from stepscope.explain.questions import Answer
     from stepscope.explain.trace.bounded import BoundedProfile
-    from stepscope.explain.trace.compare import Comparison
+    from stepscope.explain.trace.compare import By, Comparison
     from stepscope.recording.rows.memory import MemorySummary
 
-By = Literal["phase", "class", "module", "kernel"]  # what a step is taken apart by
 _ON_A_PAGE = 5  # kernels on the page; `table` has all
 _COUNTED_ON_A_PAGE = 12
 _ALL_ROWS = sys.maxsize
@@ -283,14 +283,14 @@ class Run:
 
         return Answers(answer([rank.require_kernels() for rank in self.ranks]))
 
-    def compare(self, other: "Run", *, by: By = "class") -> RunComparison:
+    def compare(self, other: "Run", *, by: "By" = "class") -> RunComparison:
         """What changes from this run to `other`, what of it is noise, and what changes most."""
         from stepscope.explain.trace.compare import compare
 
         names = (str(self.files[0]), str(other.files[0]))
         return RunComparison(compare(self.require_kernels(), other.require_kernels(), by=by, names=names))
 
-    def figure(self, *, by: Literal["category", "module"] = "category", step: int | str = "last") -> Picture:
+    def figure(self, *, by: "StackedBy" = "category", step: int | str = "last") -> Picture:
         """Memory over time. `step` is the one that is drawn, counted from 1, or `last`, or `all`."""
         from stepscope.explain.memory.timeline import memory_timeline
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from stepscope.api.display import PrecisionPart
+from stepscope.cli.experiment import typed_command
 from stepscope.cli.options import refuse_settings, takes_grid
 from stepscope.cli.output import say, show, show_tables, showing_stages, terminal_width
 from stepscope.errors import StepscopeError
@@ -50,9 +51,10 @@ def precision(
         if timed:
             result = result.with_speeds(timed)
     else:
-        command = shlex.join(["stepscope", *sys.argv[1:]])
         with showing_stages() as on_stage:
-            result = compare_precisions(grid, bench=timed, out=out, force=force, progress=on_stage, command=command)
+            result = compare_precisions(
+                grid, bench=timed, out=out, force=force, progress=on_stage, command=typed_command()
+            )
     if table is not None:
         show_tables([result.table(table, detail=detail)], format_, detail=detail)
     elif format_ is Format.JSON:

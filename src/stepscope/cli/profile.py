@@ -1,12 +1,12 @@
 """`stepscope profile`: record one step, with what ran where and for how long; or count what its kernels did."""
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from stepscope.cli.experiment import typed_command
 from stepscope.cli.options import takes_grid
 from stepscope.cli.output import say, show, showing_stages, terminal_width
 from stepscope.errors import StepscopeError
@@ -74,7 +74,7 @@ def profile(
             "": {"--stacks": stacks} | ({"--annotate": annotate} if counters else {}),
         },
     )
-    command = shlex.join(["stepscope", *sys.argv[1:]])
+    command = typed_command()
     if counters:
         from stepscope.cli.counters import count
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -24,7 +23,7 @@ from stepscope.explain.trace.profile import make_profile
 from stepscope.findings import STAGES
 from stepscope.jobs.experiments.attention_sweep import AttentionExperiment, PlannedAttention
 from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, recording_folder
-from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, C, Experiment, Planned, PlannedCase, Sweep
+from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, C, Experiment, Planned, Sweep, TextListener
 from stepscope.jobs.precision import CONTEXT_ON_CPU, PrecisionJob, choose_precisions
 from stepscope.jobs.recorders.profile import ProfileJob
 from stepscope.jobs.workers.process import InputRefusedError, Workers
@@ -122,10 +121,10 @@ class BenchStage(ReportStage):
 
     def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         sweep = self.sweep(work, BenchExperiment())
-        rows = sweep.run_planned([work.planned], work.workers, _Relay(work.on_stage))
+        rows = sweep.run_planned([work.planned], work.workers, TextListener(work.on_stage))
         _require_ok(rows)
         if rows[0].wall_s <= _LITTLE_S:
-            relay = _Relay(lambda text: work.on_stage(f"in {work.other.case.workload.precision}: {text}"))
+            relay = TextListener(lambda text: work.on_stage(f"in {work.other.case.workload.precision}: {text}"))
             with suppress(InputRefusedError):  # a model that cannot do the other one has no row of it
                 rows += tuple(r for r in sweep.run_planned([work.other], work.workers, relay) if r.status == "ok")
         return replace(materials, bench=rows), tuple(row.key for row in rows)
@@ -175,7 +174,7 @@ class MemoryStage(ReportStage):
     def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         # A row without its recording is no use here, so whatever is not loaded is recorded anew.
         sweep = replace(self.sweep(work, MemoryExperiment(snapshots=True)), fresh=True)
-        rows = sweep.run_planned([work.planned], work.workers, _Relay(work.on_stage))
+        rows = sweep.run_planned([work.planned], work.workers, TextListener(work.on_stage))
         _require_ok(rows)
         work.on_stage("explaining it")
         return self.load(work.folder, self.keys(work), materials), self.keys(work)
@@ -246,7 +245,8 @@ class AttentionStage(ReportStage):
     def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         planned = self.plan(work)
         sweep = self.sweep(work, AttentionExperiment())
-        rows = sweep.run_planned(planned, work.workers, _Relay(work.on_stage))
+        listener = TextListener(work.on_stage, lambda case: f"{case.implementation}, length {case.length}")
+        rows = sweep.run_planned(planned, work.workers, listener)
         here = tuple(row for row in rows if row.status != "unsupported")
         if all(row.status != "ok" for row in here):
             _require_ok(here or rows)
@@ -299,27 +299,6 @@ assert [stage.name for stage in ALL] == list(STAGES)
 
 def other_precision(precision: Precision) -> Precision:
     return "fp32" if precision in ("bf16", "fp16") else "bf16"
-
-
-class _Relay:
-    """A sweep's listener that passes on what is being done; what came out is told by the stage."""
-
-    def __init__(self, on_stage: Callable[[str], None]) -> None:
-        self._on_stage = on_stage
-        self._case = ""
-
-    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
-        pass
-
-    def start(self, planned: PlannedCase[Any]) -> None:
-        case = planned.case
-        self._case = f"{case.implementation}, length {case.length}: " if isinstance(case, AttentionCase) else ""
-
-    def stage(self, name: str) -> None:
-        self._on_stage(self._case + name)
-
-    def finish(self, row: Row) -> None:
-        pass
 
 
 def _require_ok(rows: Sequence[Row]) -> None:
