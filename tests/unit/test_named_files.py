@@ -19,7 +19,7 @@ from stepscope.recording.rows.links import read_links
 from stepscope.recording.rows.precision import read_report
 from stepscope.recording.rows.results_file import ResultsFile, read_rows
 from stepscope.recording.rows.train import read_log, read_memory, read_run
-from stepscope.recover.study.truths import read_truths
+from stepscope.recover.study.runs import read_truths
 from stepscope.spec import grid_from_toml
 
 DEEP = 100_000

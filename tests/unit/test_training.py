@@ -80,6 +80,22 @@ def test_ranks_and_strategy_do_not_make_another_run_and_the_seed_does() -> None:
     assert plain.identity != Training(workload=NANO, learning_rate=1e-2).identity
 
 
+def test_gradients_accumulate_by_either_name() -> None:
+    split = msgspec.structs.replace(NANO, grad_accumulation=2)
+    by_workload = Training(workload=split, ranks=2, strategy="flat")
+    assert by_workload == Training(workload=NANO, ranks=2, strategy="flat", accumulate=2)
+    assert (by_workload.passes, by_workload.rank_batch) == (2, 2)
+    assert by_workload.identity == Training(workload=NANO).identity
+    with pytest.raises(SpecError, match="two names of one setting"):
+        Training(workload=split, accumulate=4)
+
+
+def test_a_run_from_before_workloads_had_micro_batches_is_read() -> None:
+    fields = msgspec.to_builtins(Training(workload=NANO, accumulate=2))
+    del fields["workload"]["grad_accumulation"]
+    assert msgspec.convert(fields, Training).workload.grad_accumulation == 2
+
+
 # --- The same run ---------------------------------------------------------------------------------------------------
 
 

@@ -187,7 +187,7 @@ class _TrainingRun:
         return tuple(row for rows in shared for row in rows)
 
     def _pass_over(self, tokens_BC: Tensor) -> Tensor:
-        passes = tokens_BC.chunk(self._training.accumulate)
+        passes = tokens_BC.chunk(self._training.passes)
         losses = [
             self._learner.add_gradients(part_BC, is_last=number == len(passes))
             for number, part_BC in enumerate(passes, start=1)

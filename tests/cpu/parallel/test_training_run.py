@@ -94,6 +94,18 @@ def test_every_strategy_trains_the_same_bits_on_two_ranks(undisturbed: Path, tmp
         assert losses(folder) == losses(undisturbed)
 
 
+def test_micro_batches_train_the_same_under_every_strategy(tmp_path: Path) -> None:
+    """By SGD, whose updates grow with the gradients as AdamW's do not."""
+    whole = msgspec.structs.replace(PLAIN.workload, optimizer="sgd")
+    split = msgspec.structs.replace(whole, grad_accumulation=2)
+    train_on(with_ranks(1, "single", workload=whole, learning_rate=0.5), tmp_path / "whole")
+    expected = losses(tmp_path / "whole")
+    assert expected[-1] < 0.99 * expected[0]
+    for strategy in ("naive", "overlap", "bucketed", "fsdp"):
+        train_on(with_ranks(2, strategy, workload=split, learning_rate=0.5), tmp_path / strategy)
+        assert losses(tmp_path / strategy) == pytest.approx(expected, rel=1e-5), strategy
+
+
 def test_the_loss_falls(undisturbed: Path) -> None:
     curve = losses(undisturbed)
     assert len(curve) == PLAIN.steps

@@ -18,7 +18,7 @@ from stepscope.recover.solve import candidates as solving
 from stepscope.recover.solve import recovery as answer
 from stepscope.recover.solve import search as reaching
 from stepscope.recover.solve.candidates import find_tokens, solve
-from stepscope.recover.solve.effort import Effort
+from stepscope.recover.solve.priors import Effort
 from stepscope.recover.solve.recovery import recover
 from tests.unit.recover.claims import true_claim
 from tests.unit.recover.evidence_runs import COUNTERS, TRACES, read_evidence, recovered, with_kernels

@@ -10,7 +10,7 @@ from typing import BinaryIO
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.recover.reports.hashing import base_name, hash_files, hash_weights
+from stepscope.recover.reports.signed_report import base_name, hash_files, hash_weights
 
 SHELL = "find -L . -type f -printf '%P\\n' | LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum"
 

@@ -1,8 +1,7 @@
 """Parameters of known models, to the last one."""
 
-from stepscope.recover.evidence.style import Style
 from stepscope.recover.shape import Core
-from stepscope.recover.solve.parameters import itemise, total
+from stepscope.recover.solve.parameters import Style, itemise, total
 
 GPT2 = Style(
     norm="layer",

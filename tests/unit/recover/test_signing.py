@@ -272,7 +272,7 @@ def test_a_report_larger_than_any_is_not_read(tmp_path: Path, monkeypatch: pytes
 
 
 def test_files_given_again_are_held_against_the_report(tmp_path: Path) -> None:
-    from stepscope.recover.reports.hashing import hash_files
+    from stepscope.recover.reports.signed_report import hash_files
 
     trace, folder = tmp_path / "trace.json", tmp_path / "run"
     (folder / "deep").mkdir(parents=True)
@@ -305,7 +305,7 @@ def _read(path: Path, public: PublicKey) -> SignedReport:
 
 
 def test_names_in_a_report_leave_out_where_files_lie(tmp_path: Path) -> None:
-    from stepscope.recover.reports.hashing import hash_files
+    from stepscope.recover.reports.signed_report import hash_files
 
     (tmp_path / "trace").write_text("a")
     (hashed,) = hash_files([tmp_path / "trace"])

@@ -4,8 +4,8 @@ from typing import Any
 
 from stepscope.recover.study.design import Design, FieldUnit
 from stepscope.recover.study.elasticity import Elasticity
-from stepscope.recover.study.reveals import reveals_table
 from stepscope.recover.study.runs import PartCounter
+from stepscope.recover.study.tables import reveals_table
 from tests.unit.recover.counted_runs import FFMA, GRID, HEAD, LAWS, find, follow, run_all, shape_of
 
 

@@ -175,11 +175,12 @@ class MeasureComm(msgspec.Struct, frozen=True, kw_only=True, tag="measure-comm")
 RankRequest = Train | MeasureComm
 
 
-class Birth(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks are started with."""
+class BeRank(msgspec.Struct, frozen=True, kw_only=True, tag="be-rank"):
+    """Join the other ranks, and serve the request with them."""
 
     setup: Setup
     request: RankRequest
+    rank: int
 
 
 class Resumed(msgspec.Struct, frozen=True, kw_only=True, tag="resumed"):

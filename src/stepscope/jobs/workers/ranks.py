@@ -8,12 +8,9 @@ waited for it.
 import os
 import select
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,9 +19,8 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import scratch_folder, writing
-from stepscope.jobs.workers.instructions import limit_instructions
-from stepscope.jobs.workers.messages import Birth, RankDone, RankFailed, RankMessage, RankRequest, Setup
-from stepscope.jobs.workers.process import require_torch
+from stepscope.jobs.workers.messages import BeRank, RankDone, RankFailed, RankMessage, RankRequest, Setup
+from stepscope.jobs.workers.process import Nursery, ask, hear, require_torch
 from stepscope.parallel.journal import find_culprit, read_journals
 
 LOGS_NAME, JOURNAL_NAME = "logs", "journal"
@@ -38,7 +34,6 @@ def run_ranks(
     """All ranks to their end, with logs and journals in `folder`, which is ours. A `StepscopeError` names the rank that
     failed and its last collective; the others are ended before it is raised."""
     require_torch()
-    limit_instructions()
     journal = folder / JOURNAL_NAME
     with writing(folder):
         journal.mkdir(parents=True, exist_ok=True)
@@ -54,56 +49,32 @@ def run_ranks(
             journal=str(journal),
             meeting=f"{meeting}/ranks",
         )
-        with _Ranks(Birth(setup=setup, request=request), folder / LOGS_NAME) as ranks:
+        with _RankProcesses(setup, request, folder / LOGS_NAME) as ranks:
             ranks.listen(on_message)
             if ranks.failed:
                 raise _explain(ranks, journal, folder / LOGS_NAME)
 
 
-class _Ranks:
+class _RankProcesses:
     """The processes, from their birth to their end."""
 
-    def __init__(self, birth: Birth, logs: Path) -> None:
+    def __init__(self, setup: Setup, request: RankRequest, logs: Path) -> None:
         self.failures: dict[int, RankFailed] = {}
         self.codes: dict[int, int] = {}
-        self._world = birth.setup.world
+        self._world = setup.world
         self._processes: list[int] = []
         self._unread: dict[int, bytes] = {}
         self._ranks: dict[int, int] = {}  # of the pipes
-        self._start(birth, logs)
+        self._nursery = Nursery("stepscope.measure.training", (logs / "start.log").open("wb"))
+        for rank in range(setup.world):
+            with (logs / f"rank-{rank}.log").open("wb") as log:
+                pipe = ask(self._nursery.socket, BeRank(setup=setup, request=request, rank=rank), log)
+            self._ranks[pipe] = rank
+            self._unread[pipe] = b""
 
     @property
     def failed(self) -> bool:
         return bool(self.failures) or any(self.codes.values()) or len(self.codes) < self._world
-
-    def _start(self, birth: Birth, logs: Path) -> None:
-        self._news, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request_out, request_in = os.pipe()
-        pairs, given = [], [theirs.fileno(), request_out]
-        with ExitStack() as files:
-            for rank in range(self._world):
-                answer_out, answer_in = os.pipe()
-                log = files.enter_context((logs / f"rank-{rank}.log").open("wb"))
-                self._ranks[answer_out] = rank
-                self._unread[answer_out] = b""
-                pairs.append(f"{answer_in},{log.fileno()}")
-                given += [answer_in, log.fileno()]
-            for descriptor in (request_out, *given[2::2]):
-                files.callback(os.close, descriptor)
-            log = files.enter_context((logs / "start.log").open("wb"))
-            words = (theirs.fileno(), request_out, os.getpid())
-            # A session of its own: Ctrl-C reaches us alone, and we end them.
-            self._nursery = subprocess.Popen(
-                [sys.executable, "-P", "-m", "stepscope.jobs.workers.rank_nursery", *map(str, words), *pairs],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=given,
-                start_new_session=True,
-            )
-        theirs.close()
-        with suppress(BrokenPipeError), os.fdopen(request_in, "wb") as pipe:
-            pipe.write(msgspec.json.encode(birth))
 
     def __enter__(self) -> Self:
         return self
@@ -114,18 +85,14 @@ class _Ranks:
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
-        if self._processes:  # it ends when it has seen the end of all
-            with suppress(subprocess.TimeoutExpired):
-                self._nursery.wait(timeout=_GRACE_S)
-        self._nursery.kill()
-        self._nursery.wait()
-        self._news.close()
+        self._nursery.close()
         for pipe in self._ranks:
             os.close(pipe)
 
     def listen(self, on_message: Heard) -> None:
         """Until all have ended, or a moment after the first failure."""
-        sources = {self._news.fileno(), *self._ranks}
+        news = self._nursery.socket.fileno()
+        sources = {news, *self._ranks}
         deadline: float | None = None
         while sources and len(self.codes) < self._world:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -133,25 +100,19 @@ class _Ranks:
             if not ready:
                 return
             for source in ready:
-                if source == self._news.fileno():
-                    if not self._hear():
-                        sources.discard(source)
-                elif not self._read(source, on_message):
+                if not (self._hear() if source == news else self._read(source, on_message)):
                     sources.discard(source)
             if deadline is None and (self.failures or any(self.codes.values())):
                 deadline = time.monotonic() + _GRACE_S
 
     def _hear(self) -> bool:
         """News of the nursery; False when it is gone."""
-        try:
-            word, *numbers = self._news.recv(4096).split() or [b"gone"]
-        except ConnectionResetError:
-            return False
-        if word == b"pids":
-            self._processes = [int(number) for number in numbers]
+        word, numbers = hear(self._nursery.socket)
+        if word == b"pid":
+            self._processes += numbers
         elif word == b"end":
-            self.codes[int(numbers[0])] = int(numbers[1])
-        return word != b"gone"
+            self.codes[self._processes.index(numbers[0])] = numbers[1]
+        return bool(word)
 
     def _read(self, pipe: int, on_message: Heard) -> bool:
         content = os.read(pipe, 1 << 16)
@@ -165,7 +126,7 @@ class _Ranks:
         return bool(content)
 
 
-def _explain(ranks: _Ranks, journal: Path, logs: Path) -> StepscopeError:
+def _explain(ranks: _RankProcesses, journal: Path, logs: Path) -> StepscopeError:
     """A rank that died without a word comes first, then one that raised by itself, then those that waited."""
     last = {entry.rank: entry.last_collective for entry in read_journals(journal)}
     died = [rank for rank, code in sorted(ranks.codes.items()) if code and rank not in ranks.failures]

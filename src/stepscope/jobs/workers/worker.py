@@ -18,6 +18,7 @@ from stepscope.jobs.workers.messages import (
     Answer,
     AttentionDone,
     AttentionMeasured,
+    BeRank,
     ComparePrecisions,
     Failed,
     Inspect,
@@ -30,6 +31,7 @@ from stepscope.jobs.workers.messages import (
     ProbeCases,
     Probed,
     ProbedModel,
+    RankMessage,
     Record,
     RecordMemory,
     Request,
@@ -44,18 +46,25 @@ from stepscope.spec import Case, Factory, HuggingFace, ModelShape
 
 def serve(request_fd: int, answer_fd: int) -> NoReturn:
     with os.fdopen(request_fd, "rb") as questions:
-        request = msgspec.json.decode(questions.read(), type=Request)
+        request = msgspec.json.decode(questions.read(), type=Request | BeRank)
 
-    def tell(answer: Answer) -> None:
+    def tell(answer: Answer | RankMessage) -> None:
         content = msgspec.json.encode(answer) + b"\n"
         while content:
             content = content[os.write(answer_fd, content) :]
 
-    tell(_answer(request, tell))
+    code = 0
+    if isinstance(request, BeRank):
+        from stepscope.jobs.workers.rank import serve_rank
+
+        code = serve_rank(request, tell)
+    else:
+        tell(_answer(request, tell))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not by way of the interpreter's own end: a GPU library that crashes while unloading would spoil a good result.
-    os._exit(0)
+    # Not by way of the interpreter's own end: a GPU library that crashes while unloading would spoil a good result, and
+    # threads of a backend that waits for a dead peer would hold it up.
+    os._exit(code)
 
 
 def _answer(request: Request, tell: Callable[[Answer], None]) -> Answer:

@@ -13,8 +13,7 @@ import numpy as np
 from stepscope.recover.evidence.observation import Observation
 from stepscope.recover.facts import Attention, Product, Window, find_window
 from stepscope.recover.shape import Cores, divisors
-from stepscope.recover.solve.effort import Effort
-from stepscope.recover.solve.priors import surprise_of_heads
+from stepscope.recover.solve.priors import Effort, surprise_of_heads
 
 _MOST_HEADS = 256
 _LARGEST_HEAD = 512

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp.flat import Flat, ParameterPlace
+from stepscope.parallel.fsdp.flat_buffer import Flat, ParameterPlace
 from stepscope.parallel.fsdp.plan import Member
 from stepscope.parallel.fsdp.unit import ShardedUnit
 
