@@ -3,19 +3,15 @@
     python bench/worked_example_figures.py FOLDER OUT       (no GPU; seconds; the tables go to stdout)
 
 FOLDER holds the recordings that bench/profile_recordings.sh makes, by their names; those that are not there are left
-out. Figures are for one page, so they are drawn here and not in `report`: stacked bars are what the page needs and the
-command line does not. Every segment is the tool's own figure, taken from `Profile` and from the answers.
+out. Every segment is the tool's own figure, taken from `Profile` and from the answers.
 """
 
 import argparse
 import struct
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import altair as alt
 import polars as pl
 import vl_convert
 
@@ -23,8 +19,9 @@ from stepscope.explain.questions import answer
 from stepscope.explain.questions.answers import in_phases, share_by, stepped, time_of
 from stepscope.explain.questions.matmuls import extents, find_products
 from stepscope.explain.trace.profile import Profile, make_profile
-from stepscope.findings import Cell, Column, Table
+from stepscope.findings import Bars, Cell, Column, Quantity, Table
 from stepscope.recording.readers.formats import open_recording
+from stepscope.report.drawing import draw_part
 from stepscope.report.formats import Format
 from stepscope.report.tables import render
 
@@ -35,33 +32,19 @@ NAMES = [
     for how in ("fp32", "bf16", "compiled")
 ]
 SCALE = 1.6
-# Okabe and Ito (2008), as in report/chart.py; each segment also carries its figure, for print in black and white.
-BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, GREY = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#c9c9c9",
-)
-CLASSES = {
-    "matrix products": (BLUE, ("gemm",)),
-    "elementwise": (ORANGE, ("elementwise",)),
-    "copies and casts": (VERMILION, ("copy", "memcpy")),
-    "reductions": (GREEN, ("reduction",)),
-    "fused norms": (PINK, ("norm",)),
-    "other": (GREY, ()),
+Kinds = dict[str, tuple[str, ...]]
+CLASSES: Kinds = {
+    "matrix products": ("gemm",),
+    "elementwise": ("elementwise",),
+    "copies and casts": ("copy", "memcpy"),
+    "reductions": ("reduction",),
+    "fused norms": ("norm",),
+    "other": (),
 }
-PHASES = {
-    "forward, loss": (BLUE, ("forward", "loss")),
-    "backward": (ORANGE, ("backward",)),
-    "optimizer": (GREEN, ("optimizer",)),
-    "GPU idle": (GREY, ()),
-}
-Kinds = dict[str, tuple[str, tuple[str, ...]]]
-PARTS: Kinds = {"the two products": (BLUE, ()), "softmax": (VERMILION, ())}
-Bars = dict[str, dict[str, float]]  # bar, segment, value
+PHASES: Kinds = {"forward, loss": ("forward", "loss"), "backward": ("backward",), "optimizer": ("optimizer",)}
+IDLE, OTHER = "GPU idle", "other"
+PARTS = ("the two products", "softmax")
+Segments = dict[str, dict[str, float]]  # bar, segment, value
 
 
 def read(folder: Path) -> dict[str, Profile]:
@@ -78,19 +61,19 @@ def label(name: str) -> str:
 
 def shares_of_classes(profile: Profile) -> dict[str, float]:
     shares = dict(share_by(stepped(profile), "class").select("class", "share").iter_rows())
-    named = {kind: sum(shares.pop(each, 0.0) for each in classes) for kind, (_, classes) in CLASSES.items()}
-    return named | {"other": sum(shares.values())}
+    named = {kind: sum(shares.pop(each, 0.0) for each in classes) for kind, classes in CLASSES.items()}
+    return named | {OTHER: sum(shares.values())}
 
 
 def ms_of_phases(profile: Profile) -> dict[str, float]:
-    busy = {name: time_of(in_phases(profile, *phases)) for name, (_, phases) in PHASES.items() if phases}
+    busy = {name: time_of(in_phases(profile, *phases)) for name, phases in PHASES.items()}
     ms = {name: ns / profile.num_steps / 1e6 for name, ns in busy.items()}
-    return ms | {"GPU idle": profile.idle_share * profile.step_ns / 1e6}
+    return ms | {IDLE: profile.idle_share * profile.step_ns / 1e6}
 
 
-def attention_of(profiles: dict[str, Profile]) -> Bars:
+def attention_of(profiles: dict[str, Profile]) -> Segments:
     """Shares of the two products and of softmax, in operations and, for each recording, in time."""
-    bars: Bars = {}
+    bars: Segments = {}
     for name, profile in profiles.items():
         table = next(one.evidence for one in answer([profile]) if one.key == "softmax")
         if "inference" not in name or table is None:
@@ -191,81 +174,17 @@ def shares_by_phase(profiles: dict[str, Profile]) -> Table:
     )
 
 
-def segments(bars: Bars, kinds: Kinds, say: Callable[[float], str], least: float) -> list[dict[str, Any]]:
-    """One row a segment, with where it begins and ends; a segment narrower than `least` has no room for its figure."""
-    rows = []
-    for bar, values in bars.items():
-        end = 0.0
-        for kind in kinds:
-            start, end = end, end + values[kind]
-            text = say(values[kind]) if values[kind] >= least else ""
-            rows.append(
-                {"bar": bar, "kind": kind, "start": start, "end": end, "middle": (start + end) / 2, "text": text}
-            )
-    return rows
-
-
-def draw(
-    bars: Bars, kinds: Kinds, say: Callable[[float], str], *, axis: alt.Axis, most: float, totals: bool = False
-) -> alt.LayerChart | alt.FacetChart:
-    rows = segments(bars, kinds, say, least=0.042 * most)
-    base = alt.Chart(alt.InlineData(values=rows), width=560, height=alt.Step(26)).encode(
-        y=alt.Y("bar:N", sort=list(bars), title=None, axis=alt.Axis(labelLimit=260, ticks=False, domain=False))
+def draw_segments(bars: Segments, kind: Quantity, title: str, note: str) -> str:
+    """Stacked bars, with the figure of each segment in it."""
+    series = tuple(next(iter(bars.values())))
+    values = tuple(tuple(segments[name] for segments in bars.values()) for name in series)
+    return draw_part(
+        Bars(title=title, kind=kind, labels=tuple(bars), series=series, values=values, is_stacked=True, notes=(note,))
     )
-    colours = alt.Scale(domain=list(kinds), range=[colour for colour, _ in kinds.values()])
-    drawn = base.mark_bar(height=20, stroke="white", strokeWidth=0.6).encode(
-        x=alt.X("start:Q", axis=axis, scale=alt.Scale(domain=[0, most], nice=False)),
-        x2="end:Q",
-        color=alt.Color("kind:N", scale=colours, sort=list(kinds), legend=alt.Legend(orient="top", title=None)),
-    )
-    dark = [kind for kind, (colour, _) in kinds.items() if colour in (BLUE, VERMILION, GREEN)]
-    ink = (
-        alt.when(alt.FieldOneOfPredicate(field="kind", oneOf=dark))
-        .then(alt.value("white"))
-        .otherwise(alt.value("#222222"))
-    )
-    written = base.mark_text(fontSize=11).encode(x="middle:Q", text="text:N", color=ink)
-    if totals:
-        sums = [
-            {"bar": bar, "end": sum(values.values()), "text": say(sum(values.values()))} for bar, values in bars.items()
-        ]
-        ends = alt.Chart(alt.InlineData(values=sums)).mark_text(fontSize=11, fontWeight="bold", align="left", dx=4)
-        y = alt.Y("bar:N", sort=list(bars))
-        return alt.layer(drawn, written, ends.encode(x="end:Q", y=y, text="text:N"))
-    return alt.layer(drawn, written)
 
 
-def draw_shares(bars: Bars, kinds: Kinds, title: str, subtitle: str) -> alt.TopLevelMixin:
-    axis = alt.Axis(format="%", title=None, grid=False, values=[0, 0.25, 0.5, 0.75, 1])
-    chart = draw(bars, kinds, lambda share: f"{share * 100:.0f} %", axis=axis, most=1.0)
-    return chart.properties(title=alt.TitleParams(title, subtitle=subtitle))
-
-
-def draw_steps(profiles: dict[str, Profile]) -> alt.TopLevelMixin:
-    panels = []
-    for size in ("small", "large"):
-        bars = {label(name): ms_of_phases(one) for name, one in profiles.items() if name.startswith(size)}
-        if bars:
-            most = max(sum(values.values()) for values in bars.values()) * 1.06
-            axis = alt.Axis(title=f"ms a step, {size}", grid=False)
-            panels.append(draw(bars, PHASES, lambda ms: f"{ms:.3g}", axis=axis, most=most, totals=True))
-    title = alt.TitleParams(
-        "Where a step goes: GPU time by phase, and idle",
-        subtitle="ms, in bold the whole step by the clock without the recorder; each panel has a scale of its own",
-    )
-    return alt.vconcat(*panels).properties(title=title)
-
-
-def save(chart: alt.TopLevelMixin, path: Path) -> None:
-    styled = (
-        chart.configure(font="Helvetica Neue, Helvetica, Arial, Liberation Sans, sans-serif", background="white")
-        .configure_view(stroke=None)
-        .configure_axis(labelFontSize=12, titleFontSize=12, titleFontWeight="normal", labelColor="#222222")
-        .configure_title(anchor="start", fontSize=15, subtitleFontSize=12, subtitleColor="#5f5f5f", offset=10)
-        .configure_legend(labelFontSize=12, symbolType="square", columnPadding=14)
-    )
-    version = ".".join(alt.SCHEMA_VERSION.split(".")[:2])
-    path.write_bytes(squeeze(vl_convert.vegalite_to_png(styled.to_dict(), vl_version=version, scale=SCALE)))
+def save(svg: str, path: Path) -> None:
+    path.write_bytes(squeeze(vl_convert.svg_to_png(svg, scale=SCALE)))
     print(f"{path}: {path.stat().st_size / 1000:.0f} KB", file=sys.stderr)
 
 
@@ -297,12 +216,17 @@ def main() -> None:
     for table in (overview(profiles), forward_clocks(profiles), shares_by_phase(profiles)):
         print(render(table, Format.MD))
     classes = {label(name): shares_of_classes(profile) for name, profile in profiles.items()}
-    subtitle = "Shares of the kernels' durations, of one step; batch 4, context 256, attention written out, H200"
-    save(draw_shares(classes, CLASSES, "GPU time by class", subtitle), options.out / "classes.png")
-    save(draw_steps(profiles), options.out / "steps.png")
-    subtitle = "Shares of the two products and softmax together, in a forward pass; scaling and masking left out"
+    note = "Shares of the kernels' durations, of one step; batch 4, context 256, attention written out, H200"
+    save(draw_segments(classes, "share", "GPU time by class", note), options.out / "classes.png")
+    for size in ("small", "large"):
+        steps = {label(name): ms_of_phases(one) for name, one in profiles.items() if name.startswith(size)}
+        note = "Beside a bar is the whole step by the clock, without the recorder"
+        if steps:
+            title = f"Where a step goes, {size}: GPU time by phase, and idle"
+            save(draw_segments(steps, "ms", title, note), options.out / f"steps_{size}.png")
+    note = "Shares of the two products and softmax together, in a forward pass; scaling and masking left out"
     parts = attention_of(profiles)
-    save(draw_shares(parts, PARTS, "Attention: operations against time", subtitle), options.out / "softmax.png")
+    save(draw_segments(parts, "share", "Attention: operations against time", note), options.out / "softmax.png")
 
 
 if __name__ == "__main__":

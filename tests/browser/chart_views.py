@@ -8,7 +8,8 @@ from tests.browser.conftest import wait_for_frame
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-KINDS = ("lanes", "roofline", "figure", "timeline")
+# Charts on canvases, and those that are drawn already, as SVG.
+CANVASES, DRAWINGS = ("lanes", "timeline"), ("roofline", "figure")
 
 
 def picture(page: "Page", selector: str) -> str:
@@ -47,6 +48,14 @@ def ask(page: "Page", kind: str, question: str) -> Any:
 def view_of(page: "Page", kind: str = "lanes") -> tuple[float, float]:
     start, end = ask(page, kind, "[chart.view.start, chart.view.end]")
     return start, end
+
+
+def look_at(page: "Page", kind: str, mark: int) -> None:
+    """Moves the mouse to a mark of a drawing."""
+    page.locator(f"figure.{kind} .plot").first.scroll_into_view_if_needed()
+    place = ask(page, kind, f"chart.placeOf({mark})")
+    page.mouse.move(place["x"], place["y"])
+    wait_for_frame(page)
 
 
 def move_to(page: "Page", kind: str, x: float, y: float) -> None:

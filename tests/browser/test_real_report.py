@@ -7,7 +7,7 @@ import pytest
 from stepscope.explain.story import tell
 from stepscope.jobs.report.files import read_runs
 from stepscope.report.site import write_site
-from tests.browser.chart_views import KINDS
+from tests.browser.chart_views import CANVASES, DRAWINGS
 from tests.browser.conftest import OpenFile, wait_for_frame
 
 RECORDED = Path(__file__).parents[2] / "bench/results/reports_h200/small-fp32"
@@ -28,7 +28,9 @@ def test_every_chart_of_a_recorded_run_is_drawn(open_file: OpenFile, tmp_path: P
     target.write_text(write_site(tell(run)), encoding="utf-8")
     page = open_file(target, width=width, color_scheme=scheme)
     figures = page.locator("figure.chart")
-    assert {*KINDS, "breakdown", "bars"} <= set(figures.evaluate_all("(all) => all.map((one) => one.dataset.kind)"))
+    assert {*CANVASES, *DRAWINGS, "breakdown", "bars"} <= set(
+        figures.evaluate_all("(all) => all.map((one) => one.dataset.kind)")
+    )
     for figure in figures.all():
         figure.scroll_into_view_if_needed()
         wait_for_frame(page)
@@ -37,7 +39,9 @@ def test_every_chart_of_a_recorded_run_is_drawn(open_file: OpenFile, tmp_path: P
         # What lies in front is empty until something is pointed at.
         for canvas in figure.locator("canvas:not(.front)").all():
             assert canvas.evaluate(_COUNT_COLOURS) >= FEWEST_COLOURS, key
-        if figure.get_attribute("data-kind") in KINDS:
-            assert figure.locator("canvas.back").get_attribute("role") == "application"
-            assert figure.locator("canvas.back").get_attribute("aria-label")
+        if figure.get_attribute("data-kind") != "breakdown":
+            box = figure.locator("[role=application]")
+            assert box.get_attribute("aria-label"), key
+            if figure.get_attribute("data-kind") not in CANVASES:
+                assert figure.locator("svg.drawing:visible .mark").count() > 0, key
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from stepscope.findings import Beside, Lanes, Part, Spans, Track
-from tests.browser.chart_views import KINDS, ask, count_colours, move_to, picture, read_pixel, view_of
+from tests.browser.chart_views import CANVASES, DRAWINGS, ask, count_colours, move_to, picture, read_pixel, view_of
 from tests.browser.conftest import Open, wait_for_frame
 from tests.unit.report.report_parts import (
     WALL_NS,
@@ -58,10 +58,13 @@ def all_parts() -> tuple[Part, ...]:
 def test_every_chart_is_drawn_with_data_and_named(open_parts: Open) -> None:
     page = open_parts(*all_parts())
     labels = {}
-    for kind in KINDS:
-        assert count_colours(page, f"figure.{kind} canvas.back") > 20
-        labels[kind] = page.get_attribute(f"figure.{kind} canvas.back", "aria-label") or ""
-        assert page.get_attribute(f"figure.{kind} canvas.back", "tabindex") == "0"
+    for kind in (*CANVASES, *DRAWINGS):
+        if kind in CANVASES:
+            assert count_colours(page, f"figure.{kind} canvas.back") > 20
+        else:
+            assert page.locator(f"figure.{kind} svg.drawing:visible .mark").count() >= 8
+        labels[kind] = page.get_attribute(f"figure.{kind} [role=application]", "aria-label") or ""
+        assert page.get_attribute(f"figure.{kind} [role=application]", "tabindex") == "0"
     assert "12.9 ms in 3 tracks, 570 spans; most time: gemm 3.61 ms" in labels["lanes"]
     assert "mm 2048×768 · 768×3072 at 410.0 TFLOP/s" in labels["roofline"]
     assert "for plain, sdpa, ours" in labels["figure"]
@@ -70,10 +73,16 @@ def test_every_chart_is_drawn_with_data_and_named(open_parts: Open) -> None:
 
 def test_dark_changes_every_chart(open_parts: Open) -> None:
     page = open_parts(*all_parts(), color_scheme="light")
-    canvases = [f"figure.{kind} canvas.back" for kind in KINDS]
-    light = [picture(page, canvas) for canvas in canvases]
+    canvases = [f"figure.{kind} canvas.back" for kind in CANVASES]
+
+    def fills() -> list[str]:
+        script = "(one) => [getComputedStyle(one).fill, getComputedStyle(one).stroke].join()"
+        return [page.eval_on_selector(f"figure.{kind} .mark > *", script) for kind in DRAWINGS]
+
+    light, light_fills = [picture(page, canvas) for canvas in canvases], fills()
     page.emulate_media(color_scheme="dark")
     assert not set(light) & {picture(page, canvas) for canvas in canvases}
+    assert not set(light_fills) & set(fills())
 
 
 @pytest.mark.parametrize("width", [420, 1440])
@@ -81,14 +90,14 @@ def test_charts_fit_their_window_and_follow_it(open_parts: Open, width: int) -> 
     page = open_parts(*all_parts(), width=width, device_scale_factor=2)
     fits = "() => document.documentElement.scrollWidth <= innerWidth"
     assert page.evaluate(fits)
-    for kind in KINDS:
+    for kind in CANVASES:
         selector = f"figure.{kind} canvas.back"
         assert page.eval_on_selector(selector, "(one) => one.width === Math.round(2 * one.clientWidth)")
     page.set_viewport_size({"width": 600, "height": 900})
     wait_for_frame(page)
     wait_for_frame(page)
     assert page.evaluate(fits)
-    for kind in KINDS:
+    for kind in CANVASES:
         selector = f"figure.{kind} canvas.back"
         assert page.eval_on_selector(selector, "(one) => one.width === Math.round(2 * one.clientWidth)")
 

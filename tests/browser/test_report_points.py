@@ -1,11 +1,14 @@
 """The roofline, figures and memory timelines of a report in a real browser: they answer with exact numbers."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from stepscope.findings import Axis, Beside, Figure, Point, Timeline
-from tests.browser.chart_views import ask, move_to, picture, read_pixel, view_of
-from tests.browser.conftest import Open, wait_for_frame
+from stepscope.findings import Axis, Bars, Beside, Figure, Point, Timeline
+from stepscope.report.figures import save
+from tests.browser.chart_views import ask, look_at, move_to, picture, view_of
+from tests.browser.conftest import Open, OpenFile, wait_for_frame
 from tests.unit.report.report_parts import draw_attention, draw_roofline
 from tests.unit.report.timelines import training_step
 
@@ -14,8 +17,7 @@ from tests.unit.report.timelines import training_step
 
 def test_a_point_of_the_roofline_tells_its_numbers(open_parts: Open) -> None:
     page = open_parts(draw_roofline())
-    place = ask(page, "roofline", "chart.placeOf(chart.points.find((point) => point.group === 'attention'))")
-    move_to(page, "roofline", place["x"], place["y"])
+    look_at(page, "roofline", 2)
     text = page.inner_text("#tip")
     for expected in (
         "flash attention 4×12×512×64",
@@ -26,25 +28,45 @@ def test_a_point_of_the_roofline_tells_its_numbers(open_parts: Open) -> None:
         "12 calls a step",
     ):
         assert expected in text
-    move_to(page, "roofline", 60, 60)
+    page.mouse.move(5, 5)
     assert page.is_hidden("#tip")
 
 
 def test_keys_go_through_the_points_by_their_time(open_parts: Open) -> None:
     page = open_parts(draw_roofline())
-    page.focus("figure.roofline canvas.back")
+    page.focus("figure.roofline .plot")
     page.keyboard.press("ArrowRight")
     assert page.inner_text("#tip").startswith("mm 2048×768 · 768×3072")
     page.keyboard.press("ArrowRight")
     assert "mm 2048×768 · 768×2304" in (page.text_content("#said") or "")
-    assert page.locator("figure.roofline ol.unseen li").count() == 8
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#tip")
+    assert page.locator("figure.roofline ol.points li").count() == 8
 
 
-def test_names_of_points_do_not_lie_on_each_other(open_parts: Open) -> None:
+def test_the_list_shows_a_point_and_the_legend_one_class(open_parts: Open) -> None:
     page = open_parts(draw_roofline())
-    boxes = ask(page, "roofline", "chart.state.names")
-    assert len(boxes) >= 2 + 5
+    page.locator("figure.roofline ol.points li", has_text="gelu").hover()
+    chosen = page.locator("figure.roofline svg:visible .chosen")
+    assert chosen.count() == 1
+    assert "gelu 2048×3072" in page.inner_text("#tip")
+    button = page.locator("figure.roofline .legend button", has_text="norm")
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    assert page.locator("figure.roofline svg:visible .mark:not(.off)").count() == 1
+    button.click()
+    assert page.locator("figure.roofline svg:visible .mark.off").count() == 0
+
+
+@pytest.mark.parametrize("width", [420, 1200])
+def test_type_keeps_its_size_and_numbers_stay_apart(open_parts: Open, width: int) -> None:
+    page = open_parts(draw_roofline(), width=width)
+    script = """(texts) => texts.filter((one) => /^\\d$/.test(one.textContent) && one.matches('[font-weight="bold"]'))
+      .map((one) => one.getBoundingClientRect().toJSON())"""
+    boxes = page.locator("figure.roofline svg:visible text").evaluate_all(script)
+    assert len(boxes) == 8
     for at, one in enumerate(boxes):
+        assert one["height"] > 10
         for other in boxes[:at]:
             apart = one["left"] >= other["right"] or other["left"] >= one["right"]
             assert apart or one["top"] >= other["bottom"] or other["top"] >= one["bottom"]
@@ -52,13 +74,10 @@ def test_names_of_points_do_not_lie_on_each_other(open_parts: Open) -> None:
 
 def test_two_runs_are_told_apart_by_shape(open_parts: Open) -> None:
     page = open_parts(draw_roofline(("A", "B")))
-    opacities = []
-    for run in (0, 1):
-        question = f"chart.placeOf(chart.points.find((point) => point.run === {run} && point.group === 'norm'))"
-        place = ask(page, "roofline", question)
-        opacities.append(read_pixel(page, "figure.roofline canvas.back", place["x"] + 2, place["y"] - 3)[3])
-    assert opacities[0] < 100
-    assert opacities[1] > 200
+    fills = page.locator("figure.roofline svg:visible .mark circle").evaluate_all(
+        "(circles) => circles.map((one) => one.getAttribute('fill') === 'none')"
+    )
+    assert sorted(fills) == [False] * 8 + [True] * 8
     assert page.locator("figure.roofline .legend .run").all_inner_texts() == ["run A", "run B"]
 
 
@@ -69,8 +88,7 @@ def test_a_point_of_a_figure_tells_all_series_at_its_place(open_parts: Open) -> 
     figure = draw_attention()
     points = (*figure.points, Point(panel="forward", series="ours", x=16384.0, y=4.5, low=4.0, high=5.25))
     page = open_parts(msgspec.structs.replace(figure, points=points))
-    x, y = ask(page, "figure", "[chart.panels[0].x(1024), chart.panels[0].y(0.9 * 2 ** 1.9)]")
-    move_to(page, "figure", x, y)
+    look_at(page, "figure", 1)
     lines = page.inner_text("#tip").splitlines()
     assert [line for line in lines if line] == [
         "forward, length 1,024 tokens",
@@ -78,8 +96,7 @@ def test_a_point_of_a_figure_tells_all_series_at_its_place(open_parts: Open) -> 
         "sdpa: 0.784 ms",
         "ours: 0.672 ms",
     ]
-    x, y = ask(page, "figure", "[chart.panels[0].x(16384), chart.panels[0].y(4.5)]")
-    move_to(page, "figure", x, y)
+    look_at(page, "figure", 15)
     assert "ours: 4.50 ms (4 ms to 5.25 ms)" in page.inner_text("#tip")
 
 
@@ -87,41 +104,21 @@ def test_panels_stand_side_by_side_or_under_one_another(open_parts: Open) -> Non
     tops = []
     for width in (420, 1200):
         page = open_parts(draw_attention(), width=width)
-        tops.append(ask(page, "figure", "chart.panels.map((panel) => panel.frame.top)"))
+        script = "(panels) => panels.map((one) => one.getBoundingClientRect().top)"
+        tops.append(page.locator("figure.figure svg.drawing").evaluate_all(script))
     assert tops[0][1] > tops[0][0] + 150
     assert tops[1][0] == tops[1][1]
 
 
 def test_the_legend_of_a_figure_switches_series(open_parts: Open) -> None:
     page = open_parts(draw_attention())
-    before = picture(page, "figure.figure canvas.back")
     page.locator("figure.figure .legend button", has_text="sdpa").click()
-    assert picture(page, "figure.figure canvas.back") != before
-    page.focus("figure.figure canvas.back")
+    assert page.locator("figure.figure .mark:visible").count() == 20
+    page.focus("figure.figure .plot")
     for _ in range(6):
         page.keyboard.press("ArrowRight")
     assert "ours: " in page.inner_text("#tip .name")
     assert "sdpa" not in page.inner_text("#tip")
-
-
-def test_values_that_lie_close_together_have_ticks(open_parts: Open) -> None:
-    points = tuple(Point(panel="", series="", x=float(x), y=1.0 + x / 1e4) for x in (128, 256))
-    axis = Axis(label="time", unit="ms", log=True)
-    page = open_parts(Figure(title="Close", subtitle="", x=Axis(label="size", log=True), y=axis, points=points))
-    ticks = ask(page, "figure", "chart.panels[0].yTicks.map((tick) => tick.text)")
-    assert len(ticks) >= 4
-    assert len(set(ticks)) == len(ticks)
-
-
-def test_bytes_have_round_ticks_from_zero(open_parts: Open) -> None:
-    points = tuple(Point(panel="", series="", x=float(x), y=2.9 * x * 2**30) for x in (1, 8))
-    figure = Figure(title="", subtitle="", x=Axis(label="batch"), y=Axis(label="peak", unit="bytes"), points=points)
-    page = open_parts(figure)
-    ticks = ask(
-        page, "figure", "[chart.panels[0].yTicks, chart.panels[0].xTicks].map((axis) => axis.map((tick) => tick.text))"
-    )
-    assert ticks[0] == ["0 B", "5 GiB", "10 GiB", "15 GiB", "20 GiB", "25 GiB"]
-    assert ticks[1][:2] == ["0", "1"]
 
 
 def test_points_without_a_place_are_counted(open_parts: Open) -> None:
@@ -132,7 +129,31 @@ def test_points_without_a_place_are_counted(open_parts: Open) -> None:
     figure = Figure(title="Few", subtitle="", x=axis, y=Axis(label="time", unit="ms"), points=points)
     page = open_parts(figure)
     assert "2 of 4 points not drawn" in page.inner_text("figure.figure .help")
-    assert page.is_hidden("figure.figure .legend")
+    assert page.locator("figure.figure .legend").count() == 0
+
+
+def test_a_figure_is_a_page_of_its_own(open_file: OpenFile, tmp_path: Path) -> None:
+    save(draw_attention(), tmp_path / "attention.html")
+    page = open_file(tmp_path / "attention.html")
+    assert page.inner_text("h1") == "Attention by length"
+    look_at(page, "figure", 1)
+    assert "plain: 3.36 ms" in page.inner_text("#tip")
+
+
+def test_drawings_are_there_without_a_script(open_file: OpenFile, tmp_path: Path) -> None:
+    save(draw_attention(), tmp_path / "attention.html")
+    page = open_file(tmp_path / "attention.html", java_script_enabled=False)
+    assert page.locator("svg.drawing .mark:visible").count() == 30
+
+
+# --- bars -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bar_tells_its_value(open_parts: Open) -> None:
+    bars = Bars(title="Times", kind="ms", labels=("a", "b"), series=("x", "y"), values=((1.0, 4.0), (2.0, None)))
+    page = open_parts(bars)
+    page.locator("figure.bars svg:visible .mark").nth(1).hover()
+    assert page.locator("#tip p").all_inner_texts() == ["a", "y: 2.00 ms"]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

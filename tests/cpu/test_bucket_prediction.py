@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.cost import fill_buckets, ready_in_order
-from stepscope.parallel.buckets import EDGE_BYTES, Limits, plan_buckets
+from stepscope.parallel.buckets import EDGE_BYTES, BucketLimits, plan_buckets
 
 MIB = 1 << 20
 
@@ -13,5 +13,5 @@ MIB = 1 << 20
 def test_predicted_buckets_are_those_of_ddp(sizes: list[int], bucket_bytes: int) -> None:
     gradients = ready_in_order(sizes, 1.0)
     predicted = [[one.num_bytes for one in bucket] for bucket in fill_buckets(gradients, bucket_bytes)]
-    planned = plan_buckets([("fp32", size) for size in sizes], Limits(EDGE_BYTES, bucket_bytes))
+    planned = plan_buckets([("fp32", size) for size in sizes], BucketLimits(EDGE_BYTES, bucket_bytes))
     assert predicted == [[sizes[at] for at in bucket] for bucket in planned]

@@ -21,8 +21,8 @@ from stepscope.recording.memory import reader as memory
 from stepscope.recording.readers import ncu
 from stepscope.recording.rows.bench import Doubt, Row
 from stepscope.recording.rows.links import Link, LinkPlace, Links
-from stepscope.recording.rows.precision import encode_report
-from stepscope.recording.rows.train import TrainMemory, TrainRow, TrainRun
+from stepscope.recording.rows.precision_report import encode_report
+from stepscope.recording.rows.training_log import TrainMemory, TrainRow, TrainRun
 from stepscope.recording.store import Recording
 from stepscope.spec import Training, build_case
 from tests.unit import kineto_files, nsys_files, snapshot_files

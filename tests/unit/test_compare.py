@@ -21,7 +21,6 @@ from stepscope.explain.trace.compare import (
     judge,
     parse_percent,
     regressed,
-    step_windows,
     welch_margin,
 )
 from stepscope.explain.trace.profile import Profile, make_profile
@@ -139,7 +138,7 @@ def test_the_gate_prefers_steps_timed_without_the_recorder() -> None:
 
 def test_a_step_ends_where_the_next_begins() -> None:
     profile = run_of(100, 200, 300)
-    windows = step_windows(profile)
+    windows = profile.step_windows
     assert [start for start, _ in windows] == profile.steps["start_ns"].to_list()
     assert all(one[1] == other[0] for one, other in itertools.pairwise(windows))
 
@@ -150,7 +149,7 @@ def test_steps_follow_the_device_where_the_host_runs_ahead() -> None:
         with tape.inside(f"step:{step}"):
             tape.kernel(GEMM, 1000)
     profile = tape.profile()
-    assert [end - start for start, end in step_windows(profile)] == [1000] * 4
+    assert [end - start for start, end in profile.step_windows] == [1000] * 4
     assert compare(profile, profile).wall.a_ns == 1000
 
 
@@ -239,7 +238,7 @@ def test_a_long_kernel_is_in_every_step_that_it_runs_in() -> None:
             ),
             (start, end),
         )
-        for start, end in step_windows(profile)
+        for start, end in profile.step_windows
     }
     assert sum(one.overlap_ns > 0 for one in busy.values()) == 3
     parts = {row.name: row.a_ns for row in compare(profile, profile).parts}

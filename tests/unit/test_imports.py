@@ -6,33 +6,31 @@ import sys
 import pytest
 
 LIGHT = [
-    "spec",
-    "hardware",
-    "cost",
-    "recording.rows.bench",
-    "recording.rows.results_file",
-    "findings",
-    "explain.experiments.bench_tables",
-    "report.tables",
-]
-LIGHT += [
-    "report.figures",
-    "errors",
-    "cli.main",
-    "jobs.experiments.sweep",
-    "jobs.doctor",
-    "jobs.experiments.attention_sweep",
-    "jobs.experiments.comm_sweep",
-    "jobs.train",
-    "jobs.slurm.sweep_jobs",
-    "explain.experiments.attention_tables",
-    "recover.answer",
-    "jobs.recover",
-    "jobs.signing",
+    "stepscope.spec",
+    "stepscope.hardware",
+    "stepscope.cost",
+    "stepscope.recording.rows.bench",
+    "stepscope.recording.rows.results_file",
+    "stepscope.findings",
+    "stepscope.explain.experiments.bench_tables",
+    "stepscope.report.tables",
+    "stepscope.report.figures",
+    "stepscope.errors",
+    "stepscope.cli.main",
+    "stepscope.jobs.experiments.sweep",
+    "stepscope.jobs.doctor",
+    "stepscope.jobs.experiments.attention_sweep",
+    "stepscope.jobs.experiments.comm_sweep",
+    "stepscope.jobs.train",
+    "stepscope.jobs.slurm.sweep_jobs",
+    "stepscope.explain.experiments.attention_tables",
+    "stepscope.recover.solve.recovery",
+    "stepscope.jobs.recover",
+    "stepscope.jobs.signing",
 ]
 
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_no_torch_behind(module: str) -> None:
-    code = f"import sys, stepscope.{module}; sys.exit('torch' in sys.modules or 'altair' in sys.modules)"
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'vl_convert' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

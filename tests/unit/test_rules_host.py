@@ -40,7 +40,7 @@ def products(
 def test_the_replay_without_changes_is_the_recording() -> None:
     for timeline in (products(20, 5), products(5, 20)):
         evidence = Evidence(profile=timeline.profile())
-        start, end = evidence.window
+        start, end = evidence.clock.window
         assert evidence.replayed_ns == pytest.approx(end - start, rel=0.01)
 
 

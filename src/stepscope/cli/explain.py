@@ -79,7 +79,7 @@ def explain(
     needed."""
     from stepscope.jobs import explain as job
     from stepscope.report.figures import check_figure
-    from stepscope.report.page import render_page
+    from stepscope.report.terminal import render_page
 
     width = terminal_width()
     check_view(questions=questions, part=table, step=step, detail=detail)
@@ -133,8 +133,8 @@ def _explain_bounded(
     from stepscope.explain.trace.summary import summarise
     from stepscope.jobs.explain import encode
     from stepscope.recording.readers.formats import require_trace
-    from stepscope.report.page import render_page
     from stepscope.report.tables import render
+    from stepscope.report.terminal import render_page
 
     if refused:
         raise StepscopeError(f"`{refused[0]}` needs all of the recording in memory", hint="leave out --bounded")

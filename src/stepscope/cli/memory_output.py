@@ -81,7 +81,7 @@ def print_profile(
     """The page, one part of it, or the answers."""
     from stepscope.explain.memory.tables import make_part, memory_page
     from stepscope.jobs.experiments import memory_view
-    from stepscope.report.page import render_page
+    from stepscope.report.terminal import render_page
 
     width = terminal_width()
     if questions:

@@ -52,10 +52,10 @@ def precision(
     --size on make one case.
     """
     from stepscope.explain.precision.tables import find_speeds, make_page, make_table
-    from stepscope.recording.rows.precision import encode_report, read_report
+    from stepscope.recording.rows.precision_report import encode_report, read_report
     from stepscope.recording.rows.results_file import read_rows
-    from stepscope.report.page import render_page
     from stepscope.report.tables import render
+    from stepscope.report.terminal import render_page
 
     _check_flags(table=table, format_=format_, bench=bench, out=out, from_=from_)
     rows = read_rows(bench)[0] if bench is not None else ()

@@ -91,8 +91,8 @@ def profile(
         )
         return
     from stepscope.jobs.explain import document_fresh, explain_fresh
-    from stepscope.jobs.recorders.profile import NsysJob, ProfileJob
-    from stepscope.report.page import render_page
+    from stepscope.jobs.recorders.recording_job import NsysJob, ProfileJob
+    from stepscope.report.terminal import render_page
 
     if format_ not in (Format.TEXT, Format.JSON):
         raise StepscopeError(f"the page is text or json, not `{format_.value}`", hint="--format json")

@@ -2,9 +2,6 @@
 place such formulas live."""
 
 from stepscope.cost.activations import (
-    Activations,
-    StepPeak,
-    Term,
     activations_of,
     best_checkpoint,
     feed_forward_activations,
@@ -18,19 +15,18 @@ from stepscope.cost.activations import (
 )
 from stepscope.cost.calls import OperatorCost
 from stepscope.cost.communication import bus_factor, fit_link, ring_links
-from stepscope.cost.decoder import DecoderShape, decoder_parameters
 from stepscope.cost.model import (
     ADAM_BYTES,
     COUNTED_CONVENTION,
     FLOP_CONVENTION,
     SGD_BYTES,
-    ParameterCount,
+    DecoderShape,
+    decoder_parameters,
     forward_flops,
     parameters,
     step_flops,
 )
 from stepscope.cost.operators import (
-    SOFTMAX_CONVENTION,
     attention_flops,
     operator_cost,
     product_dims,
@@ -50,7 +46,7 @@ from stepscope.cost.overlap import (
     predict_sharded_optimizer,
     ready_in_order,
 )
-from stepscope.cost.sharding import LayerSize, Sharding, TrainingBytes, layer_sizes, training_bytes
+from stepscope.cost.sharding import LayerSize, TrainingBytes, layer_sizes, training_bytes
 
 __all__ = [
     "ADAM_BYTES",
@@ -58,8 +54,6 @@ __all__ = [
     "DDP_STRATEGIES",
     "FLOP_CONVENTION",
     "SGD_BYTES",
-    "SOFTMAX_CONVENTION",
-    "Activations",
     "Compute",
     "DdpStrategy",
     "DecoderShape",
@@ -67,11 +61,7 @@ __all__ = [
     "Layer",
     "LayerSize",
     "OperatorCost",
-    "ParameterCount",
-    "Sharding",
-    "StepPeak",
     "StepTime",
-    "Term",
     "TrainingBytes",
     "activations_of",
     "attention_flops",

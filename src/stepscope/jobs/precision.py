@@ -13,12 +13,12 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.explain.precision.tables import find_speeds
 from stepscope.files import check_target
-from stepscope.jobs.experiments.sweep import Planned, judge, look_at
-from stepscope.jobs.recorders.profile import plan_case
-from stepscope.jobs.workers.messages import ComparePrecisions, Failed, PrecisionsCompared
-from stepscope.jobs.workers.process import Ended, InputRefusedError, Workers, require_torch
+from stepscope.jobs.experiments.sweep import Planned, look_at
+from stepscope.jobs.recorders.recording_job import explain_failure, plan_case
+from stepscope.jobs.workers.messages import ComparePrecisions, PrecisionsCompared
+from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.recording.rows.bench import BenchRow
-from stepscope.recording.rows.precision import PrecisionComparison, PrecisionReport, write_report
+from stepscope.recording.rows.precision_report import PrecisionReport, write_report
 from stepscope.spec import SETTINGS, Case, Grid, Precision, Scalar, flag_of
 
 # In the order of the tables.
@@ -54,13 +54,15 @@ class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
         started = datetime.now(UTC).isoformat(timespec="seconds")
         speeds = find_speeds(self.bench_rows, planned.case) if self.bench_rows else ()
         request = ComparePrecisions(case=planned.case, precisions=precisions)
-        comparison = _unpack(workers.run(request, on_stage=on_stage), planned.case)
+        ended = workers.run(request, on_stage=on_stage)
+        if not isinstance(ended.answer, PrecisionsCompared):
+            raise explain_failure(ended, planned.case, "compared")
         report = PrecisionReport(
             case=planned.case,
             environment=planned.environment,
             command=self.command,
             started=started,
-            comparison=comparison,
+            comparison=ended.answer.comparison,
             speeds=speeds,
         )
         if self.out is not None:
@@ -103,16 +105,3 @@ def choose_precisions(asked: Collection[Scalar | None], case: Case) -> tuple[Pre
     for precision in chosen:
         msgspec.structs.replace(case.workload, precision=precision)
     return chosen
-
-
-def _unpack(ended: Ended, case: Case) -> PrecisionComparison:
-    answer = ended.answer
-    if isinstance(answer, PrecisionsCompared):
-        return answer.comparison
-    if isinstance(answer, Failed) and answer.bad_input:
-        raise InputRefusedError(answer)
-    status, reason = judge(answer)
-    smaller = f"--batch {max(1, case.workload.batch // 2)}, or a smaller --context"
-    raise StepscopeError(
-        f"nothing was compared: {status}", detail=reason, hint=smaller if status == "oom" else "stepscope doctor"
-    )

@@ -19,6 +19,9 @@ zero and autograd need not save anything to find that out.
 # A tensor without a suffix may have any leading dimensions; its docstring says what the last ones are.
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -159,3 +162,53 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     target_logit_N1 = logits_NV.gather(-1, targets_N1)
     # The two large numbers first: their difference is small, and the logarithm then keeps its digits.
     return (log_sum_N1 + (max_N1 - target_logit_N1)).mean()
+
+
+# --- The table of operations ---
+#
+# The one place where faster kernels slot in. The model calls `ops.attention(...)` and never `attention(...)`. To run it
+# with another kernel, hand it another table; the model's code, its parameters and its state dict stay the same:
+#
+#     ops = dataclasses.replace(REFERENCE, attention=flash_attention)
+#     model = TransformerLM(..., ops=ops)
+#
+# An entry has to give what the reference of the same name gives, its gradients included, for every input the model
+# hands it. What differs is how fast, and how much is kept for the backward pass.
+
+
+class RMSNormOp(Protocol):
+    """(x, weight, eps) -> x normalised, in x's dtype."""
+
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
+
+
+class AttentionOp(Protocol):
+    """(q, k, v) -> one output per query; grouped heads, and a causal mask aligned at the end."""
+
+    def __call__(
+        self, q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, /, *, causal: bool, scale: float | None = None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """One callable per replaceable operation, each with the contract of its namesake above."""
+
+    linear: Callable[[Tensor, Tensor], Tensor]  # (x, weight)
+    embedding: Callable[[Tensor, Tensor], Tensor]  # (ids, weight)
+    rms_norm: RMSNormOp
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, cos, sin)
+    swiglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up)
+    attention: AttentionOp
+    cross_entropy: Callable[[Tensor, Tensor], Tensor]  # (logits, targets)
+
+
+REFERENCE = Operations(
+    linear=linear,
+    embedding=embedding,
+    rms_norm=rms_norm,
+    rope=rope,
+    swiglu=swiglu,
+    attention=attention,
+    cross_entropy=cross_entropy,
+)

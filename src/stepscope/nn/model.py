@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.nn import functional
-from stepscope.nn.operations import REFERENCE, Operations
+from stepscope.nn.functional import REFERENCE, Operations
 
 Device = torch.device | str | None
 

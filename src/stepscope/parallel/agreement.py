@@ -3,9 +3,12 @@
 Ranks that disagree do not fail by themselves: an all-reduce of unlike tensors hangs, crashes in the backend, or
 averages what does not belong together. So they are asked before anything is exchanged. What is asked is a list of lines
 that describe one thing each; a digest goes round first, and the lines themselves only when digests differ.
+
+And is a module somebody's already? It has one wrapper at a time, and a piece of a sharded parameter is no whole one.
 """
 
 import hashlib
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -16,6 +19,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from stepscope.errors import StepscopeError
 from stepscope.parallel.communicator import Communicator
+
+_MARK = "_stepscope_wrapper"
+_PIECE = "_stepscope_piece"
 
 
 def require_same_model(communicator: Communicator, module: nn.Module) -> None:
@@ -109,3 +115,28 @@ def _disagreement(descriptions: Mapping[int, list[str]], subject: str, hint: str
         detail=f"first difference\nrank {right}: {expected}\nrank {odd}: {found}",
         hint=hint,
     )
+
+
+# --- What is whose ---
+
+
+def claim(module: nn.Module, wrapper: nn.Module) -> None:
+    """Marks `module` and all inside as the wrapper's for as long as it lives, unless another has any of it. Two
+    wrappers around one module would take its gradients from each other, without an error."""
+    parts = list(module.modules())
+    for part in parts:
+        reference = part.__dict__.get(_MARK)
+        other = part if hasattr(part, "finish_gradient_synchronization") else reference and reference()
+        if other is not None:
+            raise ValueError(f"`module` is wrapped in {type(other).__name__} already, or a part of it is")
+    for part in parts:
+        part.__dict__[_MARK] = weakref.ref(wrapper)
+
+
+def mark_piece(param: nn.Parameter) -> None:
+    setattr(param, _PIECE, True)
+
+
+def is_piece(param: Tensor) -> bool:
+    """A part of a parameter, of which other ranks have the others."""
+    return getattr(param, _PIECE, False)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stepscope.parallel.buckets import Bucket, Limits, Slot, build_buckets
+from stepscope.parallel.buckets import Bucket, BucketLimits, Slot, build_buckets
 from stepscope.parallel.communicator import Communicator
 
 
@@ -29,7 +29,12 @@ class GradientAverager:
     """
 
     def __init__(
-        self, params: Iterable[tuple[str, Tensor]], communicator: Communicator, limits: Limits, *, overlapped: bool
+        self,
+        params: Iterable[tuple[str, Tensor]],
+        communicator: Communicator,
+        limits: BucketLimits,
+        *,
+        overlapped: bool,
     ) -> None:
         self.under_way = False
         self.suspended = False

@@ -18,7 +18,7 @@ from stepscope.errors import StepscopeError
 from stepscope.parallel.communicator import Communicator, Pending
 
 
-class Limits(NamedTuple):
+class BucketLimits(NamedTuple):
     """How many bytes a bucket holds at most. One parameter that is larger has a bucket to itself.
 
     Buckets grow from `edge` to `usual` and shrink again. The first is small, so that communication starts early.
@@ -34,12 +34,12 @@ class Limits(NamedTuple):
         return min(self.usual, max(self.edge, min(before_bytes, left_bytes / 2)))
 
 
-SEPARATE = Limits(0, 0)
-TOGETHER = Limits(inf, inf)
+SEPARATE = BucketLimits(0, 0)
+TOGETHER = BucketLimits(inf, inf)
 EDGE_BYTES = 1 << 20
 
 
-def plan_buckets(sizes: Sequence[tuple[Hashable, int]], limits: Limits) -> list[list[int]]:
+def plan_buckets(sizes: Sequence[tuple[Hashable, int]], limits: BucketLimits) -> list[list[int]]:
     """Positions, bucket by bucket, in the order in which buckets become complete.
 
     `sizes` has a kind and a number of bytes for each gradient, in the order in which they become ready; a bucket holds
@@ -53,7 +53,7 @@ def plan_buckets(sizes: Sequence[tuple[Hashable, int]], limits: Limits) -> list[
     return sorted(buckets, key=lambda bucket: bucket[-1])
 
 
-def _cut(positions: list[int], sizes_bytes: list[int], limits: Limits) -> list[list[int]]:
+def _cut(positions: list[int], sizes_bytes: list[int], limits: BucketLimits) -> list[list[int]]:
     buckets: list[list[int]] = [[]]
     before_bytes, filled_bytes = 0, 0
     left_bytes = sum(sizes_bytes[position] for position in positions)
@@ -197,7 +197,7 @@ class Bucket:
         return wanted.view
 
 
-def build_buckets(slots: Iterable[Slot], limits: Limits, scale: float) -> list[Bucket]:
+def build_buckets(slots: Iterable[Slot], limits: BucketLimits, scale: float) -> list[Bucket]:
     """Buckets for slots that come in the order in which their gradients become ready."""
     in_order = list(slots)
     sizes = [((slot.param.dtype, slot.param.device), slot.param.nbytes) for slot in in_order]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from stepscope.parallel.exchange import Exchange
 
 
-class Work(Protocol):
+class Waitable(Protocol):
     """What can be waited for."""
 
     def wait(self) -> object: ...
@@ -43,7 +43,7 @@ class HostClock:
         self._spans: list[Span] = []
         self._exposed_ns = 0
 
-    def begin(self, work: Work) -> Span | None:
+    def begin(self, work: Waitable) -> Span | None:
         if not self._runs:
             return None
         span = Span()
@@ -54,7 +54,7 @@ class HostClock:
             work.on_done(span.close)
         return span
 
-    def wait(self, work: Work, span: Span | None) -> None:
+    def wait(self, work: Waitable, span: Span | None) -> None:
         with self.standing_still():
             work.wait()
         if span is not None:
@@ -85,12 +85,12 @@ class CudaClock:
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._works: list[dist.Work] = []
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: Waitable) -> None:
         if self._runs and os.environ.get("TORCH_NCCL_ENABLE_TIMING") == "1":
             assert isinstance(work, dist.Work), "NCCL's own"
             self._works.append(work)
 
-    def wait(self, work: Work, span: Span | None) -> None:  # noqa: ARG002  # as the other clock's
+    def wait(self, work: Waitable, span: Span | None) -> None:  # noqa: ARG002  # as the other clock's
         if not self._runs:
             work.wait()
             return

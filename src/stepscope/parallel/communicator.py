@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepscope.errors import StepscopeError
-from stepscope.parallel.background import Background
-from stepscope.parallel.clocks import CudaClock, HostClock, Span, Work
-from stepscope.parallel.exchange import Exchange
+from stepscope.parallel.clocks import CudaClock, HostClock, Span, Waitable
+from stepscope.parallel.exchange import Background, Exchange
 from stepscope.parallel.journal import FOLDER_VARIABLE, Journal, blame
 
 T = TypeVar("T")
@@ -158,7 +157,7 @@ class Communicator:
         self._issued = self._message_bytes = 0
         return taken
 
-    def _issue_all_gather(self, whole: Tensor, shard: Tensor) -> Work | None:
+    def _issue_all_gather(self, whole: Tensor, shard: Tensor) -> Waitable | None:
         if self.backend != "gloo":
             work: dist.Work | None = _all_gather(whole, shard, group=self.group, async_op=True)
             return work
@@ -167,7 +166,7 @@ class Communicator:
             parts[self.rank].copy_(shard)
         return Exchange.share(self._threads(), list(enumerate(parts)), self.group)
 
-    def _issue_reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work | None:
+    def _issue_reduce_scatter(self, shard: Tensor, whole: Tensor) -> Waitable | None:
         if self.backend != "gloo":
             work: dist.Work | None = _reduce_scatter(shard, whole, group=self.group, async_op=True)
             return work
@@ -178,7 +177,7 @@ class Communicator:
             self._background = Background()
         return self._background
 
-    def _begin(self, name: str, message_bytes: int, issue: Callable[[], Work | None]) -> "Pending":
+    def _begin(self, name: str, message_bytes: int, issue: Callable[[], Waitable | None]) -> "Pending":
         self.journal.begin(name)
         self._issued += 1
         self._message_bytes += message_bytes
@@ -229,10 +228,10 @@ class Communicator:
 class Pending:
     """A collective under way."""
 
-    def __init__(self, communicator: Communicator, name: str, work: Work, span: Span | None) -> None:
+    def __init__(self, communicator: Communicator, name: str, work: Waitable, span: Span | None) -> None:
         self._communicator = communicator
         self._name = name
-        self._work: Work | None = work
+        self._work: Waitable | None = work
         self._span = span
         self._after: Callable[[], None] = lambda: None
 

@@ -12,18 +12,17 @@ import torch
 from torch import nn
 
 from stepscope.errors import StepscopeError
-from stepscope.parallel.agreement import InputCheck, require_same_model
+from stepscope.parallel.agreement import InputCheck, claim, require_same_model
 from stepscope.parallel.averaging import GradientAverager
-from stepscope.parallel.buckets import EDGE_BYTES, SEPARATE, TOGETHER, Limits
+from stepscope.parallel.buckets import EDGE_BYTES, SEPARATE, TOGETHER, BucketLimits
 from stepscope.parallel.coalesced import broadcast_tensors
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.wrapping import claim
 
 
 class Strategy(NamedTuple):
     """What shares a message (None: buckets of `bucket_mb`), and whether it leaves during the backward pass."""
 
-    limits: Limits | None
+    limits: BucketLimits | None
     overlapped: bool
 
 
@@ -129,13 +128,13 @@ class DDP(nn.Module):
         self._inputs.see(args, kwargs)
 
 
-def _read_strategy(strategy: str, bucket_mb: float) -> tuple[Limits, bool]:
+def _read_strategy(strategy: str, bucket_mb: float) -> tuple[BucketLimits, bool]:
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` is one of {', '.join(STRATEGIES)}, not {strategy!r}")
     if not bucket_mb > 0:
         raise ValueError(f"`bucket_mb` must be positive, not {bucket_mb}")
     limits, overlapped = STRATEGIES[strategy]
-    return limits or Limits(EDGE_BYTES, bucket_mb * 2**20), overlapped
+    return limits or BucketLimits(EDGE_BYTES, bucket_mb * 2**20), overlapped
 
 
 def _refuse_module(module: nn.Module) -> None:

@@ -1,15 +1,16 @@
 """An optimizer whose state is divided among ranks.
 
-Every rank keeps the state of its share of whole parameters (`partition.py`), updates those, and gets the others from
+Every rank keeps the state of its share of whole parameters (`assign_owners`), updates those, and gets the others from
 their owners. All of it hangs on one property of optimizers: they pass over a parameter without a gradient and keep no
 state for it. So the optimizer on every rank is given all parameters, and during its step it sees the gradients of its
 share alone. Param groups are its own, and a scheduler that changes them changes what the step uses; indices in a state
 dict are those of an unsharded optimizer; and a new param group needs nothing but owners.
 
-The parameters of one owner lie end to end in memory (`arena.py`), so that they are one message and need no copy. A
+The parameters of one owner lie end to end in memory (`Arena`), so that they are one message and need no copy. A
 message for each large one and one for all small ones together took a third more of the processor's time.
 """
 
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from stepscope.parallel.agreement import require_agreement
-from stepscope.parallel.arena import Arena
+from stepscope.parallel.agreement import is_piece, require_agreement
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.partition import assign_owners
 from stepscope.parallel.sharded_state import choose_sources, exchange_states
-from stepscope.parallel.wrapping import is_piece
+
+# Vector instructions are fastest on addresses that are multiples of this.
+ALIGNMENT_BYTES = 64
 
 
 class ShardedOptimizer(Optimizer):
@@ -239,3 +240,74 @@ def _check_groups(state_dict: StateDict, groups: Sequence[Mapping[str, Any]]) ->
     ours = [len(group["params"]) for group in groups]
     if saved != ours:
         raise ValueError(f"`state_dict` has param groups of {saved} parameters, and this optimizer of {ours}")
+
+
+# --- Who keeps what, and how it travels ---
+
+
+def assign_owners(sizes_bytes: Sequence[int], loads_bytes: Sequence[int]) -> list[int]:
+    """A rank for each size, given what ranks have already. Ties go to the lower rank: all ranks decide alike.
+
+    Parameters stay whole: optimizers may do what they like with one (take its norm, factor it), and a state can be
+    saved and loaded on another number of ranks. Each goes to the rank that has least so far, the largest first.
+    Whatever the order, no rank then has more than an even share plus the largest parameter; taking the largest first
+    makes it far less.
+    """
+    if not loads_bytes:
+        raise ValueError("`loads_bytes` has one entry for each rank, and there is none")
+    ranks = [(load_bytes, rank) for rank, load_bytes in enumerate(loads_bytes)]
+    heapq.heapify(ranks)
+    owners = [0] * len(sizes_bytes)
+    # A stable sort: equal sizes stay in order.
+    for position in sorted(range(len(sizes_bytes)), key=sizes_bytes.__getitem__, reverse=True):
+        load_bytes, rank = ranks[0]
+        owners[position] = rank
+        heapq.heapreplace(ranks, (load_bytes + sizes_bytes[position], rank))
+    return owners
+
+
+class Arena:
+    """`params` of one owner, on one device, end to end in one buffer, which is one message.
+
+    A parameter moves into the buffer for good when nothing but itself can notice: it has a memory of its own, and
+    nobody else holds that memory. Then it is sent and received without a copy. One that does not move, or that somebody
+    moves out again later (`module.to`, an assignment to `.data`), is copied into its place before it is sent, and out
+    of it afterwards. So the messages are the same on all ranks, whatever lies where on each.
+    """
+
+    @torch.no_grad()
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        aligned = [-(-param.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for param in params]
+        self.message = torch.empty(sum(aligned), dtype=torch.uint8, device=params[0].device)
+        self._places = []
+        for param, piece in zip(params, torch.split(self.message, aligned), strict=True):
+            place = piece[: param.nbytes].view(param.dtype).view(param.shape)
+            self._places.append((param, place))
+            if _may_move(param):
+                place.copy_(param)
+                param.data = place
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Before it is sent: what lies elsewhere comes in."""
+        for param, place in self._places:
+            if param.data_ptr() != place.data_ptr():
+                place.copy_(param)
+
+    @torch.no_grad()
+    def distribute(self) -> None:
+        """After it was received: what lies elsewhere gets its values."""
+        for param, place in self._places:
+            if param.data_ptr() != place.data_ptr():
+                param.copy_(place)
+
+
+def _may_move(param: Tensor) -> bool:
+    """Plain and in one piece, with memory of its own that no other tensor, array or process can look at."""
+    if type(param.data) is not Tensor or not param.is_contiguous():
+        return False
+    memory = param.untyped_storage()
+    if not memory.is_cuda and (memory.is_shared() or not memory.resizable()):  # other processes, and numpy
+        return False
+    # Two hold it: the parameter, and `memory` itself.
+    return memory.nbytes() == param.nbytes and torch._C._storage_Use_Count(memory._cdata) == 2

@@ -13,11 +13,10 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.files import find_foreign, read_plain, replacing, restore, writing
 from stepscope.findings import Report, Table
-from stepscope.report.figures import draw_for_print
-from stepscope.report.formats import Format
+from stepscope.report.figures import convert_for_print
+from stepscope.report.formats import NAME, PROSE, Format, clean, cut
 from stepscope.report.markup import can_stand_in_latex, escape_markdown
 from stepscope.report.paper import Drawing, Listing, collect, tidy
-from stepscope.report.site.text import NAME, PROSE, clean, cut
 from stepscope.report.tables import render
 
 _LIST = ".stepscope-export"
@@ -33,10 +32,9 @@ def check_folder(folder: Path) -> None:
     """Refuse what could not be written after minutes of measuring. An earlier export is replaced, nothing else."""
     folder = folder.resolve()
     restore(folder)
-    if find_spec("altair") is None or find_spec("vl_convert") is None:
+    if find_spec("vl_convert") is None:
         raise StepscopeError(
-            "figures cannot be drawn on this machine: altair and vl-convert are not installed",
-            hint="pip install altair vl-convert-python",
+            "figures cannot be drawn on this machine: vl-convert is not installed", hint="pip install vl-convert-python"
         )
     if not folder.parent.is_dir():
         raise StepscopeError(f"there is no folder `{folder.parent}`", hint=f"mkdir -p {folder.parent}")
@@ -82,7 +80,7 @@ def _write_figures(drawings: Iterable[Drawing], building: Path) -> Iterable[str]
     shelf = building / _FIGURES
     shelf.mkdir()
     for drawing in drawings:
-        for suffix, content in draw_for_print(drawing.define()).items():
+        for suffix, content in convert_for_print(drawing.draw()).items():
             (shelf / f"{drawing.key}{suffix}").write_bytes(content)
             yield f"{_FIGURES}/{drawing.key}{suffix}"
 

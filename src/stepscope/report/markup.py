@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len
 
-from stepscope.report.numbers import MISSING
-from stepscope.report.sheet import Lane, Sheet
+from stepscope.report.numbers import MISSING, Lane, Sheet
 
 # An underscore inside a word is plain in GitHub Markdown, and `step\_ms` is hard to read in the source.
 _MD_SPECIAL = re.compile(r"[\\`*\[\]<>|&~$]|(?<![^\W_])_|_(?![^\W_])")

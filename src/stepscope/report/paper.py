@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -23,7 +23,6 @@ from stepscope.findings import (
     Cell,
     Column,
     Figure,
-    Lanes,
     Part,
     Questions,
     Report,
@@ -31,17 +30,10 @@ from stepscope.findings import (
     Table,
     Timeline,
 )
-from stepscope.report.bars_chart import define_bars
-from stepscope.report.breakdown_parts import draw_dimensions
-from stepscope.report.chart import define
-from stepscope.report.lanes_chart import define_lanes
-from stepscope.report.roofline_chart import define_roofline
-from stepscope.report.site.text import COPYABLE, NAME, clean, format_value
-from stepscope.report.timeline_chart import define_timeline
-from stepscope.report.timeline_layout import DEFAULT_DETAIL
-
-if TYPE_CHECKING:
-    import altair as alt
+from stepscope.report.drawing import draw_part
+from stepscope.report.drawing.bars import chart_dimensions, draw_bars
+from stepscope.report.formats import COPYABLE, NAME, clean
+from stepscope.report.numbers import format_value
 
 _MOST_KEY = 60
 # Not texts to read but names that code looks up.
@@ -56,7 +48,7 @@ class Drawing:
     key: str
     title: str
     section: int | None
-    define: "Callable[[], alt.FacetChart | alt.LayerChart]"
+    draw: Callable[[], str]  # as SVG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,27 +123,12 @@ def _take(key: str, section: int | None, part: Part | None) -> Iterable[Drawing 
                     named = msgspec.structs.replace(inner, title=f"{run}: {inner.title}")
                     yield from _take(f"{key}-{letter}", section, named)
         case _:
-            yield Drawing(key=key, title=part.title, section=section, define=partial(_define, part))
-
-
-def _define(part: Figure | Timeline | Lanes | Roofline | Bars) -> "alt.FacetChart | alt.LayerChart":
-    match part:
-        case Timeline():
-            return define_timeline(part, DEFAULT_DETAIL)
-        case Lanes():
-            return define_lanes(part)
-        case Roofline():
-            return define_roofline(part)
-        case Bars():
-            return define_bars(part)
-        case _:
-            return define(part)
+            yield Drawing(key=key, title=part.title, section=section, draw=partial(draw_part, part))
 
 
 def _take_breakdown(key: str, section: int | None, breakdown: Breakdown) -> Iterable[Drawing | Listing]:
-    for one in draw_dimensions(breakdown):
-        define_one = partial(define_bars, one.bars, texts=one.texts, colours=one.colours)
-        yield Drawing(key=f"{key}-{one.key}", title=one.bars.title, section=section, define=define_one)
+    for chart in chart_dimensions(breakdown):
+        yield Drawing(key=f"{key}-{chart.key}", title=chart.bars.title, section=section, draw=partial(draw_bars, chart))
     for dimension, table in tabulate_dimensions(breakdown):
         yield _list(f"{key}-{dimension}", section, table)
 

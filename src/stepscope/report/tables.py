@@ -18,8 +18,8 @@ import msgspec
 from stepscope.findings import Cell, Column, Table
 from stepscope.report.formats import Format
 from stepscope.report.markup import render_latex, render_markdown
-from stepscope.report.sheet import lay_out
-from stepscope.report.text import render_text
+from stepscope.report.numbers import lay_out
+from stepscope.report.terminal import render_text
 
 # What spreadsheets take for the start of a formula. Some locales also evaluate the fullwidth forms of `=`, `+`, `-` and
 # `@`. A number with a sign is not a formula.

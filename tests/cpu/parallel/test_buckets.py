@@ -5,14 +5,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.parallel.buckets import SEPARATE, TOGETHER, Limits, plan_buckets
+from stepscope.parallel.buckets import SEPARATE, TOGETHER, BucketLimits, plan_buckets
 
 GRADIENTS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 50)), max_size=40)
 
 
 @given(GRADIENTS, st.integers(1, 20), st.integers(1, 60))
 def test_buckets_hold_every_gradient_once_and_one_kind(sizes: list[tuple[str, int]], edge: int, usual: int) -> None:
-    plan = plan_buckets(sizes, Limits(edge, usual))
+    plan = plan_buckets(sizes, BucketLimits(edge, usual))
     assert sorted(position for bucket in plan for position in bucket) == list(range(len(sizes)))
     for bucket in plan:
         assert bucket == sorted(bucket)
@@ -29,6 +29,6 @@ def test_the_ends_of_the_range_are_all_apart_and_all_together(sizes: list[tuple[
 
 
 def test_buckets_grow_from_the_start_and_shrink_towards_the_end() -> None:
-    plan = plan_buckets([("a", 1)] * 64, Limits(2, 16))
+    plan = plan_buckets([("a", 1)] * 64, BucketLimits(2, 16))
     assert [len(bucket) for bucket in plan] == [2, 2, 4, 8, 16, 16, 8, 4, 2, 2]
-    assert [len(bucket) for bucket in plan_buckets([("a", 1)] * 4, Limits(8, 3))] == [3, 1]
+    assert [len(bucket) for bucket in plan_buckets([("a", 1)] * 4, BucketLimits(8, 3))] == [3, 1]

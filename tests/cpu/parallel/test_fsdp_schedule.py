@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
 from stepscope.parallel.fsdp.schedule import (
-    Kind,
     Operation,
-    Track,
+    OperationKind,
+    ScheduleRound,
     Use,
     agree,
     backward_operations,
@@ -25,15 +25,15 @@ def _uses(letters: str) -> list[Use]:
 
 def _written(operations: list[Operation]) -> str:
     """Gathers in lower case, sent gradients in upper case."""
-    return "".join(NAMES[unit] if kind is Kind.GATHER else NAMES[unit].upper() for kind, unit in operations)
+    return "".join(NAMES[unit] if kind is OperationKind.GATHER else NAMES[unit].upper() for kind, unit in operations)
 
 
 def _run(operations: list[Operation], opened: str) -> str:
     """What a rank does that opens these units, each followed by a look ahead, and then ends the round."""
     done: list[Operation] = []
-    track = Track(operations, done.append)
+    track = ScheduleRound(operations, done.append)
     for use in _uses(opened):
-        if Operation(Kind.GATHER, use.unit) not in done:
+        if Operation(OperationKind.GATHER, use.unit) not in done:
             track.reach(use.unit)
         track.prefetch()
     track.finish()
@@ -59,7 +59,7 @@ def test_ranks_that_skip_different_layers_do_the_same_in_the_same_order(skipped:
 
 def test_a_layer_out_of_order_begins_another_round() -> None:
     done: list[Operation] = []
-    track = Track(forward_operations(_uses("abc")), done.append)
+    track = ScheduleRound(forward_operations(_uses("abc")), done.append)
     assert track.reach(1)
     assert track.reach(0)
     track.finish()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.parallel.partition import assign_owners
+from stepscope.parallel.sharded_optimizer import assign_owners
 
 SIZES = st.lists(st.integers(0, 10**9), max_size=60)
 

@@ -16,12 +16,11 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.story.dimensions import tabulate_dimensions
 from stepscope.findings import Bars, Column, Exhibit, Report, Section, Table
 from stepscope.report import export as export_module
-from stepscope.report.breakdown_parts import draw_dimensions
+from stepscope.report.drawing import draw_part
+from stepscope.report.drawing.bars import chart_dimensions
+from stepscope.report.drawing.lanes import place_spans
 from stepscope.report.export import check_folder, export
-from stepscope.report.figures import draw_for_print
-from stepscope.report.lanes_chart import define_lanes, place_spans
 from stepscope.report.paper import collect, name_apart, tidy
-from stepscope.report.roofline_chart import define_roofline
 from tests.unit.report import report_samples
 from tests.unit.report.report_parts import (
     Kernel,
@@ -188,7 +187,7 @@ def test_a_breakdown_of_two_runs_says_what_changed() -> None:
 
 
 def test_layers_stand_by_number_and_modules_by_time() -> None:
-    bars = {one.key: one.bars for one in draw_dimensions(break_down([kernels_of_step()], [6e7]))}
+    bars = {one.key: one.bars for one in chart_dimensions(break_down([kernels_of_step()], [6e7]))}
     layers = bars["layer"].labels
     assert layers[:3] == ("layers.0", "layers.1", "layers.2")
     assert layers[10:] == ("layers.10", "layers.11", "outside layers")
@@ -208,15 +207,13 @@ def test_short_kernels_are_as_high_as_their_share_of_the_time() -> None:
 
 def test_many_kernels_make_few_marks() -> None:
     kernels = [kernel for _ in range(60) for kernel in kernels_of_step()]
-    svg = draw_for_print(define_lanes(lay_lanes(kernels)))[".svg"]
-    assert svg.count(b"<path") < 4000
+    assert draw_part(lay_lanes(kernels)).count("<rect") < 4000
 
 
 def test_points_without_a_place_are_said_to_be_missing() -> None:
     roofline = draw_roofline()
     broken = msgspec.structs.replace(roofline.points[0], intensity=float("nan"))
-    chart = define_roofline(msgspec.structs.replace(roofline, points=(broken, *roofline.points[1:])))
-    texts = texts_of(draw_for_print(chart)[".svg"])
+    texts = texts_of(draw_part(msgspec.structs.replace(roofline, points=(broken, *roofline.points[1:]))).encode())
     assert any(text.startswith("1 of 8 points are not drawn") for text in texts)
 
 
@@ -224,7 +221,7 @@ def test_nothing_at_all_is_still_a_picture_and_a_table() -> None:
     drawings, listings = collect(tidy(report_samples.empty()))
     assert len(drawings) == 5
     for drawing in drawings:
-        assert drawing.define().to_dict()["layer"]
+        assert ElementTree.fromstring(drawing.draw()).tag.endswith("}svg")
     assert len(listings) == 9
 
 
@@ -328,7 +325,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
 
 
 def test_without_a_drawing_library_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_module, "find_spec", {"altair": None, "vl_convert": None}.get)
+    monkeypatch.setattr(export_module, "find_spec", {"vl_convert": None}.get)
     with pytest.raises(StepscopeError, match="not installed"):
         check_folder(tmp_path / "paper")
 

@@ -13,13 +13,11 @@ import msgspec
 import pytest
 
 from stepscope.files import is_ours
-from stepscope.findings import Advice, Beside, Copyable, Exhibit, Fact, Finding, Report, Section
-from stepscope.report.palette import LINES
-from stepscope.report.private import hide_private
+from stepscope.findings import Advice, Beside, Copyable, Exhibit, Fact, Finding, Part, Report, Section
+from stepscope.report.drawing.colours import assign_colours, choose_ink, colour_of
+from stepscope.report.formats import clean, hide_private
 from stepscope.report.site import write_site
-from stepscope.report.site.colours import assign_colours, colour_of
 from stepscope.report.site.packing import pack_breakdown
-from stepscope.report.site.text import clean
 from tests.unit.report.report_parts import ask, break_down, categories_table, draw_attention, kernels_of_step
 from tests.unit.report.report_samples import HOSTILE, empty, hostile, huge, one_run, partial, two_runs
 
@@ -29,6 +27,10 @@ _ATTRIBUTES = {
     "aria-hidden", "aria-label", "aria-labelledby", "aria-pressed", "charset", "class", "content", "data-fact",
     "data-key", "data-kind", "data-theme", "data-v", "dir", "hidden", "href", "http-equiv", "id", "lang", "max", "name",
     "placeholder", "role", "scope", "tabindex", "type", "value",
+    # Of drawings.
+    "cx", "cy", "data-group", "data-mark", "fill", "fill-opacity", "font-size", "font-weight", "height", "paint-order",
+    "points", "r", "stroke", "stroke-linejoin", "stroke-width", "text-anchor", "viewbox", "width", "x", "x1", "x2", "y",
+    "y1", "y2",
 }  # fmt: skip
 
 
@@ -127,7 +129,11 @@ def test_a_page_names_only_its_own_script_and_style_in_its_policy() -> None:
 def test_hostile_names_stay_text_and_short() -> None:
     page = write_site(hostile())
     reader = Reader(page)
-    assert not [tag for tag, _ in reader.tags if tag in ("img", "iframe", "svg", "b")]
+    assert not [tag for tag, _ in reader.tags if tag in ("img", "iframe", "b")]
+    assert {(attributes["class"] or "").split()[0] for tag, attributes in reader.tags if tag == "svg"} <= {
+        "drawing",
+        "sign",
+    }
     assert HOSTILE[0] in visible(page)
     assert "A" * 2_000 not in page
     assert not re.search("[\x00-\x08\x0e-\x1f\u200b\u202a-\u202e\u2066-\u2069]", page)
@@ -178,7 +184,8 @@ def test_numbers_that_json_does_not_have_do_not_break_the_data() -> None:
         ]
         sections.append(msgspec.structs.replace(section, exhibits=tuple(exhibits)))
     page = write_site(msgspec.structs.replace(report, sections=tuple(sections)))
-    assert data_of(page)["exhibits"]["ranks"]["values"] == [[None, 2.0], [None, None]]
+    said = [mark["lines"][1] for mark in data_of(page)["exhibits"]["ranks"]["marks"]]
+    assert said == ["hidden: –", "hidden: 2.00 ms", "exposed: –", "exposed: –"]
     assert not re.search(r"\b(NaN|Infinity)\b", re.sub(r"<script>.*", "", page, flags=re.DOTALL))
 
 
@@ -287,10 +294,14 @@ def test_clean_text_is_short_and_seen() -> None:
     assert "eve" not in clean("A" * 1_000 + "/home/eve " * 500, 207)
 
 
+def parts_of(report: Report) -> list[Part]:
+    return [exhibit.part for section in report.sections for exhibit in section.exhibits]
+
+
 def test_colours_are_the_same_everywhere_and_differ_in_one_exhibit() -> None:
-    assert colour_of("gemm")[0] == LINES[0]
+    assert colour_of("gemm")[0] == "#0072B2"
     report = one_run()
-    pairs = assign_colours(report)
+    pairs = assign_colours(parts_of(report))
     assert pairs["gemm"] == colour_of("gemm")
     series = [pairs[name] for name in draw_attention().series]
     assert len(set(series)) == 3
@@ -323,9 +334,9 @@ def test_words_can_be_read_on_either_paper() -> None:
 
 
 def test_words_can_be_read_on_every_coloured_piece() -> None:
-    for pair in {*assign_colours(one_run()).values(), *assign_colours(two_runs()).values()}:
+    for pair in assign_colours([*parts_of(one_run()), *parts_of(two_runs())]).values():
         for colour in pair:
-            assert max(contrast(ink, colour) for ink in ("#14171c", "#ffffff")) >= 4.5, colour
+            assert contrast(choose_ink(colour), colour) >= 4.5, colour
 
 
 def test_a_note_is_whole() -> None:

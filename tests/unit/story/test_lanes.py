@@ -7,7 +7,6 @@ import pytest
 
 from stepscope.explain.story import lanes
 from stepscope.explain.story.lanes import MOST_STREAMS, draw_step
-from stepscope.explain.trace.compare import step_windows
 from stepscope.explain.trace.names import LONGEST_NAME
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Lanes, Track
@@ -53,7 +52,7 @@ def test_phases_and_layers_and_modules_stand_above_their_kernels() -> None:
     """Each kernel of the step, looked up by its own times, lies under what it was attributed to, and is drawn once."""
     profile = model_profile(steps=3)
     drawn = draw_step(profile)
-    begin = next(start for start, end in step_windows(profile) if end - start == drawn.span_ns)
+    begin = next(start for start, end in profile.step_windows if end - start == drawn.span_ns)
     inside = profile.kernels.filter(pl.col("start_ns").is_between(begin, begin + drawn.span_ns, closed="left"))
     kernels = spans_of(drawn, "stream 7")
     assert len(kernels) == inside.height > 50
@@ -103,7 +102,7 @@ def test_what_the_step_before_left_running_is_cut_at_the_beginning() -> None:
     late = Profile(
         recording=profile.recording, kernels=rows.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns"))
     )
-    windows = step_windows(late)
+    windows = late.step_windows
     drawn = draw_step(late)
     begin = next(start for start, end in windows if end - start == drawn.span_ns)
     ran = sum(

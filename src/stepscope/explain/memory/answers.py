@@ -12,7 +12,7 @@ from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.memory.tables import categories_table, freed_table, largest_table, phases_table, steps_table
 from stepscope.explain.questions.answers import Answer, missing
 from stepscope.findings import Column, Table
-from stepscope.recording.rows.memory import MemorySummary, PhaseBytes
+from stepscope.recording.rows.memory_summary import MemorySummary, PhaseBytes
 from stepscope.spec import ModelShape
 from stepscope.units import MIB, say_bytes
 

@@ -4,7 +4,7 @@ import polars as pl
 
 from stepscope.explain.memory.profile import Bytes, MemoryProfile
 from stepscope.explain.memory.saved import held_storages
-from stepscope.recording.rows.memory import (
+from stepscope.recording.rows.memory_summary import (
     Allocation,
     CategoryBytes,
     MemorySummary,

@@ -11,7 +11,7 @@ from stepscope.explain.memory.saved import saved_beside_closed_form, saved_by_mo
 from stepscope.explain.memory.summary import largest_at, summarise_memory
 from stepscope.explain.memory.timeline import label_of
 from stepscope.findings import Cell, Column, Page, Table
-from stepscope.recording.rows.memory import Allocation, MemorySummary
+from stepscope.recording.rows.memory_summary import Allocation, MemorySummary
 from stepscope.spec import ModelShape
 from stepscope.units import say_bytes
 

@@ -17,7 +17,7 @@ def idle_time(profile: Profile) -> Answer:
         "idle",
         "Where is time spent outside of operators?" if profile.on_cpu else "Where does the GPU idle, and why?",
     )
-    if profile.recording.manifest.source == "nsight compute":
+    if profile.is_serialized:
         reason = "Nsight Compute runs one kernel at a time and records no gaps between them"
         return missing(key, question, reason, "stepscope profile")
     gaps = find_gaps(profile)
@@ -32,7 +32,7 @@ def idle_time(profile: Profile) -> Answer:
     longest = gaps.sort("time_ns", descending=True).row(0, named=True)
     mean = f" (mean of {devices} devices)" if devices > 1 else ""
     idles = f"idles for {say_time(idle / profile.num_steps / devices)} a step"
-    if profile.step_ns == profile.recorded_step_ns:
+    if profile.clock.is_recorded:
         opening = f"It {idles}, {say_share(share)} of wall time{mean}"
     else:
         share, lost = profile.idle_share, round(profile.step_ns - profile.busy_step_ns)

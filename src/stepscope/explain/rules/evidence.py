@@ -13,8 +13,9 @@ import numpy as np
 import polars as pl
 
 from stepscope.explain.rules.replay import Bools, Change, Floats, Replay
+from stepscope.explain.trace.accounting import account
+from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.nesting import innermost
-from stepscope.explain.trace.phases import step_ranges
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import operator_calls
 from stepscope.hardware import Hardware
@@ -65,17 +66,37 @@ class Evidence:
         return self.case is not None and isinstance(self.case.workload.model, ModelShape)
 
     @cached_property
-    def steps(self) -> pl.DataFrame:
-        """step, start_ns and end_ns of the steps that are looked at."""
-        steps = step_ranges(self.profile.recording)
-        if not steps.height or self._on_device.height <= MOST_REPLAYED:
-            return steps.select("step", "start_ns", "end_ns")
-        keep = max(1, steps.height * MOST_REPLAYED // self._on_device.height)
-        return steps.head(keep).select("step", "start_ns", "end_ns")
+    def clock(self) -> Clock:
+        """Of the device and the steps that are looked at."""
+        times = pl.concat([frame.select("start_ns", "end_ns") for frame in (self.kernels, self._steps)])
+        first, last = times["start_ns"].min(), times["end_ns"].max()
+        assert isinstance(first, int)
+        assert isinstance(last, int)
+        return Clock(
+            steps=self._steps,
+            window=(first, last),
+            find_busy_ns=lambda: account(self.kernels, (first, last)).busy_ns,
+            plain_ns=self.profile.clock.plain_ns,
+        )
 
     @property
     def num_steps(self) -> int:
-        return max(1, self.steps["step"].n_unique())
+        return self.clock.num_steps
+
+    @property
+    def step_ns(self) -> float:
+        return max(1.0, self.clock.plain_step_ns)
+
+    @property
+    def idle_share(self) -> float:
+        return self.clock.idle_share_of(self.step_ns)
+
+    @cached_property
+    def _steps(self) -> pl.DataFrame:
+        steps = self.profile.steps
+        if not steps.height or self._on_device.height <= MOST_REPLAYED:
+            return steps
+        return steps.head(max(1, steps.height * MOST_REPLAYED // self._on_device.height))
 
     @cached_property
     def _on_device(self) -> pl.DataFrame:
@@ -90,10 +111,10 @@ class Evidence:
         by time); `dtype` is the operator's where their name has none. Without warm-up and without what was launched
         between steps; what was launched before the window is there."""
         kernels = self._on_device.filter(pl.col("phase").fill_null("") != "warm-up")
-        if self.steps.height:
+        if self._steps.height:
             kernels = kernels.filter(
-                pl.col("step").is_in(self.steps["step"].to_list())
-                | (pl.col("launch_ns").is_null() & (pl.col("start_ns") < self.steps["end_ns"].max()))
+                pl.col("step").is_in(self._steps["step"].to_list())
+                | (pl.col("launch_ns").is_null() & (pl.col("start_ns") < self._steps["end_ns"].max()))
             )
         return self._with_costs(kernels).sort("start_ns", "end_ns", maintain_order=True).with_row_index("row")
 
@@ -113,36 +134,11 @@ class Evidence:
         )
 
     @cached_property
-    def window(self) -> tuple[int, int]:
-        starts = [*self.steps["start_ns"].to_list(), self.kernels["start_ns"].min()]
-        ends = [*self.steps["end_ns"].to_list(), self.kernels["end_ns"].max()]
-        return min(starts), max(ends)
-
-    @cached_property
-    def step_ns(self) -> float:
-        """A step's wall time: without the recorder where that was measured."""
-        overhead = self.profile.recording.manifest.overhead
-        if overhead is not None and overhead.plain_ns > 0:
-            return float(overhead.plain_ns)
-        return max(1.0, (self.window[1] - self.window[0]) / self.num_steps)
-
-    @cached_property
-    def busy_ns(self) -> float:
-        """Of a step: the time in which the device did something."""
-        start, end = self.kernels["start_ns"].to_numpy(), self.kernels["end_ns"].to_numpy()
-        before = np.concatenate(([start[0]], np.maximum.accumulate(end)[:-1])) if len(start) else end
-        return float(np.maximum(0, end - np.maximum(start, before)).sum() / self.num_steps)
-
-    @property
-    def idle_share(self) -> float:
-        return max(0.0, 1 - self.busy_ns / self.step_ns)
-
-    @cached_property
     def waits(self) -> pl.DataFrame:
         """The host's waits for the device, in the order of their end: start_ns, end_ns, op, phase, step, `kind`, and
         `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue` for
         a launch that had to wait for a place in the queue. Short calls waited for nothing."""
-        start, end = self.window
+        start, end = self.clock.window
         ops = self.profile.ops.filter((pl.col("end_ns") > start) & (pl.col("start_ns") < end))
         calls = self._waiting_calls()
         op_row = innermost(ops, calls.select("process", "thread", ns="start_ns"))
@@ -153,14 +149,14 @@ class Evidence:
         )
         queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
         waits = pl.concat([calls, queued], how="diagonal").sort("end_ns")
-        return _with_steps(waits, self.steps, self.kernels)
+        return _with_steps(waits, self._steps, self.kernels)
 
     def _waiting_calls(self) -> pl.DataFrame:
         process = self.kernels["process"].drop_nulls().unique().to_list()
         copies = self._on_device.filter(pl.col("name").str.contains(r"(?i)DtoH|Pageable"))
         is_copy = pl.col("correlation").is_in(copies["correlation"].to_list()) | ~pl.col("name").str.contains("Async")
         blocking = pl.col("name").str.contains(_SYNCHRONISE) | (pl.col("name").str.contains(_COPY_CALL) & is_copy)
-        start, end = self.window
+        start, end = self.clock.window
         lasting = pl.col("end_ns") - pl.col("start_ns") >= _LEAST_WAIT_NS
         inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
         ours = pl.col("process").is_in(process) | pl.lit(not process)
@@ -182,14 +178,12 @@ class Evidence:
 
     @cached_property
     def replay(self) -> Replay:
-        return Replay(kernels=self.kernels, waits=self.waits, begin_ns=self.window[0])
+        return Replay(kernels=self.kernels, waits=self.waits, begin_ns=self.clock.window[0])
 
     @cached_property
     def host_scale(self) -> float:
-        overhead = self.profile.recording.manifest.overhead
-        if overhead is None or overhead.plain_ns <= 0:
-            return 1.0
-        return self.replay.calibrate(overhead.plain_ns * self.num_steps)
+        plain_ns = self.clock.plain_ns
+        return 1.0 if plain_ns is None else self.replay.calibrate(plain_ns * self.num_steps)
 
     @cached_property
     def replayed_ns(self) -> float:

@@ -17,9 +17,9 @@ def _gaps(evidence: Evidence) -> Ints:
     """Before each kernel, how long the device was idle; at the start of a step, since then."""
     replay = evidence.replay
     since = replay.ready
-    if evidence.steps.height:
-        place = np.searchsorted(evidence.steps["start_ns"].to_numpy(), replay.start, side="right") - 1
-        begun = np.where(place >= 0, evidence.steps["start_ns"].to_numpy()[place], replay.start)
+    if evidence.clock.steps.height:
+        place = np.searchsorted(evidence.clock.steps["start_ns"].to_numpy(), replay.start, side="right") - 1
+        begun = np.where(place >= 0, evidence.clock.steps["start_ns"].to_numpy()[place], replay.start)
         since = np.maximum(since, np.minimum(begun, replay.start))
     return replay.start - since
 
@@ -46,9 +46,10 @@ def find_launch_bound(evidence: Evidence) -> Hit | None:
         return None
     count = evidence.kernels.height / evidence.num_steps
     starved = int((evidence.replay.starved & short).sum()) / evidence.num_steps
+    each = evidence.clock.busy_step_ns / max(1.0, count)
     text = (
         f"the GPU is idle {evidence.idle_share:.0%} of the step: {starved:,.0f} of {count:,.0f} kernels a step start "
-        f"late because they were launched late; a kernel runs for {ms(evidence.busy_ns / max(1.0, count))} on average"
+        f"late because they were launched late; a kernel runs for {ms(each)} on average"
     )
     return Hit(evidence=text, saving_ns=saving)
 
@@ -85,7 +86,7 @@ def _is_input_copy(evidence: Evidence, waits: pl.DataFrame) -> pl.Series:
 
 def find_input_stalls(evidence: Evidence) -> Hit | None:
     recording = evidence.profile.recording
-    begin, stop = evidence.window
+    begin, stop = evidence.clock.window
     inside = (pl.col("end_ns") > begin) & (pl.col("start_ns") < stop)
     loading = pl.concat(
         [
@@ -143,7 +144,8 @@ def find_step_end_wait(evidence: Evidence) -> Hit | None:
         (pl.col("kind") == "call") & pl.col("last") & pl.col("step").is_not_null()
     )
     # The last step of all has no next one to hold up.
-    waits = waits.filter(pl.col("step") < evidence.steps["step"].max()) if evidence.steps.height else waits.head(0)
+    steps = evidence.clock.steps["step"]
+    waits = waits.filter(pl.col("step") < steps.max()) if steps.len() else waits.head(0)
     if not waits.height:
         return None
     change = evidence.replay.unchanged()

@@ -55,7 +55,7 @@ def settle(evidence: Evidence, gain: Gain, text: str) -> Hit | None:
         waiting = f"the GPU waits for the host {evidence.idle_share:.0%} of the step"
         if evidence.idle_share > IDLE_ENOUGH:
             why = waiting
-        elif evidence.per_step(evidence.kernels) > (1 + IDLE_ENOUGH) * evidence.busy_ns:
+        elif evidence.per_step(evidence.kernels) > (1 + IDLE_ENOUGH) * evidence.clock.busy_step_ns:
             why = "other streams run meanwhile"
         else:
             why = "then the GPU would wait for the host"

@@ -37,7 +37,7 @@ def find_exposed_copies(evidence: Evidence) -> Hit | None:
 
 def _find_exposed(evidence: Evidence, kernels: pl.DataFrame, what: str, phase: str | None) -> Hit | None:
     """What is of the class `communication` and runs alone on the device."""
-    whole = account(kernels, evidence.window)
+    whole = account(kernels, evidence.clock.window)
     exposed, hidden = (
         time / evidence.num_steps for time in (whole.communication_exposed_ns, whole.communication_hidden_ns)
     )

@@ -15,7 +15,7 @@ from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.phrases import MOST_ROWS, retitle
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Exhibit, Section, Table
-from stepscope.recording.rows.attention import AttentionRow
+from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.units import say_size, say_time
 
 

@@ -62,14 +62,8 @@ class Shares:
     step_ns: float  # the wall time that shares are of
 
     @property
-    def has_gaps(self) -> bool:
-        """Whether time between kernels means anything: not under Nsight Compute, and not where operators of a CPU
-        stand for kernels."""
-        return not self.profile.on_cpu and self.profile.recording.manifest.source != "nsight compute"
-
-    @cached_property
     def idle(self) -> float:
-        return max(0.0, 1 - self.profile.busy_step_ns / max(1.0, self.step_ns)) if self.has_gaps else 0.0
+        return self.profile.clock.idle_share_of(self.step_ns) if self.profile.has_gaps else 0.0
 
     @cached_property
     def waits_for_host(self) -> bool:
@@ -113,7 +107,7 @@ class Shares:
     def _find_class(self) -> Bound:
         """The class that takes most, by the time in which it runs alone; by its kernels' time where wall time means
         nothing."""
-        if not self.has_gaps:
+        if not self.profile.has_gaps:
             row = self.profile.time_by("class").row(0, named=True)
             return Bound(limit="class", share=row["share"], kernel_class=row["class"], is_of_kernels=True)
         alone: Counter[str] = Counter()

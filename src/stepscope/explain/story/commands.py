@@ -3,8 +3,7 @@
 import shlex
 from collections.abc import Collection
 
-from stepscope.explain.story.clock import is_same_run
-from stepscope.explain.story.sources import Materials
+from stepscope.explain.story.sources import Materials, is_same_run
 from stepscope.findings import Copyable
 from stepscope.spec import (
     RUN_SETTINGS,

@@ -7,10 +7,8 @@ samples (`compare.judge`), and where that cannot be told the sentence says so in
 from typing import Literal
 
 from stepscope import __version__
-from stepscope.explain.story.clock import find_timed
 from stepscope.explain.story.commands import list_commands
 from stepscope.explain.story.comparison_changes import DECIDES_WORK, show_changes, tell_settings
-from stepscope.explain.story.comparison_clocks import judge_steps, say_doubt
 from stepscope.explain.story.comparison_sections import put_beside
 from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
@@ -19,6 +17,7 @@ from stepscope.explain.story.soundness import judge
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import compare_circumstances
 from stepscope.explain.trace.compare import Verdict
+from stepscope.explain.trace.compare import judge as judge_samples
 from stepscope.findings import Copyable, Fact, Report, Soundness
 from stepscope.units import say_percent, say_size, say_time
 
@@ -101,6 +100,27 @@ def _say_steps(a_ns: float, b_ns: float, verdict: Verdict, doubt: str) -> str:
     return f"B's step takes {b} instead of {a}, {_say_factor(a_ns, b_ns)}{reason}"
 
 
+def judge_steps(a: Opening, b: Opening) -> Verdict:
+    """A recorder lengthens what the host does, so a step while recorded and one without the recorder differ even where
+    nothing changed. Two figures are compared only where one kind of clock made both, and by the steps that they are
+    made of."""
+    samples = a.materials.step_samples, b.materials.step_samples
+    if a.materials.clock_kind != b.materials.clock_kind or not all(samples):
+        return "cannot tell"
+    return judge_samples(*samples)
+
+
+def say_doubt(a: Opening, b: Opening) -> str:
+    """Why it cannot be told whether two steps differ, where `judge_steps` says so."""
+    clocks = a.materials.clock_kind, b.materials.clock_kind
+    if clocks[0] == clocks[1]:
+        return "too few steps to tell it from noise"
+    if "recorded" not in clocks:
+        return "one by bench, the other by profile's own clock"
+    recorded, other = ("A", "B") if clocks[0] == "recorded" else ("B", "A")
+    return f"{recorded}'s was timed while recorded, which takes time, {other}'s without the recorder"
+
+
 def _say_factor(a_ns: float, b_ns: float) -> str:
     factor = max(a_ns, b_ns) / min(a_ns, b_ns)
     if factor < _FEW_TIMES:
@@ -154,7 +174,7 @@ def _find_incomparable(a: Opening, b: Opening) -> set[str]:
 
 def _is_of_process(opening: Opening) -> bool:
     """Whether the peak is all memory of the process, and not what an allocator handed out."""
-    row, memory = find_timed(opening.materials.bench), opening.materials.memory
+    row, memory = opening.materials.timed_row, opening.materials.memory
     if row is None or row.measurement is None or (memory is not None and memory.peak_bytes == opening.peak_bytes):
         return False
     return row.measurement.peak_kind == "rss above start"

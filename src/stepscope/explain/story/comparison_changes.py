@@ -6,15 +6,13 @@ from typing import Literal
 import msgspec
 
 from stepscope.explain.questions.answers import say_list
-from stepscope.explain.story.clock import NOISE
 from stepscope.explain.story.commands import find_case
-from stepscope.explain.story.comparison_clocks import find_clock, list_steps
 from stepscope.explain.story.comparison_sections import join_missing
 from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.phrases import name_class
-from stepscope.explain.story.sources import Materials
+from stepscope.explain.story.sources import NOISE, Materials
 from stepscope.explain.trace.comparability import describe_software, list_settings, list_versions
 from stepscope.explain.trace.compare import (
     IDLE,
@@ -130,7 +128,7 @@ def _take_apart(comparison: Comparison, a: Opening, b: Opening) -> _Taken:
     if any(one > (1 + NOISE) * step for one, step in zip(busy, steps, strict=True)):
         return recorded
     # How long kernels take hardly varies, so that idle time varies as the steps do.
-    samples = [[step - one for step in list_steps(run)] for one, run in zip(busy, (a, b), strict=True)]
+    samples = [[step - one for step in run.materials.step_samples] for one, run in zip(busy, (a, b), strict=True)]
     idle = Row(
         group=comparison.by,
         name=IDLE,
@@ -143,7 +141,8 @@ def _take_apart(comparison: Comparison, a: Opening, b: Opening) -> _Taken:
 
 
 def _has_plain_gaps(opening: Opening) -> bool:
-    return opening.shares is not None and opening.shares.has_gaps and find_clock(opening) != "recorded"
+    shares = opening.shares
+    return shares is not None and shares.profile.has_gaps and opening.materials.clock_kind != "recorded"
 
 
 def _draw_time(taken: _Taken) -> Bars:

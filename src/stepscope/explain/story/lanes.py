@@ -15,7 +15,6 @@ import polars as pl
 
 from stepscope.explain.story.kernel_details import MOST_DESCRIBED, label_layers
 from stepscope.explain.story.spans import NONE, Ints, Stretches, fit, join_runs, lay_out
-from stepscope.explain.trace.compare import step_windows
 from stepscope.explain.trace.names import cut_name, describe_kernel
 from stepscope.explain.trace.nesting import innermost
 from stepscope.explain.trace.phases import named_ranges, step_ranges
@@ -82,7 +81,7 @@ def _choose_step(profile: Profile, step_ns: float) -> tuple[tuple[int, int], str
     begun = np.sort(profile.kernels["start_ns"].to_numpy())
     windows = [
         (number, window)
-        for number, window in enumerate(step_windows(profile), start=1)
+        for number, window in enumerate(profile.step_windows, start=1)
         if begun[np.searchsorted(begun, window[0]) : np.searchsorted(begun, window[1])].size
     ]
     if not windows:

@@ -10,7 +10,6 @@ from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.questions.answers import say_list
 from stepscope.explain.statistics import Summary
 from stepscope.explain.story.bounds import Shares
-from stepscope.explain.story.clock import find_timed
 from stepscope.explain.story.commands import find_case, find_strangers
 from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.phrases import find_torch, name_model, name_step, say_started, with_article
@@ -55,7 +54,7 @@ class Opening:
 
     @cached_property
     def peak_bytes(self) -> int | None:
-        row = find_timed(self.materials.bench)
+        row = self.materials.timed_row
         timed = row.measurement.peak_bytes if row and row.measurement else None
         memory = self.materials.memory
         if memory is None or (timed is not None and "memory" in find_strangers(self.materials)):
@@ -163,7 +162,7 @@ def _name_step(opening: Opening) -> str:
 def _say_stretch(name: str, shares: Shares) -> str:
     """Of a recording that marks no steps."""
     profile = shares.profile
-    if profile.recording.manifest.source == "nsight compute":
+    if profile.is_serialized:
         what = f"{profile.kernels.height:,} kernels take {say_time(profile.gpu_time_ns)}"
         return f"{name}: {what} one after another under Nsight Compute; {shares.say_bound()}."
     what = "operators" if profile.on_cpu else "kernels"
@@ -208,19 +207,17 @@ def _step(opening: Opening) -> Fact | None:
     if profile is None:
         return None
     if opening.step_ns is None:
-        is_counted = profile.recording.manifest.source == "nsight compute"
-        note = "kernels one after another" if is_counted else "the whole recording: it marks no steps"
+        note = "kernels one after another" if profile.is_serialized else "the whole recording: it marks no steps"
         return Fact(key="step", label="recorded", value=profile.wall_ns / _MS, kind="ms", note=note)
     recorded = f"mean of {profile.num_steps} steps" if profile.num_steps > 1 else "one step"
-    is_recorded = profile.step_ns == profile.recorded_step_ns
-    note = f"{recorded}, while recorded" if is_recorded else "median without the recorder"
+    note = f"{recorded}, while recorded" if profile.clock.is_recorded else "median without the recorder"
     return Fact(key="step", label="step", value=opening.step_ns / _MS, kind="ms", note=note)
 
 
 def _memory(opening: Opening) -> Fact | None:
     if opening.peak_bytes is None:
         return None
-    memory, row = opening.materials.memory, find_timed(opening.materials.bench)
+    memory, row = opening.materials.memory, opening.materials.timed_row
     if memory is not None and memory.peak_bytes == opening.peak_bytes:
         _, phase = memory.place_of(memory.peak_event)
         note = f"allocated at the peak, in {phase}" if phase else "allocated at the peak"
@@ -251,7 +248,7 @@ def _mfu(opening: Opening) -> Fact | None:
 
 def _busy(opening: Opening) -> Fact | None:
     shares = opening.shares
-    if shares is None or not shares.has_gaps:
+    if shares is None or not shares.profile.has_gaps:
         return None
     what = "some kernel runs" if opening.step_ns is None else "of the step some kernel runs"
     return Fact(key="busy", label="GPU busy", value=1 - shares.idle, kind="share", note=what)

@@ -8,7 +8,7 @@ from stepscope.explain.story.missing import command_for, explain_absence
 from stepscope.explain.story.phrases import shorten
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Exhibit, Section
-from stepscope.recording.rows.precision import PrecisionReport, PrecisionRun
+from stepscope.recording.rows.precision_report import PrecisionReport, PrecisionRun
 
 # The sum and the norm in small are the same for every model: `stepscope precision` has them.
 _SHOWN = ("errors", "dtypes", "underflow")

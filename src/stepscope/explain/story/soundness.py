@@ -10,13 +10,11 @@ from collections.abc import Iterator, Sequence
 from stepscope.explain.experiments.attention_tables import DOUBTS
 from stepscope.explain.experiments.bench_tables import step_ms
 from stepscope.explain.experiments.cases import describe_case, limit_notes
-from stepscope.explain.story.clock import find_timed, has_steps, is_too_short, median_ns
 from stepscope.explain.story.commands import find_strangers
 from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.phrases import name_source
 from stepscope.explain.story.sources import Materials
-from stepscope.explain.trace.compare import step_windows
 from stepscope.findings import Soundness
 from stepscope.recording.rows.bench import Doubt
 from stepscope.units import say_percent, say_size, say_time
@@ -89,10 +87,10 @@ def _say_doubts(doubts: Sequence[Doubt], when: str) -> Iterator[str]:
 
 
 def _kernels_beyond_step(materials: Materials) -> Iterator[str]:
-    row, profile = find_timed(materials.bench), materials.profile
-    if row is not None and profile is not None and is_too_short(row, profile):
+    profile = materials.profile
+    if profile is not None and materials.timed_ns is not None and materials.is_bench_too_short:
         yield (
-            f"the step was timed at {say_time(median_ns(row))}, and its kernels alone ran for "
+            f"the step was timed at {say_time(materials.timed_ns)}, and its kernels alone ran for "
             f"{say_time(profile.busy_step_ns)} when it was recorded: all figures go by the recording"
         )
 
@@ -156,7 +154,7 @@ def _attention(materials: Materials, besides: Sequence[str] = ()) -> Iterator[st
 
 
 def _timing(opening: Opening) -> Iterator[str]:
-    row = find_timed(opening.materials.bench)
+    row = opening.materials.timed_row
     timed = step_ms(row) if row else None
     if row is None or timed is None or row.measurement is None:
         return
@@ -172,8 +170,8 @@ def _recording(opening: Opening) -> Iterator[str]:
     if profile is None:
         return
     manifest = profile.recording.manifest
-    if has_steps(profile):
-        lengths = [end - start for start, end in step_windows(profile)]
+    if profile.has_steps:
+        lengths = [end - start for start, end in profile.step_windows]
         said = f", {say_time(min(lengths))} to {say_time(max(lengths))} long" if len(lengths) > 1 else ""
         yield f"{profile.num_steps} step{'s' * (profile.num_steps != 1)} recorded by {name_source(manifest)}{said}"
     else:
@@ -199,7 +197,7 @@ def _recording(opening: Opening) -> Iterator[str]:
 
 
 def _memory(opening: Opening) -> Iterator[str]:
-    memory, row = opening.materials.memory, find_timed(opening.materials.bench)
+    memory, row = opening.materials.memory, opening.materials.timed_row
     if memory is None:
         return
     facts = memory.recording.manifest.memory

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from stepscope.explain.experiments.bench_tables import bench_table
 from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.breakdown import TITLE, break_down
-from stepscope.explain.story.clock import has_steps
 from stepscope.explain.story.lanes import draw_step
 from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.phrases import name_class, retitle, shorten
@@ -34,7 +33,7 @@ def show_timeline(materials: Materials) -> Section:
     profile = materials.profile
     if profile is None:
         return Section(key=key, title=title, missing=(explain_absence(materials, "profile", "the step's timeline"),))
-    if profile.recording.manifest.source == "nsight compute":
+    if profile.is_serialized:
         why = "Nsight Compute runs one kernel at a time, so there is no order of a step to show"
         missing = Missing(what="the step's timeline", why=why, command="stepscope profile")
         return Section(key=key, title=title, missing=(missing,))
@@ -46,7 +45,7 @@ def show_timeline(materials: Materials) -> Section:
 
 def _say_step(profile: Profile, step_ns: float) -> str:
     word = "operators" if profile.on_cpu else "kernels"
-    if not has_steps(profile):
+    if not profile.has_steps:
         return (
             f"The recording marks no steps; it holds {profile.kernels.height:,} {word} in {say_time(profile.wall_ns)}."
         )
@@ -85,8 +84,8 @@ def _say_classes(profile: Profile) -> str:
     classes = profile.time_by("class").head(_NAMED).iter_rows(named=True)
     named = say_list(f"{say_percent(row['share'])} {name_class(row['class'])}" for row in classes)
     word = "operators" if profile.on_cpu else "kernels"
-    whole = "a step" if has_steps(profile) else "the recording"
-    time = profile.gpu_time_ns / (profile.steps_in_window if has_steps(profile) else 1)
+    whole = "a step" if profile.has_steps else "the recording"
+    time = profile.gpu_time_ns / (profile.steps_in_window if profile.has_steps else 1)
     return f"The {word} of {whole} take {say_time(time)} together: {named}{_say_overlap(profile)}."
 
 
@@ -111,7 +110,7 @@ def show_roofline(materials: Materials) -> Section:
     drawn = draw_roofline([profile], [""])
     if isinstance(drawn, Missing):
         return Section(key=key, title=title, missing=(drawn,))
-    table = roofline_table(profile, top=_ROOFLINE_ROWS, step_ns=shares.step_ns if has_steps(profile) else None)
+    table = roofline_table(profile, top=_ROOFLINE_ROWS, step_ns=shares.step_ns if profile.has_steps else None)
     exhibits = (Exhibit(key="roofline", part=drawn), Exhibit(key="roofline-table", part=table))
     return Section(key=key, title=title, lead=_say_limits(shares.limits), exhibits=exhibits)
 

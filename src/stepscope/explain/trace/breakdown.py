@@ -35,7 +35,7 @@ def headline(profile: Profile) -> str:
     if len(profile.devices) > 1:
         lines.append(f"{len(profile.devices)} devices; times below are their sum")
     by_launch = {row["launched"]: row["share"] for row in profile.time_by("launched").iter_rows(named=True)}
-    if by_launch.get("before") and manifest.source != "nsight compute":
+    if by_launch.get("before") and not profile.is_serialized:
         lines.append(f"launched before the recording began: {by_launch['before']:.1%} of the time, known by name only")
     if by_launch.get("graph"):
         lines.append(f"launched by graph replay: {by_launch['graph']:.1%} of the time")
@@ -46,7 +46,7 @@ def headline(profile: Profile) -> str:
 
 def _clock(profile: Profile) -> str:
     overhead = profile.recording.manifest.overhead
-    if profile.step_ns == profile.recorded_step_ns:
+    if profile.clock.is_recorded:
         return f" while recorded ({overhead.plain_ns / _MS:,.2f} ms without the recorder)" if overhead else ""
     return f" by the clock ({profile.recorded_step_ns / _MS:,.2f} ms while recorded)"
 

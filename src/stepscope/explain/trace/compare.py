@@ -79,7 +79,7 @@ def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] 
     wall = _row("step", WALL, walls[0], walls[1])
     parts = _parts(pieces[0], pieces[1], wall, by)
     totals = [wall]
-    alone = [list_plain_steps(profile) for profile in (a, b)]
+    alone = [profile.plain_steps for profile in (a, b)]
     if all(alone):
         totals.append(_row("step", ALONE, alone[0], alone[1]))
     totals.append(_row("step", GPU_TIME, *(_gpu_times(profile) for profile in (a, b))))
@@ -112,25 +112,7 @@ def _take_apart(profile: Profile, by: By) -> list[dict[str, Fraction]]:
     keyed = profile.kernels.select("process", "device", "start_ns", "end_ns", _key(profile, by)).sort("start_ns")
     parted = keyed.partition_by("process", "device", maintain_order=True, include_key=False)
     devices = [_Device.of(kernels) for kernels in parted]
-    return [_step_parts(devices, window) for window in step_windows(profile)]
-
-
-def step_windows(profile: Profile) -> list[tuple[int, int]]:
-    """Where each step begins and ends. Where the host waits for the device between steps, from a step's beginning to
-    the next one's. Where it runs ahead, its clock says nothing about the device, and a step is from its first kernel to
-    the first of the next. Without marked steps everything is one."""
-    steps = profile.steps.unique("step", keep="first", maintain_order=True).sort("start_ns")
-    if not steps.height:
-        return [profile.window]
-    ran = profile.kernels.group_by("step").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
-    known = steps.join(ran, on="step", how="left", maintain_order="left")
-    starts, last = known["start_ns"].to_list(), known["last_ns"].fill_null(known["end_ns"])
-    end = max(int(known["end_ns"][-1]), int(last[-1]))
-    firsts = known["first_ns"].to_list()
-    runs_ahead = bool((last.head(-1) > known["start_ns"].tail(-1)).any())
-    if runs_ahead and known["first_ns"].null_count() == 0 and firsts == sorted(set(firsts)):
-        starts, end = firsts, int(last[-1])
-    return list(zip(starts, [*starts[1:], end], strict=True))
+    return [_step_parts(devices, window) for window in profile.step_windows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +174,6 @@ def _gpu_times(profile: Profile) -> list[Fraction]:
     steps = profile.steps["step"].unique(maintain_order=True).to_list()
     values = [known.get(step, 0) for step in steps] if steps else [profile.gpu_time_ns]
     return [Fraction(value, len(profile.devices)) for value in values]
-
-
-def list_plain_steps(profile: Profile) -> list[Fraction]:
-    """The steps timed without the recorder, none where the recording has none."""
-    steps = profile.recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
-    return [Fraction(ns) for ns in steps["ns"]]
 
 
 # --- Rows that add up -----------------------------------------------------------------------------------------------

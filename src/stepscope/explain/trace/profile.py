@@ -5,6 +5,7 @@ import hashlib
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from stepscope import hardware
 from stepscope.errors import StepscopeError
 from stepscope.explain.trace.accounting import DeviceAccount, account_devices
 from stepscope.explain.trace.attribution import attribute_kernels, attribute_ops
+from stepscope.explain.trace.clock import Clock, find_step_windows
 from stepscope.explain.trace.phases import step_ranges
 from stepscope.files import replacing
 from stepscope.hardware import Hardware
@@ -48,64 +50,90 @@ class Profile:
         return total
 
     @cached_property
-    def window(self) -> tuple[int, int]:
-        """From the first thing to the last, of the recorded steps and of all that ran on a device."""
-        steps = step_ranges(self.recording)
-        times = pl.concat([self.kernels.select("start_ns", "end_ns"), steps.select("start_ns", "end_ns")])
-        start, end = times["start_ns"].min(), times["end_ns"].max()
-        assert isinstance(start, int)
-        assert isinstance(end, int)
-        return start, end
-
-    @property
-    def wall_ns(self) -> int:
-        return self.window[1] - self.window[0]
-
-    @cached_property
-    def devices(self) -> tuple[DeviceAccount, ...]:
-        return account_devices(self.kernels, self.window)
+    def clock(self) -> Clock:
+        overhead = self.recording.manifest.overhead
+        before = int(self.kernels.filter(pl.col("launched") == "before")["time_ns"].sum())
+        return Clock(
+            steps=self.steps,
+            window=self.window,
+            find_busy_ns=lambda: sum(device.whole.busy_ns for device in self.devices) / len(self.devices),
+            launched_before=before / max(1, int(self.kernels["time_ns"].sum())),
+            plain_ns=overhead.plain_ns if overhead else None,
+        )
 
     @cached_property
     def steps(self) -> pl.DataFrame:
         """One row a recorded step: step, start_ns, end_ns."""
         return step_ranges(self.recording).select("step", "start_ns", "end_ns")
 
+    @cached_property
+    def window(self) -> tuple[int, int]:
+        """From the first thing to the last, of the recorded steps and of all that ran on a device."""
+        times = pl.concat([self.kernels.select("start_ns", "end_ns"), self.steps.select("start_ns", "end_ns")])
+        start, end = times["start_ns"].min(), times["end_ns"].max()
+        assert isinstance(start, int)
+        assert isinstance(end, int)
+        return start, end
+
+    @cached_property
+    def devices(self) -> tuple[DeviceAccount, ...]:
+        return account_devices(self.kernels, self.window)
+
+    @cached_property
+    def step_windows(self) -> tuple[tuple[int, int], ...]:
+        """Where each step begins and ends on the device."""
+        return find_step_windows(self.steps, self.kernels, self.window)
+
+    @cached_property
+    def plain_steps(self) -> tuple[Fraction, ...]:
+        """The steps timed without the recorder, in nanoseconds; none where the recording has none."""
+        steps = self.recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
+        return tuple(map(Fraction, steps["ns"]))
+
+    @property
+    def is_serialized(self) -> bool:
+        """Whether kernels ran one at a time, as Nsight Compute makes them: no gaps, and no order of a step."""
+        return self.recording.manifest.source == "nsight compute"
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step's time means anything."""
+        return bool(self.steps.height) and not self.is_serialized
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether time between kernels means anything: not where operators of a CPU stand for kernels."""
+        return not self.on_cpu and not self.is_serialized
+
+    # --- What is asked of the clock most
+
+    @property
+    def wall_ns(self) -> int:
+        return self.clock.wall_ns
+
     @property
     def num_steps(self) -> int:
-        """At least one: a recording without marked steps is taken as one."""
-        return max(1, self.steps["step"].n_unique())
+        return self.clock.num_steps
+
+    @property
+    def steps_in_window(self) -> float:
+        return self.clock.steps_in_window
 
     @property
     def recorded_step_ns(self) -> float:
-        """Wall time a step while it was recorded; over the whole window where steps are not marked."""
-        return self.wall_ns / self.steps_in_window
-
-    @cached_property
-    def steps_in_window(self) -> float:
-        """How many steps' work the window holds: more than are marked where work was launched before it began."""
-        before = {row["launched"]: row["share"] for row in self.time_by("launched").iter_rows(named=True)}.get(
-            "before", 0.0
-        )
-        return self.num_steps / (1 - before) if self.steps.height and before < 1 else float(self.num_steps)
+        return self.clock.recorded_step_ns
 
     @property
     def busy_step_ns(self) -> float:
-        """Time a step in which any kernel ran, side by side counted once; mean over devices."""
-        return sum(device.whole.busy_ns for device in self.devices) / len(self.devices) / self.steps_in_window
+        return self.clock.busy_step_ns
 
     @property
     def step_ns(self) -> float:
-        """Wall time a step, by the clock without the recorder where that is known. A recorder lengthens what the host
-        does, up to twofold, and leaves kernels as they are: idle time is what it invents."""
-        overhead = self.recording.manifest.overhead
-        if overhead is None or overhead.plain_ns < self.busy_step_ns:
-            return self.recorded_step_ns
-        return overhead.plain_ns
+        return self.clock.step_ns
 
     @property
     def idle_share(self) -> float:
-        """Of a step's wall time, as `step_ns` has it."""
-        return 1 - self.busy_step_ns / max(1.0, self.step_ns)
+        return self.clock.idle_share
 
     @cached_property
     def hardware(self) -> Hardware | None:

@@ -115,7 +115,7 @@ def measure_use(profile: Profile, step_ns: float | None = None) -> Utilisation |
     """By the closed form where the recording is of the built-in model, else counted in the operators' shapes. None
     where neither is known: a share of the work would be a wrong utilisation. `step_ns` is the step's time where a
     better clock than the profile's is known."""
-    step_ns = step_plain_ns(profile) if step_ns is None else step_ns
+    step_ns = profile.clock.plain_step_ns if step_ns is None else step_ns
     case = profile.recording.manifest.case
     if case is not None and isinstance(case.workload.model, ModelShape):
         workload = case.workload
@@ -133,12 +133,6 @@ def measure_use(profile: Profile, step_ns: float | None = None) -> Utilisation |
     longest = counted.group_by("unit").agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)["unit"][0]
     convention = "2 operations a multiply-add, from the shapes of products, convolutions and fused attention"
     return _use(profile, flops, step_ns, longest, "counted", convention)
-
-
-def step_plain_ns(profile: Profile) -> float:
-    """A step's time without the recorder where that was measured, else as recorded."""
-    overhead = profile.recording.manifest.overhead
-    return float(overhead.plain_ns) if overhead else profile.step_ns
 
 
 def roofline_table(profile: Profile, *, top: int = 20, step_ns: float | None = None) -> Table:

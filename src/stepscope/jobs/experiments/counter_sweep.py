@@ -5,25 +5,26 @@ tells the cases apart. A recording appears when it is whole. So the folders are 
 stopped, and a case whose recording is there, of the same settings, versions and metrics, is not counted again.
 """
 
-import gzip
 import itertools
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import scratch_folder, writing
-from stepscope.jobs.experiments.sweep import Planned, plan_cases
-from stepscope.jobs.recorders.ncu import CaseRefusedError, choose_metrics, count_with_ncu, require_ncu
-from stepscope.jobs.recorders.profile import check_folder
+from stepscope.files import scratch_folder
+from stepscope.jobs.experiments.sweep import Experiment, Planned, PlannedCase, Results, Sweep, Turn, plan_cases
+from stepscope.jobs.recorders.external import compress
+from stepscope.jobs.recorders.nsight_compute import CaseRefusedError, choose_metrics, count_with_ncu, require_ncu
+from stepscope.jobs.recorders.recording_job import check_folder, describe_run, versions_of
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.measure.targets.ncu import MOST_LAYERS, NcuCounted, no_gpu, too_many_layers
+from stepscope.recording.rows.bench import CaseRow, Row
 from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
 
 if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
@@ -43,6 +44,140 @@ class _Named(NamedTuple):
     case: Case
 
 
+class _PlannedCount(Planned, frozen=True, kw_only=True):
+    """`label` names the case among the others."""
+
+    name: str
+    label: str
+
+
+class CountedRow(CaseRow, frozen=True, kw_only=True):
+    """A case, counted. Nobody writes it: what is kept is the recording."""
+
+    schema: str = "stepscope.counters/1"
+    name: str
+    label: str
+    recording: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountersExperiment(Experiment[Case, CountedRow]):
+    """Cases that `name_cases` checked, each in a folder of its own, or in the sweep's where it is the only one."""
+
+    named: Sequence[_Named]
+    metrics: Sequence[str]
+
+    row_type = CountedRow
+
+    def open(self, folder: Path) -> AbstractContextManager[Results[CountedRow]]:
+        return nullcontext(_Recordings(folder, self.metrics))
+
+    def plan(self, workers: Workers, timeout_s: float | None) -> list[_PlannedCount]:  # noqa: ARG002
+        """By workers that are gone before anything is counted."""
+        cases = [one.case for one in self.named]
+        with Workers() as own:
+            planned = plan_cases(cases, own, timeout_s)
+        for plan in planned:
+            if plan.environment.device == "cpu":
+                raise no_gpu(cases[0].workload.device)
+        if len(planned) < len(cases):
+            raise StepscopeError("two of these cases are the same here", hint="one value for --device")
+        return [
+            _PlannedCount(**msgspec.structs.asdict(plan), name=one.name, label=f"[{number}/{len(cases)}]")
+            for number, (one, plan) in enumerate(zip(self.named, planned, strict=True), start=1)
+        ]
+
+    def run_group(self, turn: Turn[Case, CountedRow], workers: Workers) -> None:  # noqa: ARG002
+        """What a user's model cannot do costs its case; what the machine cannot do ends it all."""
+        one = turn.waiting[0]
+        assert isinstance(one, _PlannedCount)
+        turn.start()
+        try:
+            recording = self._count(one, turn)
+        except CaseRefusedError as error:
+            turn.finish("error", f"{error.message} {error.detail}".strip(), refusal=error)
+        else:
+            turn.finish("ok", recording=recording)
+
+    def _count(self, planned: _PlannedCount, turn: Turn[Case, CountedRow]) -> "Recording":
+        """The recording, which is kept when this returns."""
+        from stepscope.recording.readers import ncu
+        from stepscope.recording.store import save
+
+        sweep, on_stage = turn.sweep, turn.listener.stage
+        started = datetime.now(UTC)
+        with scratch_folder() as scratch:
+            csv, counted = count_with_ncu(planned.case, metrics=self.metrics, scratch=scratch, on_stage=on_stage)
+            on_stage("reading the counters")
+            recording = _describe(ncu.read(csv), planned, counted, command=sweep.command, started=started)
+            folder = sweep.folder / planned.name
+            save(recording, folder, raw=compress(csv), force=sweep.fresh, command=sweep.command)
+        return recording
+
+
+class _Recordings:
+    """The recordings of a grid's cases, each in its folder."""
+
+    damaged_bytes = 0
+
+    def __init__(self, folder: Path, metrics: Sequence[str]) -> None:
+        self._folder, self._metrics = folder, metrics
+
+    def find(self, planned: PlannedCase[Any]) -> CountedRow | None:
+        """The recording of a case of a grid, where it is there already."""
+        from stepscope.recording.store import is_recording, load
+
+        assert isinstance(planned, _PlannedCount)
+        folder = self._folder / planned.name
+        if not planned.name or not is_recording(folder):
+            return None
+        recording = load(folder)
+        if not _is_of(recording, planned, self._metrics):
+            raise StepscopeError(
+                f"`{folder}` is a recording of something else",
+                detail="its settings, versions or metrics are not those of now",
+                hint="--force, or another folder: --out FOLDER",
+            )
+        return CountedRow(
+            key=planned.key,
+            **msgspec.structs.asdict(planned),
+            status="ok",
+            started=recording.manifest.started,
+            wall_s=0.0,
+            command=recording.manifest.command,
+            recording=recording,
+        )
+
+    def append(self, row: CountedRow) -> None:
+        """Its recording is there already."""
+
+
+class _CountListener:
+    """A line for each case, and what is being done."""
+
+    def __init__(self, folder: Path, on_stage: OnStage, on_done: Callable[[str], None]) -> None:
+        self._folder, self._on_stage, self._on_done = folder, on_stage, on_done
+        self._running = ""
+
+    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:  # noqa: ARG002
+        for row in done:
+            self._on_done(f"{self._name(row)}: there already; --force counts it again")
+
+    def start(self, planned: PlannedCase[Any]) -> None:
+        self._running = self._name(planned)
+
+    def stage(self, name: str) -> None:
+        self._on_stage(f"{self._running}: {name}")
+
+    def finish(self, row: Row) -> None:
+        assert isinstance(row, CountedRow)
+        kernels = f"{row.recording.kernels.height} kernels in {row.wall_s:.0f} s" if row.recording else row.reason
+        self._on_done(f"{self._name(row)}: {kernels}")
+
+    def _name(self, one: Any) -> str:
+        return f"{one.label} {one.name or self._folder.name}"
+
+
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """How to count. `passes` forward passes a case; `metrics` as `choose_metrics` reads them."""
 
@@ -53,8 +188,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     metrics: str = "few"
 
     def run(self, grid: Grid, on_stage: OnStage, on_done: Callable[[str], None]) -> "list[CountedCase]":
-        """The cases in the grid's order. What a user's model cannot do costs its case, if another case gets further;
-        what the machine cannot do ends it. `on_done` hears of each case in a line."""
+        """The cases in the grid's order. `on_done` hears of each in a line."""
         from stepscope.explain.trace.counters import CountedCase
 
         metrics = choose_metrics(self.metrics)
@@ -62,24 +196,10 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
         require_ncu()
         require_torch()
         self._check_folders(named)
-        planned = _plan([one.case for one in named])
-        kept = [self._find(one, plan, metrics) for one, plan in zip(named, planned, strict=True)]
-        results: list[CountedCase] = []
-        refusals: list[StepscopeError] = []
-        for number, (one, plan, recording) in enumerate(zip(named, planned, kept, strict=True), start=1):
-            label = f"[{number}/{len(named)}] {one.name or self.folder.name}"
-            said, reason = "there already; --force counts it again", ""
-            if recording is None:
-                try:
-                    recording, said = self._count(one, plan, metrics, partial(_tell, on_stage, label))
-                except CaseRefusedError as error:
-                    refusals.append(error)
-                    said = reason = f"{error.message} {error.detail}".strip()
-            on_done(f"{label}: {said}")
-            results.append(CountedCase(name=one.name, case=plan.case, recording=recording, reason=reason))
-        if len(refusals) == len(results):
-            raise refusals[0]
-        return results
+        experiment = CountersExperiment(named=named, metrics=metrics)
+        sweep = Sweep(experiment=experiment, folder=self.folder, command=self.command, fresh=self.force)
+        rows = sweep.run(_CountListener(self.folder, on_stage, on_done))
+        return [CountedCase(name=row.name, case=row.case, recording=row.recording, reason=row.reason) for row in rows]
 
     def _check_folders(self, named: Sequence[_Named]) -> None:
         """Before anything runs. A grid's folder may be there, with cases in it."""
@@ -97,42 +217,6 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
             folder = self.folder / one.name
             if not is_recording(folder):
                 check_folder(folder, force=self.force, command=self.command)
-
-    def _find(self, one: _Named, planned: Planned, metrics: Sequence[str]) -> "Recording | None":
-        """The recording of a case of a grid, where it is there already."""
-        from stepscope.recording.store import is_recording, load
-
-        folder = self.folder / one.name
-        if not one.name or self.force or not is_recording(folder):
-            return None
-        recording = load(folder)
-        if _is_of(recording, planned, metrics):
-            return recording
-        raise StepscopeError(
-            f"`{folder}` is a recording of something else",
-            detail="its settings, versions or metrics are not those of now",
-            hint="--force, or another folder: --out FOLDER",
-        )
-
-    def _count(
-        self, one: _Named, planned: Planned, metrics: Sequence[str], on_stage: OnStage
-    ) -> tuple["Recording", str]:
-        """The recording, which is kept when this returns, and how it went in a few words."""
-        from stepscope.recording.readers import ncu
-        from stepscope.recording.store import save
-
-        started = datetime.now(UTC)
-        with scratch_folder() as scratch:
-            csv, counted = count_with_ncu(planned.case, metrics=metrics, scratch=scratch, on_stage=on_stage)
-            on_stage("reading the counters")
-            recording = _describe(ncu.read(csv), planned, counted, command=self.command, started=started)
-            save(recording, self.folder / one.name, raw=_compress(csv), force=self.force, command=self.command)
-        seconds = (datetime.now(UTC) - started).total_seconds()
-        return recording, f"{recording.kernels.height} kernels in {seconds:.0f} s"
-
-
-def _tell(on_stage: OnStage, label: str, text: str) -> None:
-    on_stage(f"{label}: {text}")
 
 
 def name_cases(grid: Grid, *, passes: int) -> list[_Named]:
@@ -192,17 +276,6 @@ def _check_case(case: Case) -> None:
         raise no_gpu(workload.device)
 
 
-def _plan(cases: Sequence[Case]) -> list[Planned]:
-    with Workers() as workers:
-        planned = plan_cases(cases, workers, None)
-    for one in planned:
-        if one.environment.device == "cpu":
-            raise no_gpu(cases[0].workload.device)
-    if len(planned) < len(cases):
-        raise StepscopeError("two of these cases are the same here", hint="one value for --device")
-    return planned
-
-
 def _is_of(recording: "Recording", planned: Planned, metrics: Sequence[str]) -> bool:
     manifest = recording.manifest
     return (
@@ -218,37 +291,16 @@ def _describe(
     recording: "Recording", planned: Planned, counted: NcuCounted, *, command: str, started: datetime
 ) -> "Recording":
     """What the CSV cannot know: the case, where it ran, and what its operators are by the textbook."""
-    environment = planned.environment
-    versions = {
-        name: value
-        for name in ("python", "torch", "triton", "cuda", "driver", "stepscope")
-        if (value := getattr(environment, name)) is not None
-    }
+    versions = versions_of(planned.environment)
     if planned.source is not None:
         versions[_MODEL_SOURCE] = planned.source
-    return recording.with_manifest(
+    return describe_run(
+        recording,
+        planned,
+        counted,
         file="",
-        case=planned.case,
-        environment=environment,
-        device=environment.driver_name,
         versions=versions,
         command=command,
         started=started.isoformat(timespec="seconds"),
-        parameters=counted.parameters,
-        optimizer=counted.optimizer,
         forward_flops=counted.forward_flops,
-        compiled=planned.case.workload.compile,
     )
-
-
-def _compress(csv: Path) -> Path:
-    """Nsight Compute's file as it came: most of its 300 columns are the device's properties, in every row again."""
-    target = csv.with_name(csv.name + ".gz")
-    with (
-        writing(csv.parent, if_full="nothing was kept", hint="TMPDIR=FOLDER, on another disk"),
-        csv.open("rb") as source,
-        target.open("wb") as sink,
-        gzip.GzipFile(filename="", fileobj=sink, mode="wb", mtime=0) as packed,
-    ):
-        shutil.copyfileobj(source, packed)
-    return target

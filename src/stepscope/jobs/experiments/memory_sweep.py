@@ -5,8 +5,6 @@ every case a row is kept, so that a grid goes on where it stopped, and the recor
 again without running anything.
 """
 
-import gzip
-import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,13 +14,14 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case, limit_notes
-from stepscope.explain.statistics import summarise
 from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.sweep import PlannedCase, Turn, WorkloadExperiment
+from stepscope.jobs.recorders.external import compress
+from stepscope.jobs.recorders.recording_job import describe_run, median_ns
 from stepscope.jobs.workers.messages import Failed, MemoryRecorded, RecordMemory
 from stepscope.jobs.workers.process import Ended, Workers
 from stepscope.recording.memory.labels import SNAPSHOT_NAME, MemoryRun
-from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.spec import Case, Grid, grid_from_flags
 
 if TYPE_CHECKING:  # loads polars, which a bad flag need not wait for
@@ -66,7 +65,7 @@ class MemoryExperiment(WorkloadExperiment[MemoryRow]):
 
         planned, sweep = turn.waiting[0], turn.sweep
         recording = _describe(memory.read(snapshot), planned, run, command=sweep.command, started=started)
-        raw = _compress(snapshot) if self.snapshots or len(self.grid.cases()) == 1 else None
+        raw = compress(snapshot, level=1) if self.snapshots or len(self.grid.cases()) == 1 else None
         save(recording, recording_folder(sweep.folder, planned.key), raw=raw, force=True)
         return {"summary": summarise_memory(make_memory_profile(recording)), "run": run}
 
@@ -82,36 +81,21 @@ def _describe(
     from stepscope.recording.store import Overhead
 
     environment = planned.environment
-    versions = {"python": environment.python, "torch": environment.torch, "stepscope": environment.stepscope}
-    return recording.with_manifest(
+    return describe_run(
+        recording,
+        planned,
+        run,
         file=describe_case(planned.case),
-        case=planned.case,
-        environment=environment,
-        device=environment.driver_name,
-        versions=versions,
+        versions={"python": environment.python, "torch": environment.torch, "stepscope": environment.stepscope},
         command=command,
         started=started,
         notes=(*recording.manifest.notes, *run.notes, *limit_notes([environment])),
         overhead=Overhead(
-            plain_ns=_median(run.step_ns),
-            recorded_ns=_median(run.recorded_step_ns),
-            annotated_ns=_median(run.watched_step_ns),
+            plain_ns=median_ns(run.step_ns) or 0,
+            recorded_ns=median_ns(run.recorded_step_ns) or 0,
+            annotated_ns=median_ns(run.watched_step_ns) or 0,
         ),
-        parameters=run.parameters,
-        optimizer=run.optimizer,
-        compiled=planned.case.workload.compile,
     )
-
-
-def _median(samples_ns: tuple[int, ...]) -> int:
-    return round(summarise(samples_ns).median) if samples_ns else 0
-
-
-def _compress(snapshot: Path) -> Path:
-    target = snapshot.with_name(snapshot.name + ".gz")
-    with snapshot.open("rb") as source, gzip.open(target, "wb", compresslevel=1) as sink:
-        shutil.copyfileobj(source, sink, 1 << 20)
-    return target
 
 
 def choose_grid(grid: Grid, *, study: bool) -> Grid:

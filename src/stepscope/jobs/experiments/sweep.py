@@ -64,15 +64,14 @@ EXPECTED_MFU = 0.3
 
 
 class PlannedCase(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
-    """A case with the environment it will run in. `source` is the digest of a model of the user's own."""
+    """A case with the environment it will run in. Its row takes over all fields."""
 
     case: C
     environment: Environment
-    source: str | None = None
 
     @property
     def key(self) -> str:
-        return case_key(self.case, self.environment, self.source)
+        return case_key(self.case, self.environment, None)
 
     @property
     def expected_s(self) -> float:
@@ -81,7 +80,13 @@ class PlannedCase(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
 
 
 class Planned(PlannedCase[Case], frozen=True, kw_only=True):
-    """A workload with the environment it will run in."""
+    """A workload with the environment it will run in. `source` is the digest of a model of the user's own."""
+
+    source: str | None
+
+    @property
+    def key(self) -> str:
+        return case_key(self.case, self.environment, self.source)
 
     @property
     def expected_s(self) -> float:
@@ -108,10 +113,13 @@ class SweepListener(Protocol):
 
 
 class Results(Protocol[R]):
-    """Where rows are kept: `rows` are those of before, `damaged_bytes` how much of a cut line was set aside."""
+    """Where rows are kept. `damaged_bytes` is how much of a cut line was set aside."""
 
-    rows: tuple[R, ...]
     damaged_bytes: int
+
+    def find(self, planned: PlannedCase[Any], /) -> R | None:
+        """The row of a case that was run before."""
+        ...
 
     def append(self, row: R, /) -> None: ...
 
@@ -176,14 +184,15 @@ class Sweep(Generic[C, R]):
     ) -> tuple[R, ...]:
         """Bad input that shows only while a model is built (a factory that raises) is an error when no case gets
         further, and rows when some do: it must not end a long grid at one point that the factory cannot do."""
-        done = {row.key: row for row in results.rows if self.is_done(row)}
-        rows = {one.key: done[one.key] for one in planned if one.key in done}
+        found = [] if self.fresh else [row for one in planned if (row := results.find(one)) is not None]
+        rows = {row.key: row for row in found if self.is_done(row)}
         waiting = [one for one in planned if one.key not in rows]
         listener.begin(waiting, list(rows.values()), results.damaged_bytes)
         turn = Turn(sweep=self, results=results, listener=listener, rows=rows)
         for group in self.experiment.groups(waiting):
             turn.waiting.extend(group)
             self.experiment.run_group(turn, workers)
+            assert not turn.waiting, "a group was left before its last case"
         turn.keep_refused()
         return tuple(rows[one.key] for one in planned)
 
@@ -203,7 +212,7 @@ class Turn(Generic[C, R]):
         self._started, self._clock = datetime.now(UTC), time.monotonic()
         self.listener.start(self.waiting[0])
 
-    def take(self, outcome: "CaseOutcome[Any]") -> None:
+    def take(self, outcome: CaseOutcome[Any]) -> None:
         """The case that runs is done, and its process goes on with the next."""
         self.finish(outcome.status, outcome.reason, measurement=outcome.measurement, doubts=outcome.doubts)
         if self.waiting:
@@ -224,8 +233,7 @@ class Turn(Generic[C, R]):
             keep_log(self.sweep.folder, one.key, log)
         row = self.sweep.experiment.row_type(
             key=one.key,
-            case=one.case,
-            environment=one.environment,
+            **msgspec.structs.asdict(one),
             status=status,
             reason=reason,
             started=self._started.isoformat(timespec="seconds"),
@@ -282,7 +290,7 @@ class WorkloadExperiment(Experiment[Case, CR]):
         refusal = InputRefusedError(answer) if isinstance(answer, Failed) and answer.bad_input else None
         status, reason = judge(answer)
         log = ended.log if status != "ok" and refusal is None else None
-        turn.finish(status, reason, log=log, refusal=refusal, source=turn.waiting[0].source, **measured)
+        turn.finish(status, reason, log=log, refusal=refusal, **measured)
 
 
 class BenchExperiment(WorkloadExperiment[BenchRow]):

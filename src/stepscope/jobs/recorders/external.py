@@ -4,8 +4,10 @@ They record from outside: they start the program, and it leaves an answer in a f
 its own, so that Ctrl-C reaches us alone, and we end both.
 """
 
+import gzip
 import os
 import select
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -17,8 +19,8 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain
-from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.files import decode, read_plain, writing
+from stepscope.jobs.workers.cpu_limits import limit_instructions
 
 _LAST_WORDS = 1000  # characters of what was printed, for the error
 _LEAVE_S = (10.0, 3.0)  # how long a profiler gets to end its program, after being asked and after being told
@@ -59,6 +61,19 @@ def hear(path: Path, kind: Any) -> Any:
         return decode(content, kind)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def compress(path: Path, *, level: int = 9) -> Path:
+    """What a profiler wrote, as it came but smaller, next to it. The same content makes the same file."""
+    target = path.with_name(path.name + ".gz")
+    with (
+        writing(path.parent, if_full="nothing was kept", hint="TMPDIR=FOLDER, on another disk"),
+        path.open("rb") as source,
+        target.open("wb") as sink,
+        gzip.GzipFile(filename="", fileobj=sink, mode="wb", compresslevel=level, mtime=0) as packed,
+    ):
+        shutil.copyfileobj(source, packed, 1 << 20)
+    return target
 
 
 def _wait(process: subprocess.Popen[bytes], on_look: Callable[[], None] | None) -> int:

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stepscope.kernels.attention.problem import Problem
 from stepscope.nn import functional
-from stepscope.nn.operations import AttentionOp
+from stepscope.nn.functional import AttentionOp
 
 SDPA = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,

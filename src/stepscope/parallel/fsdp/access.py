@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from stepscope.parallel.fsdp.plan import Member
 from stepscope.parallel.fsdp.runner import Runner, in_backward
 from stepscope.parallel.fsdp.schedule import Use
-from stepscope.parallel.fsdp.unit import Unit
+from stepscope.parallel.fsdp.unit import ShardedUnit
 
 Read = Callable[[], Tensor]
 
@@ -34,7 +34,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         return super().__getitem__(name) if read is None else read()
 
 
-def serve_unit(number: int, unit: Unit, runner: Runner) -> None:
+def serve_unit(number: int, unit: ShardedUnit, runner: Runner) -> None:
     """Register pieces in the place of parameters."""
     for place in (place for flat in unit.flats for place in flat.places):
         read = partial(runner.serve, number, place)
@@ -63,7 +63,7 @@ def _served(module: nn.Module) -> ServedParameters:
     return module._parameters
 
 
-def wrap_doors(units: Sequence[Unit], root: nn.Module, runner: Runner) -> None:
+def wrap_doors(units: Sequence[ShardedUnit], root: nn.Module, runner: Runner) -> None:
     """Every call of a door opens its units. `forward` is replaced rather than hooked: whoever wraps it in turn, to
     compute it again in backward, then wraps the opening along with it."""
     order: list[Use] = []

@@ -20,20 +20,20 @@ from torch import Tensor, nn
 
 from stepscope.errors import StepscopeError
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp.flat import Flat, Place
-from stepscope.parallel.fsdp.saved import differentiable_leaves, keeps_weights
+from stepscope.parallel.fsdp.autograd_graph import differentiable_leaves, keeps_weights
+from stepscope.parallel.fsdp.flat_buffer import Flat, ParameterPlace
 from stepscope.parallel.fsdp.schedule import (
     PINNED,
-    Kind,
     Operation,
-    Track,
+    OperationKind,
+    ScheduleRound,
     Use,
     agree,
     backward_operations,
     forward_operations,
     without_repeats,
 )
-from stepscope.parallel.fsdp.unit import OnGradient, Unit
+from stepscope.parallel.fsdp.unit import OnGradient, ShardedUnit
 
 # Of gradients, under way at a time: one that is being sent and one that waits its turn.
 MAX_MESSAGES = 2
@@ -48,7 +48,7 @@ class Runner:
     """What of a model is gathered, and what comes next."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self._units: list[Unit] = []
+        self._units: list[ShardedUnit] = []
         self._communicator = communicator
         self._forward_uses: list[Use] = []
         self._backward_uses: list[Use] | None = None
@@ -71,11 +71,11 @@ class Runner:
         self._open: list[Use] = []
         self._open_in_backward: set[int] = set()
         self._num_roots = 0
-        self._forward: Track | None = None
-        self._backward: Track | None = None
+        self._forward: ScheduleRound | None = None
+        self._backward: ScheduleRound | None = None
         self._backward_synchronizes = False
 
-    def manage(self, unit: Unit) -> int:
+    def manage(self, unit: ShardedUnit) -> int:
         """From now on; returns the unit's number."""
         self._units.append(unit)
         return len(self._units) - 1
@@ -101,7 +101,7 @@ class Runner:
         if self._num_roots > 1:
             return
         self._finish_backward()
-        self._forward = Track(forward_operations(self._with_pinned(self._forward_uses)), self._perform)
+        self._forward = ScheduleRound(forward_operations(self._with_pinned(self._forward_uses)), self._perform)
         self._forward_record = []
         for number in self._pinned:
             self._make_resident(number, self._forward)
@@ -159,7 +159,7 @@ class Runner:
         for leaf in leaves:
             leaf.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
-    def serve(self, number: int, place: Place) -> nn.Parameter:
+    def serve(self, number: int, place: ParameterPlace) -> nn.Parameter:
         """What a module gets when it reads one of its matrices."""
         if not self.is_active:
             return place.piece
@@ -179,7 +179,7 @@ class Runner:
 
         return on_gradient
 
-    def _require_unchanged(self, unit: Unit, version: int) -> None:
+    def _require_unchanged(self, unit: ShardedUnit, version: int) -> None:
         if unit.version != version:
             raise StepscopeError(
                 f"parameters of `{unit.name}` were changed between the forward and the backward pass",
@@ -200,17 +200,17 @@ class Runner:
 
     def _begin_backward(self) -> None:
         uses = self._with_pinned(self._backward_uses or self._forward_uses[::-1])
-        self._backward = Track(backward_operations(uses, self._unneeded, len(self._units)), self._perform)
+        self._backward = ScheduleRound(backward_operations(uses, self._unneeded, len(self._units)), self._perform)
         self._backward_record = []
         self._backward_synchronizes = self.is_synchronizing
         self._num_synchronized += self.is_synchronizing
         # Those that the forward pass left, on every rank the same.
         while (upcoming := self._backward.upcoming) is not None:
-            if upcoming.kind is not Kind.GATHER or not self._units[upcoming.unit].is_resident:
+            if upcoming.kind is not OperationKind.GATHER or not self._units[upcoming.unit].is_resident:
                 break
             self._backward.skip()
 
-    def _make_hook(self, unit: Unit, flat: Flat, place: Place) -> OnGradient:
+    def _make_hook(self, unit: ShardedUnit, flat: Flat, place: ParameterPlace) -> OnGradient:
         def on_gradient(_: Tensor) -> None:
             flat.take_gradient(place)
             if unit.has_all_gradients():
@@ -220,7 +220,7 @@ class Runner:
 
     def _send_complete(self) -> None:
         while self._backward is not None and (upcoming := self._backward.upcoming) is not None:
-            if upcoming.kind is not Kind.REDUCE or not self._units[upcoming.unit].has_all_gradients():
+            if upcoming.kind is not OperationKind.REDUCE or not self._units[upcoming.unit].has_all_gradients():
                 return
             self._backward.step()
 
@@ -248,7 +248,7 @@ class Runner:
 
     # What both passes do.
 
-    def _make_resident(self, number: int, track: Track | None) -> None:
+    def _make_resident(self, number: int, track: ScheduleRound | None) -> None:
         unit = self._units[number]
         if not unit.is_resident and (track is None or not track.reach(number)):
             self._gather(number)
@@ -260,7 +260,7 @@ class Runner:
 
     def _perform(self, operation: Operation) -> None:
         unit = self._units[operation.unit]
-        if operation.kind is Kind.GATHER:
+        if operation.kind is OperationKind.GATHER:
             self._gather(operation.unit)
         elif self._backward_synchronizes:
             self._send(unit)
@@ -268,7 +268,7 @@ class Runner:
             for flat in unit.trained_flats:
                 flat.forget_arrivals()
 
-    def _send(self, unit: Unit) -> None:
+    def _send(self, unit: ShardedUnit) -> None:
         # Each message keeps a buffer of its unit's size until it is waited for.
         while len(self._sent) >= MAX_MESSAGES:
             self._sent.popleft().collect()

@@ -27,17 +27,17 @@ class Use(NamedTuple):
 PINNED = -1
 
 
-class Kind(Enum):
+class OperationKind(Enum):
     GATHER = "gather"
     REDUCE = "reduce"
 
 
 class Operation(NamedTuple):
-    kind: Kind
+    kind: OperationKind
     unit: int
 
 
-class Track:
+class ScheduleRound:
     """A round through a schedule, and how far this rank has come in it."""
 
     def __init__(self, operations: Sequence[Operation], run: Callable[[Operation], None]) -> None:
@@ -52,7 +52,7 @@ class Track:
     @property
     def last_gathered(self) -> int | None:
         """The unit that is there when the round is finished."""
-        gathers = [operation.unit for operation in self._operations if operation.kind is Kind.GATHER]
+        gathers = [operation.unit for operation in self._operations if operation.kind is OperationKind.GATHER]
         return gathers[-1] if gathers else None
 
     def step(self) -> None:
@@ -67,7 +67,7 @@ class Track:
     def reach(self, unit: int) -> bool:
         """Do everything up to this unit's next gather, in the next round if it is not in this one; whether there is
         one at all."""
-        gather = Operation(Kind.GATHER, unit)
+        gather = Operation(OperationKind.GATHER, unit)
         if gather not in self._operations:
             return False
         if gather not in self._operations[self._next :]:
@@ -80,8 +80,8 @@ class Track:
 
     def prefetch(self) -> None:
         """Do everything up to the next gather, if this round has one left."""
-        if any(operation.kind is Kind.GATHER for operation in self._operations[self._next :]):
-            while self.upcoming is not None and self.upcoming.kind is not Kind.GATHER:
+        if any(operation.kind is OperationKind.GATHER for operation in self._operations[self._next :]):
+            while self.upcoming is not None and self.upcoming.kind is not OperationKind.GATHER:
                 self.step()
             self.step()
 
@@ -91,7 +91,7 @@ class Track:
 
 
 def forward_operations(uses: Sequence[Use]) -> list[Operation]:
-    return [Operation(Kind.GATHER, use.unit) for use in uses]
+    return [Operation(OperationKind.GATHER, use.unit) for use in uses]
 
 
 def backward_operations(uses: Sequence[Use], unneeded: set[Use], num_units: int) -> list[Operation]:
@@ -102,11 +102,11 @@ def backward_operations(uses: Sequence[Use], unneeded: set[Use], num_units: int)
     leaving: list[Operation] = []
     for place, use in enumerate(uses):
         if use not in unneeded:
-            operations += [Operation(Kind.GATHER, use.unit), *leaving]
+            operations += [Operation(OperationKind.GATHER, use.unit), *leaving]
             leaving = []
         if last[use.unit] == place:
-            leaving.append(Operation(Kind.REDUCE, use.unit))
-    unused = [Operation(Kind.REDUCE, unit) for unit in range(num_units) if unit not in last]
+            leaving.append(Operation(OperationKind.REDUCE, use.unit))
+    unused = [Operation(OperationKind.REDUCE, unit) for unit in range(num_units) if unit not in last]
     return operations + leaving + unused
 
 

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp.flat import Flat, Ledger, Place
+from stepscope.parallel.fsdp.flat_buffer import Flat, GatheredBytes, ParameterPlace
 from stepscope.parallel.fsdp.plan import Member, UnitPlan
 
 OnGradient = Callable[[Tensor], None]
 
 
-class Unit:
+class ShardedUnit:
     """Frozen matrices and trained ones lie in buffers of their own, so that no gradients travel for the frozen."""
 
     def __init__(
-        self, plan: UnitPlan, compute_dtype: torch.dtype | None, communicator: Communicator, ledger: Ledger
+        self, plan: UnitPlan, compute_dtype: torch.dtype | None, communicator: Communicator, ledger: GatheredBytes
     ) -> None:
         self.name = plan.name
         self.doors: Sequence[nn.Module] = plan.doors
@@ -40,7 +40,7 @@ class Unit:
     def trained_flats(self) -> list[Flat]:
         return [flat for flat in self.flats if flat.is_trained]
 
-    def gather(self, make_hook: Callable[["Unit", Flat, Place], OnGradient]) -> None:
+    def gather(self, make_hook: Callable[["ShardedUnit", Flat, ParameterPlace], OnGradient]) -> None:
         """Begin to. A unit that is there already takes part for the sake of other ranks, and gets the same values."""
         if not self.is_resident:
             self._ledger.add(self.gathered_bytes)
@@ -63,7 +63,7 @@ class Unit:
                 flat.free()
             self._ledger.remove(self.gathered_bytes)
 
-    def is_around(self, others: Sequence["Unit"]) -> bool:
+    def is_around(self, others: Sequence["ShardedUnit"]) -> bool:
         """Another unit is used inside of a call that uses this one."""
         inner = {part for door in self.doors for part in door.modules() if part is not door}
         return any(door in inner for other in others for door in other.doors)

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp.flat import Flat
-from stepscope.parallel.fsdp.unit import Unit
+from stepscope.parallel.fsdp.flat_buffer import Flat
+from stepscope.parallel.fsdp.unit import ShardedUnit
 
 
 class LastMessage:
     """Built on every rank with the same layout: gradients of vectors, a flag for each vector, a flag for each place of
     each flat, and a flag for each flat."""
 
-    def __init__(self, vectors: Sequence[nn.Parameter], units: Sequence[Unit], communicator: Communicator) -> None:
+    def __init__(
+        self, vectors: Sequence[nn.Parameter], units: Sequence[ShardedUnit], communicator: Communicator
+    ) -> None:
         self._vectors = [vector for vector in vectors if vector.requires_grad]
         self._flats: list[Flat] = [flat for unit in units for flat in unit.trained_flats]
         self._communicator = communicator

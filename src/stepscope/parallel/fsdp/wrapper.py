@@ -1,8 +1,9 @@
 """Fully sharded data parallelism: of every matrix each rank keeps a part, and the whole only while it is used.
 
-Files, from the bottom: `plan.py` says which matrices belong together, `flat.py` is their buffer and this rank's slice
-of it, `unit.py` what is gathered at once, `schedule.py` the order on which ranks agree, `runner.py` follows it,
-`access.py` puts all that under a module, `vectors.py` ends a step and `full.py` makes whole tensors.
+Files, from the bottom: `plan.py` says which matrices belong together, `flat_buffer.py` is their buffer and this rank's
+slice of it, `unit.py` what is gathered at once, `schedule.py` the order on which ranks agree, `autograd_graph.py` says
+whether backward needs the weights, `runner.py` follows the schedule, `access.py` puts all that under a module,
+`vectors.py` ends a step and `full_state.py` makes whole tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,17 +15,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from stepscope.errors import StepscopeError
-from stepscope.parallel.agreement import InputCheck, require_same_model
+from stepscope.parallel.agreement import InputCheck, claim, require_same_model
 from stepscope.parallel.coalesced import broadcast_tensors
 from stepscope.parallel.communicator import Communicator
 from stepscope.parallel.fsdp.access import serve_unit, serve_vectors, wrap_doors, wrap_root
-from stepscope.parallel.fsdp.flat import Ledger
-from stepscope.parallel.fsdp.full import FullTensors, State
+from stepscope.parallel.fsdp.flat_buffer import GatheredBytes
+from stepscope.parallel.fsdp.full_state import FullTensors, State
 from stepscope.parallel.fsdp.plan import Plan, plan_units
 from stepscope.parallel.fsdp.runner import Runner
-from stepscope.parallel.fsdp.unit import Unit
+from stepscope.parallel.fsdp.unit import ShardedUnit
 from stepscope.parallel.fsdp.vectors import LastMessage
-from stepscope.parallel.wrapping import claim
 
 
 class FSDP(nn.Module):
@@ -58,7 +58,7 @@ class FSDP(nn.Module):
         claim(module, self)
         self.module = module
         self.compute_dtype = compute_dtype
-        self.ledger = Ledger()
+        self.ledger = GatheredBytes()
         self._communicator = communicator or Communicator.default()
         require_same_model(self._communicator, module)
         tensors = [*module.parameters(), *module.buffers()]
@@ -144,9 +144,9 @@ class FSDP(nn.Module):
     def _shard(self, plan: Plan) -> None:
         self._device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
         self._runner = Runner(self._communicator)
-        self._units: list[Unit] = []
+        self._units: list[ShardedUnit] = []
         for unit_plan in plan.units:
-            unit = Unit(unit_plan, self.compute_dtype, self._communicator, self.ledger)
+            unit = ShardedUnit(unit_plan, self.compute_dtype, self._communicator, self.ledger)
             self._units.append(unit)
             serve_unit(self._runner.manage(unit), unit, self._runner)
             # The whole matrices go one unit after the other, so that a model that barely fits can be sharded.

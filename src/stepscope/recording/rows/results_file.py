@@ -11,12 +11,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain, try_lock, writing
+from stepscope.files import decode, lock_or_raise, read_plain, writing
 from stepscope.recording.rows.bench import BenchRow, Row
 
 R = TypeVar("R", bound=Row)
@@ -63,6 +63,11 @@ def read_rows_of(path: Path, kind: type[R]) -> tuple[tuple[R, ...], tuple[str, .
     return parsed.newest, tuple(left_out)
 
 
+class HasKey(Protocol):
+    @property
+    def key(self) -> str: ...
+
+
 class ResultsFile(Generic[R]):
     """A results file open for appending. `rows` are those it had; `damaged_bytes` how much of a cut line was set
     aside."""
@@ -72,6 +77,7 @@ class ResultsFile(Generic[R]):
         self._descriptor = descriptor
         parsed = parse_rows(path, _read(path), kind)
         self.rows = parsed.newest
+        self._by_key = {row.key: row for row in self.rows}
         self.damaged_bytes = self._repair(parsed.good_bytes, kind)
 
     @classmethod
@@ -91,6 +97,10 @@ class ResultsFile(Generic[R]):
             if os.fstat(descriptor).st_size == 0 and not existed:
                 _leave_nothing(path, new_folders)
             os.close(descriptor)
+
+    def find(self, planned: HasKey) -> R | None:
+        """The row that the file had of a case."""
+        return self._by_key.get(planned.key)
 
     def append(self, row: R) -> None:
         """The row is on the disk when this returns; when the disk is full, the file is as it was before."""
@@ -211,14 +221,12 @@ def _open_locked(path: Path, hint: str) -> int:
 
 
 def _lock(path: Path, descriptor: int, hint: str) -> None:
-    try:
-        try_lock(descriptor)
-    except BlockingIOError:
-        raise StepscopeError(
-            f"another sweep is writing to `{path}`",
-            detail="two would disturb each other's timings as well as the file",
-            hint=f"wait for it, or write elsewhere: {hint}",
-        ) from None
+    refusal = StepscopeError(
+        f"another sweep is writing to `{path}`",
+        detail="two would disturb each other's timings as well as the file",
+        hint=f"wait for it, or write elsewhere: {hint}",
+    )
+    lock_or_raise(descriptor, refusal)
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

@@ -1,5 +1,5 @@
-"""A report as one HTML page that needs nothing beside itself."""
+"""A report, or one chart of it, as one HTML page that needs nothing beside itself."""
 
-from stepscope.report.site.document import write_site
+from stepscope.report.site.document import write_chart_page, write_site
 
-__all__ = ["write_site"]
+__all__ = ["write_chart_page", "write_site"]

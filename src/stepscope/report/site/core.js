@@ -75,20 +75,6 @@ function formatTime(ns) {
 
 const formatShare = (share) => `${formatNumber(100 * share, 1)}%`;
 
-function formatQuantity(kind, value) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value === "string") return value;
-  switch (kind) {
-    case "ms": return `${formatNumber(value)} ms`;
-    case "us": return `${formatNumber(value)} µs`;
-    case "bytes": return formatBytes(value);
-    case "count": return formatNumber(value, 0);
-    case "share": return formatShare(value);
-    case "ratio": return `${formatNumber(value, Math.abs(value) >= 10 ? 1 : 2)}×`;
-    default: return formatNumber(value);
-  }
-}
-
 // Not Math.max(...values), which ends at some hundred thousand.
 const largest = (items, read) => items.reduce((most, item) => Math.max(most, read(item)), 0);
 
@@ -215,5 +201,5 @@ const what = Object.values(data.exhibits ?? {}).find((part) => part.what)?.what 
 
 const page = {
   theme, colourOf, tip, bodyOf, button, say, makeTicks, what,
-  formatNumber, formatBytes, formatTime, formatShare, formatQuantity,
+  formatNumber, formatBytes, formatTime, formatShare,
 };

@@ -9,55 +9,55 @@ What comes from a recording is text and stays text: it is escaped where it is HT
 where it is data, and the policy lets nothing run but the script whose hash it names, nor anything be fetched.
 """
 
-from stepscope.findings import Report
-from stepscope.report.site.colours import assign_colours
-from stepscope.report.site.inlining import embed, join_scripts, join_styles, write_policy
-from stepscope.report.site.opening import write_opening
-from stepscope.report.site.packing import pack_exhibits
-from stepscope.report.site.sections import write_footer, write_navigation, write_sections
-from stepscope.report.site.text import clean, markup
+from collections.abc import Iterable, Mapping
+from html import escape
 
-STYLES = ("page.css", "opening.css", "exhibits.css", "charts.css", "print.css")
+import msgspec
+
+from stepscope.files import GENERATOR
+from stepscope.findings import Figure, Report, Timeline
+from stepscope.report.drawing.colours import Pair, Palette, assign_colours, write_colours
+from stepscope.report.drawing.timeline_layout import find_peak, format_height, format_time
+from stepscope.report.formats import clean
+from stepscope.report.site.drawings import pack_drawing
+from stepscope.report.site.html import embed, join_scripts, join_styles, markup, prose, write_policy
+from stepscope.report.site.opening import write_opening
+from stepscope.report.site.packing import pack_exhibits, pack_timeline
+from stepscope.report.site.sections import write_chart, write_footer, write_navigation, write_sections
+
+_STYLES = ("page.css", "opening.css", "exhibits.css", "charts.css", "print.css")
 # In this order in one function: the core first, then what registers with it, and at last what starts it all.
-SCRIPTS = (
+_SCRIPTS = (
     "core.js",
     "tables.js",
-    "bars.js",
+    "drawings.js",
     "breakdown.js",
     "kernels.js",
     "plotting.js",
-    "axes.js",
-    "lanes_model.js",
     "lanes_painter.js",
     "lanes.js",
-    "roofline.js",
-    "figure.js",
-    "timeline_model.js",
     "timeline_painter.js",
     "timeline.js",
     "start.js",
 )
+# Of a page with one chart alone.
+_STYLES_ALONE = ("page.css", "exhibits.css", "charts.css", "print.css")
+_SCRIPTS_ALONE = ("core.js", "drawings.js", "plotting.js", "timeline_painter.js", "timeline.js", "start.js")
+_MOST_PARTS = 12
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en" dir="ltr" data-theme="auto">
 <head>
 <meta charset="utf-8">
-<meta name="generator" content="stepscope {version}">
+<meta name="generator" content="{generator}">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>{style}</style>
 </head>
-<body>
-<a class="skip" href="#main">Skip to the report</a>
-{navigation}
-<main id="main">
-{opening}
-<noscript><p class="strip">Charts, search and sorting need JavaScript. Nothing leaves this page.</p></noscript>
-{sections}
-{footer}
-</main>
+<body{kind}>
+{content}
 <div id="tip" hidden></div>
 <div id="said" class="unseen" role="status"></div>
 <script type="application/json" id="data">{data}</script>
@@ -66,24 +66,101 @@ _PAGE = """<!DOCTYPE html>
 </html>
 """
 
+_REPORT = """<a class="skip" href="#main">Skip to the report</a>
+{navigation}
+<main id="main">
+{opening}
+<noscript><p class="strip">Charts, search and sorting need JavaScript. Nothing leaves this page.</p></noscript>
+{sections}
+{footer}
+</main>"""
+_ALONE = """<main id="main">
+<button type="button" id="theme" class="quiet" hidden>theme: auto</button>
+<h1>{title}</h1>
+<p class="subtitle">{subtitle}</p>
+{above}
+<noscript><p>What can be pointed at needs JavaScript; nothing leaves this page.</p></noscript>
+{chart}
+</main>"""
+
 
 def write_site(report: Report) -> str:
     """The page of a report, whole."""
-    style, script = join_styles(STYLES), join_scripts(SCRIPTS)
-    return _PAGE.format(
-        version=markup(report.version, 60),
-        policy=write_policy(script, style),
-        title=markup(report.title or "Training step"),
-        style=style,
+    colours = assign_colours(exhibit.part for section in report.sections for exhibit in section.exhibits)
+    content = _REPORT.format(
         navigation=write_navigation(report),
         opening=write_opening(report),
-        sections=write_sections(report),
+        sections=write_sections(report, Palette(colours, on_page=True)),
         footer=write_footer(report),
-        data=embed(_pack(report)),
+    )
+    return _write_page(
+        title=report.title or "Training step",
+        generator=f"stepscope {clean(report.version, 60)}",
+        content=content,
+        colours=colours,
+        exhibits=pack_exhibits(report),
+        styles=_STYLES,
+        scripts=_SCRIPTS,
+    )
+
+
+def write_chart_page(part: Figure | Timeline, detail: float) -> str:
+    """One chart as a page. `detail` is the share of a timeline's pieces that are told apart until the reader moves the
+    slider."""
+    colours = assign_colours([part])
+    # Nothing else on this page needs the wheel, and there is room for a table of the pieces.
+    packed = pack_timeline(part, detail) | {"isAlone": True} if isinstance(part, Timeline) else pack_drawing(part, "")
+    untitled = msgspec.structs.replace(part, title="", subtitle="")
+    content = _ALONE.format(
+        title=markup(part.title),
+        subtitle=prose(part.subtitle),
+        above=_describe_peak(part) if isinstance(part, Timeline) else "",
+        chart=write_chart(untitled, "chart", "", Palette(colours, on_page=True)),
+    )
+    return _write_page(
+        title=part.title,
+        generator=GENERATOR,
+        content=content,
+        colours=colours,
+        exhibits={"chart": packed},
+        styles=_STYLES_ALONE,
+        scripts=_SCRIPTS_ALONE,
+        kind=' class="alone"',
+    )
+
+
+def _write_page(
+    *,
+    title: str,
+    generator: str,
+    content: str,
+    colours: Mapping[str, Pair],
+    exhibits: Mapping[str, object],
+    styles: Iterable[str],
+    scripts: Iterable[str],
+    kind: str = "",
+) -> str:
+    style, script = join_styles(styles) + write_colours(colours.values()), join_scripts(scripts)
+    named = {clean(group): pair for group, pair in colours.items()}
+    return _PAGE.format(
+        generator=escape(generator),
+        policy=write_policy(script, style),
+        title=markup(title),
+        style=style,
+        kind=kind,
+        content=content,
+        data=embed({"colours": named, "exhibits": exhibits}),
         script=script,
     )
 
 
-def _pack(report: Report) -> dict[str, object]:
-    colours = {clean(group): pair for group, pair in assign_colours(report).items()}
-    return {"colours": colours, "exhibits": pack_exhibits(report)}
+def _describe_peak(timeline: Timeline) -> str:
+    """The peak in words, and what it is made of, the largest first."""
+    peak = find_peak(timeline)
+    if peak is None or not peak.value:
+        return '<p class="peak" id="peak">Nothing to draw.</p>'
+    heights = sorted(((area.values[peak.slice], area.name) for area in timeline.areas), reverse=True)
+    parts = [f"{clean(name, 60)} {format_height(timeline.y, height)}" for height, name in heights if height]
+    text = f"Peak {format_height(timeline.y, peak.value)} at {format_time(timeline.x, peak.time)}:"
+    said = f"{', '.join(parts[:_MOST_PARTS])}{' and more' if len(parts) > _MOST_PARTS else ''}."
+    return f'<p class="peak" id="peak"><strong>{escape(text)}</strong> {escape(said)}</p>'

@@ -3,7 +3,9 @@
 import re
 
 from stepscope.findings import Advice, Cell, Copyable, Fact, Report, Soundness
-from stepscope.report.site.text import COPYABLE, format_value, markup, prose
+from stepscope.report.formats import COPYABLE
+from stepscope.report.numbers import format_value
+from stepscope.report.site.html import markup, prose
 
 _CARDS, _MOST_WORDS = 3, 80  # advice that is open; characters around a figure
 _MARKS = {"sound": "✓", "doubtful": "!", "unknown": "?"}

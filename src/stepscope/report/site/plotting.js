@@ -1,12 +1,9 @@
-// What the charts of a page share: a canvas as sharp as the screen, ticks, text that fits, and a view
+// What the charts of a page share: a canvas as sharp as the screen, text that fits, and a view
 // that moves under a pointer, fingers and keys. It knows nothing of what is drawn.
 const plotting = (() => {
   const FAMILY = getComputedStyle(document.documentElement).getPropertyValue("--font").trim();
   const FONT = `12px ${FAMILY}`;
   const BOLD_FONT = `bold ${FONT}`;
-  // Steps of a decade, coarse to fine: the first that gives a logarithmic axis enough ticks is taken.
-  const LADDERS = [[1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 6, 8]];
-  const FEWEST_TICKS = 4;
   // A press that moves less than this, in pixels, was meant as a click.
   const CLICK_PIXELS = 4;
 
@@ -95,21 +92,6 @@ const plotting = (() => {
     return low >= 3 ? `${text.slice(0, low)}…` : "";
   }
 
-  // ---- ticks
-
-  function makeLogTicks(low, high, most = 12) {
-    const decades = [];
-    for (let decade = Math.floor(Math.log10(low)); decade <= Math.ceil(Math.log10(high)); decade++) decades.push(decade);
-    // Through text, because 5 * 10 ** -2 is not 0.05 and would be labelled with all its digits.
-    const ladder = (steps) =>
-      decades.flatMap((decade) => steps.map((step) => Number(`${step}e${decade}`)))
-        .filter((tick) => tick >= low && tick <= high);
-    // Values that lie close together are as good as linear.
-    const ticks = LADDERS.map(ladder).find((found) => found.length >= FEWEST_TICKS) || makeTicks(low, high, 6).ticks;
-    const stride = Math.ceil(ticks.length / most);
-    return ticks.filter((_, at) => at % stride === 0);
-  }
-
   // ---- moving
 
   // Turns what a reader does into calls: `zoom(factor, share, isShift)`, `pan(across, up)` in shares of the view,
@@ -182,24 +164,7 @@ const plotting = (() => {
     });
   }
 
-  // For a chart of points that does not move: `look(event)` under the pointer, with nothing when it left, and `step(by)`
-  // for keys that go from point to point.
-  function makeSteppable(canvas, { look, step }) {
-    canvas.addEventListener("pointermove", look);
-    canvas.addEventListener("pointerdown", look);
-    canvas.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && look());
-    canvas.addEventListener("blur", () => look());
-    document.addEventListener("pointerdown", (event) => event.target !== canvas && look());
-    const keys = { ArrowRight: () => step(1), ArrowDown: () => step(1), ArrowLeft: () => step(-1), ArrowUp: () => step(-1) };
-    keys.Escape = () => look();
-    canvas.addEventListener("keydown", (event) => {
-      if (!keys[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
-      event.preventDefault();
-      keys[event.key]();
-    });
-  }
-
   return {
-    FONT, BOLD_FONT, makeCanvas, makeHelp, sayNothing, findRatio, openCanvas, onceAFrame, pack, rule, fitText, makeLogTicks, makeMovable, makeSteppable,
+    FONT, BOLD_FONT, makeCanvas, makeHelp, sayNothing, findRatio, openCanvas, onceAFrame, pack, rule, fitText, makeMovable,
   };
 })();

@@ -21,9 +21,11 @@ from stepscope.findings import (
     Table,
     Timeline,
 )
+from stepscope.report.drawing.colours import Palette
+from stepscope.report.site.drawings import write_drawing
+from stepscope.report.site.html import markup, prose
 from stepscope.report.site.opening import write_copyable
 from stepscope.report.site.tables import FOLDED_FROM, write_notes, write_summary, write_table
-from stepscope.report.site.text import markup, prose
 
 KINDS: dict[type, str] = {
     Lanes: "lanes",
@@ -49,14 +51,14 @@ def write_navigation(report: Report) -> str:
     )
 
 
-def write_sections(report: Report) -> str:
-    return "\n".join(map(_write_section, report.sections))
+def write_sections(report: Report, palette: Palette) -> str:
+    return "\n".join(_write_section(section, palette) for section in report.sections)
 
 
-def _write_section(section: Section) -> str:
+def _write_section(section: Section, palette: Palette) -> str:
     key = f"section-{escape(section.key)}"  # an exhibit may have the same key, and has it as its id
     lead = "".join(f'<p class="lead">{prose(line)}</p>' for line in section.lead.split("\n") if line)
-    exhibits = "\n".join(_write_exhibits(section))
+    exhibits = "\n".join(_write_exhibits(section, palette))
     missing = "".join(map(_write_missing, section.missing))
     return f"""<section class="section" id="{key}" aria-labelledby="{key}-title">
 <h2 id="{key}-title">{markup(section.title)}</h2>
@@ -66,12 +68,18 @@ def _write_section(section: Section) -> str:
 </section>"""
 
 
-def _write_exhibits(section: Section) -> Iterable[str]:
+def _write_exhibits(section: Section, palette: Palette) -> Iterable[str]:
     """Tables that follow one another share a box, in which narrow ones stand side by side."""
     first = section.exhibits[:1]
     for is_table, exhibits in groupby(section.exhibits, key=lambda exhibit: isinstance(exhibit.part, Table)):
         written = "\n".join(
-            write_part(exhibit.part, exhibit.key, section.title, folded=exhibit not in first and _is_long(exhibit.part))
+            write_part(
+                exhibit.part,
+                exhibit.key,
+                section.title,
+                palette,
+                folded=exhibit not in first and _is_long(exhibit.part),
+            )
             for exhibit in exhibits
         )
         yield f'<div class="tables">{written}</div>' if is_table else written
@@ -90,7 +98,7 @@ def _write_missing(missing: Missing) -> str:
     )
 
 
-def write_part(part: Part, key: str, above: str, run: str = "", *, folded: bool = False) -> str:
+def write_part(part: Part, key: str, above: str, palette: Palette, run: str = "", *, folded: bool = False) -> str:
     """A part's HTML. A title that repeats the one above it is left out. `run` is whose it is, beside another's; a
     `folded` table shows its title until it is opened."""
     match part:
@@ -99,21 +107,24 @@ def write_part(part: Part, key: str, above: str, run: str = "", *, folded: bool 
         case Questions():
             return _write_questions(part, escape(key), above)
         case Beside():
-            return _write_beside(part, key, above, folded=folded)
+            return _write_beside(part, key, above, palette, folded=folded)
         case _:
-            return _write_chart(part, escape(key), above)
+            return write_chart(part, escape(key), above, palette)
 
 
-def _write_chart(part: Lanes | Breakdown | Roofline | Figure | Timeline | Bars, key: str, above: str) -> str:
+def write_chart(
+    part: Lanes | Breakdown | Roofline | Figure | Timeline | Bars, key: str, above: str, palette: Palette
+) -> str:
     title = _write_title(part.title, above)
     subtitle = part.subtitle if isinstance(part, Figure | Timeline) else ""
     below = f"<p>{prose(subtitle)}</p>" if subtitle else ""
     caption = f"<figcaption>{title}{below}</figcaption>" if title or below else ""
     notes = "" if isinstance(part, Figure) else write_notes(part.notes)
     kind = KINDS[type(part)]
+    body = write_drawing(part, palette) if isinstance(part, Figure | Roofline | Bars) else ""
     return (
         f'<figure class="chart {kind}" id="{key}" data-kind="{kind}" data-key="{key}">{caption}'
-        f'<div class="body"></div>{notes}</figure>'
+        f'<div class="body">{body}</div>{notes}</figure>'
     )
 
 
@@ -145,7 +156,7 @@ def _write_answer(question: Question) -> str:
     return f'{figure}<p class="answer">{prose(question.answer)}</p>{command}{evidence}'
 
 
-def _write_beside(beside: Beside, key: str, above: str, *, folded: bool) -> str:
+def _write_beside(beside: Beside, key: str, above: str, palette: Palette, *, folded: bool) -> str:
     title = _write_title(beside.title, above)
     asked = [part if isinstance(part, Questions) else None for part in beside.parts]
     if any(asked):
@@ -155,7 +166,7 @@ def _write_beside(beside: Beside, key: str, above: str, *, folded: bool) -> str:
     for number, (run, part) in enumerate(zip(beside.runs, beside.parts, strict=True)):
         inner = f'<p class="quiet">{_NOT_KNOWN}</p>'
         if part is not None:
-            inner = write_part(part, name_inner(key, number), beside.title, run)
+            inner = write_part(part, name_inner(key, number), beside.title, palette, run)
         columns.append(f'<div class="side"><p class="run">{markup(run)}</p>{inner}</div>')
     sides = f'<div class="sides{alone}">{"".join(columns)}</div>'
     if folded and beside.title:

@@ -39,6 +39,7 @@ const nearing = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "600px" });
 figures.forEach((figure) => nearing.observe(figure));
+if (figures.length === 1) build(figures[0]);
 
 // Before a jump everything is built: what grows on the way would push the target out of the window.
 for (const link of document.querySelectorAll('a[href^="#"]')) link.addEventListener("click", () => figures.forEach(build));

@@ -6,8 +6,9 @@ Numbers are written by `report.numbers`, as everywhere; their raw value stands i
 from collections.abc import Sequence
 
 from stepscope.findings import Cell, Column, Table
+from stepscope.report.formats import NAME
 from stepscope.report.numbers import format_cells
-from stepscope.report.site.text import NAME, markup, prose
+from stepscope.report.site.html import markup, prose
 
 _SEARCHED_FROM, _SCROLLED_FROM = 15, 30  # rows; more than these get a search box, and scroll by themselves
 FOLDED_FROM = 12  # rows; a longer table that is not the first thing of its section waits to be opened

@@ -1,8 +1,167 @@
-// A timeline as a chart: stacked areas that move under the pointer, however many events they are of. Several can stand
-// on one page; each has its own state, in `model`.
+// A timeline as a chart: its data, what lies where, and what a reader does with it. timeline_painter.js draws it.
+// Several can stand on one page; each has its own state, in `model`.
+//
+// Areas and pieces are written into pixels directly, column by column: a frame costs what the canvas has pixels, not
+// what the timeline has events. As paths, a lively area makes every piece above it one of a thousand corners.
+// Columns that hold several slices show the highest of them, so that no peak is lost at any zoom.
+function layTimeline(part, page) {
+  // The data, unpacked: heights in steps of `grain` and as differences, pieces as columns.
+  const times = Float64Array.from(part.times);
+  const numSlices = times.length;
+  const accumulate = (steps) => {
+    const values = new Float64Array(steps.length);
+    for (let at = 0, sum = 0; at < steps.length; at++) values[at] = (sum += steps[at]) * part.grain;
+    return values;
+  };
+  const unpack = ({ name, steps }) => ({ name, values: accumulate(steps), shown: true });
+  const areas = part.areas.map(unpack);
+  const line = part.line && unpack(part.line);
+  const pieces = part.pieces.area.map((area, index) => ({
+    index,
+    area,
+    start: part.pieces.start[index],
+    end: part.pieces.end[index],
+    size: part.pieces.size[index] * part.grain,
+    label: part.strings[part.pieces.label[index]],
+    detail: part.pieces.detail[index].map((place) => part.strings[place]),
+  }));
+  const stackOrder = areas.map((_, area) =>
+    pieces.filter((piece) => piece.area === area).sort((a, b) => a.start - b.start || b.size - a.size));
+  const first = times[0] || 0;
+  const end = part.end;
+  const totals = new Float64Array(numSlices);
+  const view = { start: first, end, low: 0, high: 1 };
+  const state = { numShown: 0, chosen: -1, pointer: null, top: 1 };
+  // Where the plot lies in the canvas, and which columns of it show one slice together, from left to right.
+  const plot = { left: 0, top: 0, width: 1, height: 1, ratio: 1 };
+  const runs = { slices: new Int32Array(0), edges: new Int32Array(1) };
+
+  // ---- words and numbers
+
+  const formatHeight = (value) =>
+    part.bytes ? page.formatBytes(value) : `${page.formatNumber(value)} ${part.yUnit}`.trim();
+  const formatTime = (value) => `${page.formatNumber(value)} ${part.xUnit}`.trim();
+  const timeOf = (slice) => (slice < numSlices ? times[slice] : end);
+
+  // The unit of the vertical axis, and how much one of it is.
+  function findUnit() {
+    if (!part.bytes) return [part.yUnit, 1];
+    let power = 0;
+    while (view.high >= 1000 * 1024 ** power && power < UNITS.length - 1) power++;
+    return [UNITS[power], 1024 ** power];
+  }
+
+  // ---- what is where
+
+  // With everything shown, two timelines side by side reach as high as the higher of them.
+  function sumUp() {
+    totals.fill(0);
+    for (const area of areas) if (area.shown) for (let at = 0; at < numSlices; at++) totals[at] += area.values[at];
+    let highest = areas.every((area) => area.shown) ? part.highest || 0 : 0;
+    for (let at = 0; at < numSlices; at++) highest = Math.max(highest, totals[at]);
+    if (line && line.shown) for (let at = 0; at < numSlices; at++) highest = Math.max(highest, line.values[at]);
+    state.top = (highest || 1) * 1.1;
+    Object.assign(view, { low: 0, high: state.top });
+  }
+
+  // The first place in ascending numbers whose value is not below another.
+  function findPlace(values, value) {
+    let low = 0;
+    let high = values.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (values[middle] < value) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  function findSlice(time) {
+    const place = findPlace(times, time);
+    return Math.max(0, times[place] === time ? place : place - 1);
+  }
+  const findRun = (slice) => findPlace(runs.slices, slice);
+
+  function chooseRuns() {
+    const width = Math.round(plot.width * plot.ratio);
+    const slices = [];
+    const edges = [0];
+    const perPixel = (view.end - view.start) / width;
+    let next = findSlice(view.start);
+    for (let column = 0; column < width && numSlices; column++) {
+      let best = next;
+      const until = view.start + (column + 1) * perPixel;
+      for (let slice = next; slice < numSlices && times[slice] < until; slice++) {
+        if (totals[slice] > totals[best]) best = slice;
+        next = slice;
+      }
+      if (slices.length && slices[slices.length - 1] >= best) best = slices[slices.length - 1];
+      else slices.push(best);
+      edges[slices.length] = column + 1;
+    }
+    Object.assign(runs, { slices: Int32Array.from(slices), edges: Int32Array.from(edges) });
+  }
+
+  // Pieces too thin for a pixel melt into their area like those that were not asked for.
+  const isToldApart = (piece, leastSize) =>
+    piece.index === state.chosen || (piece.index < state.numShown && piece.size >= leastSize);
+  const sizeOfPixel = () => (view.high - view.low) / (plot.height * plot.ratio);
+
+  // What lies at a height of one slice: its area and piece, if any.
+  function findAt(slice, height) {
+    const leastSize = sizeOfPixel();
+    let bottom = 0;
+    for (let index = 0; index < areas.length; index++) {
+      if (!areas[index].shown) continue;
+      const top = bottom + areas[index].values[slice];
+      if (height < top) {
+        let low = bottom;
+        for (const piece of stackOrder[index]) {
+          if (piece.start > slice) break;
+          if (piece.end <= slice || !isToldApart(piece, leastSize)) continue;
+          const high = Math.min(low + piece.size, top);
+          if (height < high) return { area: index, piece };
+          low = high;
+        }
+        return { area: index, piece: null };
+      }
+      bottom = top;
+    }
+    return null;
+  }
+
+  function findPeak() {
+    let best = 0;
+    for (let slice = 1; slice < numSlices; slice++) if (totals[slice] > totals[best]) best = slice;
+    return best;
+  }
+
+  function setView(start, stop, low = view.low, high = view.high) {
+    const least = (end - first) / Math.max(numSlices, 1) / 4;
+    const span = Math.min(Math.max(stop - start, least), end - first);
+    const from = Math.min(Math.max(start, first), end - span);
+    const rise = Math.min(high - low, state.top);
+    const floor = Math.min(Math.max(low, 0), state.top - rise);
+    Object.assign(view, { start: from, end: from + span, low: floor, high: floor + rise });
+  }
+
+  const isInPlot = (x, y) =>
+    x >= plot.left && x <= plot.left + plot.width && y >= plot.top && y <= plot.top + plot.height;
+  const toX = (time) => plot.left + ((time - view.start) / (view.end - view.start)) * plot.width;
+  const toY = (height) => plot.top + plot.height * (1 - (height - view.low) / (view.high - view.low));
+
+  sumUp();
+  return {
+    part, times, numSlices, areas, line, pieces, stackOrder, lanes: part.stretches, first, end, totals, view, state, plot,
+    runs, formatHeight, formatTime, timeOf, findUnit, sumUp, findRun, chooseRuns, isToldApart, sizeOfPixel, findAt,
+    findPeak, setView, isInPlot, toX, toY,
+  };
+}
+
 charts.timeline = (root, part, page) => {
   const model = layTimeline(part, page);
   const { areas, line, pieces, view, state, plot, first, end } = model;
+  const MOST_LISTED = 200;
   const legend = element("ul", undefined, "legend");
   const detail = Object.assign(element("input"), { type: "range", min: 0, max: 100, step: 0.1 });
   const shown = element("output", undefined, "shown");
@@ -14,8 +173,7 @@ charts.timeline = (root, part, page) => {
   const front = plotting.makeCanvas("front");
   const painter = makeTimelinePainter(model, back, front, page);
   const redraw = plotting.onceAFrame(painter.draw);
-  // Called with the piece that was chosen, or -1; the stand-alone page marks its row.
-  let onChoose = () => {};
+  const rows = element("tbody");
 
   // ---- the view
 
@@ -52,7 +210,7 @@ charts.timeline = (root, part, page) => {
 
   function choose(index) {
     state.chosen = state.chosen === index ? -1 : index;
-    onChoose(state.chosen);
+    for (const row of rows.children) row.setAttribute("aria-selected", String(Number(row.dataset.piece) === state.chosen));
     if (state.chosen < 0) return redraw();
     const piece = pieces[index];
     const [start, stop] = [model.timeOf(piece.start), model.timeOf(piece.end)];
@@ -100,11 +258,46 @@ charts.timeline = (root, part, page) => {
     controls.hidden = !pieces.length;
     const stage = element("div", undefined, "plot");
     stage.append(back, front);
-    const wheel = page.wheelIsFree ? "The wheel zooms in time, and with Shift in height"
+    const wheel = part.isAlone ? "The wheel zooms in time, and with Shift in height"
       : "Click, then the wheel zooms in time, and with Shift in height";
     const help = `${wheel}; dragging moves. Keys: arrows, +, −, and 0 or a double click for the whole timeline. `
       + "Names above switch areas off and on.";
     page.bodyOf(root).append(legend, stage, controls, ...plotting.makeHelp(help));
+  }
+
+  // On a page of its own, the largest pieces in a table: choosing one marks it in the chart.
+  function buildTable() {
+    rows.id = "pieces";
+    for (const piece of pieces.slice(0, MOST_LISTED)) {
+      const row = element("tr");
+      row.tabIndex = 0;
+      row.dataset.piece = piece.index;
+      row.setAttribute("aria-selected", "false");
+      row.append(element("td", model.formatHeight(piece.size), "number"), element("td", piece.label));
+      row.append(element("td", areas[piece.area].name));
+      for (const slice of [piece.start, piece.end]) {
+        row.append(element("td", model.formatTime(model.timeOf(slice)), "number when"));
+      }
+      row.addEventListener("click", () => choose(piece.index));
+      row.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        choose(piece.index);
+      });
+      rows.append(row);
+    }
+    const head = element("tr");
+    for (const [text, className] of [["size", "number"], ["what"], ["area"], ["from", "number when"], ["to", "number when"]]) {
+      head.append(element("th", text, className));
+    }
+    const table = element("table");
+    table.setAttribute("role", "grid");
+    table.createTHead().append(head);
+    table.append(rows);
+    const box = element("div", undefined, "scroll tall");
+    box.append(table);
+    const rest = pieces.length > MOST_LISTED ? `The largest ${MOST_LISTED} of ${page.formatNumber(pieces.length, 0)}.` : "";
+    page.bodyOf(root).append(element("h2", "Largest pieces"), box, element("p", rest, "help"));
   }
 
   function listen() {
@@ -125,12 +318,13 @@ charts.timeline = (root, part, page) => {
         ArrowDown: () => pan(0, -0.1),
         Escape: () => state.chosen >= 0 && choose(state.chosen),
       },
-      wheelIsFree: page.wheelIsFree,
+      wheelIsFree: part.isAlone,
     });
   }
 
   buildLegend();
   build();
+  if (part.isAlone && pieces.length) buildTable();
   listen();
   readTheme();
   painter.draw();
@@ -140,7 +334,6 @@ charts.timeline = (root, part, page) => {
     setView,
     zoom,
     choose,
-    listenToChoice: (callback) => (onChoose = callback),
     redraw: () => {
       readTheme();
       painter.draw();

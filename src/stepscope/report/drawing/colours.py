@@ -1,0 +1,192 @@
+"""Which colour stands for what, in every picture and on the page: a pair for light and for dark.
+
+The hues are those of Okabe and Ito (2008), which colour-blind readers tell apart. Classes of kernels and categories of
+memory have their own, the same in every report, so that two pages can be compared. There are more classes than hues:
+those that seldom stand beside one another share one, in a darker and a lighter tone. Phases and layers are drawn around
+them and have tones of slate.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from stepscope.findings import Bars, Beside, Breakdown, Figure, Lanes, Part, Roofline, Timeline
+
+Pair = tuple[str, str]
+# Strongest contrast on white first; their yellow vanishes on white, and grey stands in for it. Then the same hues,
+# light enough to stand on a dark page.
+_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
+_LINES_ON_DARK = ("#4AA3DF", "#EF7F36", "#2DBE94", "#DD94BC", "#F0B03A", "#7CC8F2", "#D8D8D8", "#A3A3A3")
+_BLUE, _VERMILION, _GREEN, _PINK, _ORANGE, _SKY, _BLACK, _GREY = zip(_LINES, _LINES_ON_DARK, strict=True)
+NEUTRAL: Pair = ("#8b93a1", "#7d8796")
+# What is written on colours; and greys that stay behind the data, in files: the page has its own.
+_ON_FILLS = ("#14171c", "#ffffff")
+_INK, _FAINT, _GRID, _FRAME, _PAPER = "#222222", "#5f5f5f", "#e3e3e3", "#9a9a9a", "#ffffff"
+
+
+def mix(colour: str, other: str, share: float) -> str:
+    """`colour` with a share of `other` in it."""
+    pairs = [(int(colour[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(own + (its - own) * share):02x}" for own, its in pairs)
+
+
+def choose_ink(fill: str) -> str:
+    """Black or white, whichever is read better on this colour: by contrast as WCAG has it."""
+    return max(_ON_FILLS, key=lambda ink: _find_contrast(ink, fill))
+
+
+def _find_contrast(one: str, other: str) -> float:
+    low, high = sorted((_find_luminance(one), _find_luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _find_luminance(colour: str) -> float:
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [share / 12.92 if share <= 0.04 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _deep(pair: Pair) -> Pair:
+    return mix(pair[0], "#000000", 0.35), mix(pair[1], "#000000", 0.3)
+
+
+def _pale(pair: Pair) -> Pair:
+    return mix(pair[0], "#ffffff", 0.4), mix(pair[1], "#ffffff", 0.45)
+
+
+_KNOWN: dict[str, Pair] = {
+    "gemm": _BLUE,
+    "attention": _VERMILION,
+    "softmax": _pale(_VERMILION),
+    "norm": _GREEN,
+    "elementwise": _ORANGE,
+    "reduction": _PINK,
+    "copy": _SKY,
+    "memcpy": _deep(_SKY),
+    "memset": _pale(_SKY),
+    "index": _deep(_PINK),
+    "embedding": _pale(_GREEN),
+    "loss": _deep(_VERMILION),
+    "optimizer": _deep(_ORANGE),
+    "random": _pale(_PINK),
+    "sort": _pale(_ORANGE),
+    "communication": _deep(_GREEN),
+    "convolution": _deep(_BLUE),
+    "other": _GREY,
+    "unknown": _GREY,
+    "parameters": _BLUE,
+    "optimizer state": _ORANGE,
+    "gradients": _GREEN,
+    "activations": _PINK,
+    "temporaries": _SKY,
+    "autocast copies": _VERMILION,
+    "workspaces": _deep(_GREEN),
+    "forward": ("#9fb3cc", "#6d86a6"),
+    "backward": ("#6b82a1", "#8fa9cb"),
+    "input": ("#d3dbe6", "#46566c"),
+    "warm-up": ("#d3dbe6", "#46566c"),
+    "GPU idle": _pale(_GREY),
+    "A": _GREY,
+    "B": _BLUE,
+}
+_OTHERS = (_BLUE, _VERMILION, _GREEN, _PINK, _ORANGE, _SKY, _BLACK, *map(_pale, (_BLUE, _GREEN)), _GREY)
+
+
+def colour_of(group: str, taken: Collection[Pair] = ()) -> Pair:
+    """The pair for light and for dark. A group that has none of its own gets the first that is not taken."""
+    if not group:
+        return NEUTRAL
+    free = next((pair for pair in _OTHERS if pair not in taken), _OTHERS[len(taken) % len(_OTHERS)])
+    return _KNOWN.get(group, free)
+
+
+def assign_colours(parts: Iterable[Part | None]) -> dict[str, Pair]:
+    """A colour for everything in some parts that is told apart by one; what stands in one part differs."""
+    pairs: dict[str, Pair] = {"": NEUTRAL}
+    for part in parts:
+        groups = list(dict.fromkeys(groups_of(part)))
+        taken = [pairs.get(group) or _KNOWN[group] for group in groups if group in pairs or group in _KNOWN]
+        for group in groups:
+            if group not in pairs:
+                pairs[group] = colour_of(group, taken)
+                taken.append(pairs[group])
+    return pairs
+
+
+def groups_of(part: Part | None) -> Iterable[str]:
+    match part:
+        case Lanes():
+            return part.groups
+        case Breakdown():
+            return next((dimension.values for dimension in part.dimensions if dimension.key == "class"), ())
+        case Roofline():
+            return [point.group for point in part.points]
+        case Timeline():
+            return [area.name for area in part.areas]
+        case Figure():
+            return [*part.series, *(point.series for point in part.points)]
+        case Bars():
+            return part.series if len(part.series) > 1 else ()  # one alone needs no colour to be told apart
+        case Beside():
+            return [group for inner in part.parts for group in groups_of(inner)]
+        case _:
+            return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """Colours as SVG has them: literal and light in a file, by their names in the style sheet on a page."""
+
+    pairs: Mapping[str, Pair]
+    on_page: bool = False
+
+    @property
+    def ink(self) -> str:
+        return "var(--ink)" if self.on_page else _INK
+
+    @property
+    def faint(self) -> str:
+        return "var(--faint)" if self.on_page else _FAINT
+
+    @property
+    def grid(self) -> str:
+        return "var(--grid)" if self.on_page else _GRID
+
+    @property
+    def frame(self) -> str:
+        return "var(--hatch)" if self.on_page else _FRAME
+
+    @property
+    def paper(self) -> str:
+        return "var(--paper)" if self.on_page else _PAPER
+
+    @property
+    def plain(self) -> str:
+        """Of data that nothing needs to be told apart from."""
+        return self._write(_BLUE)
+
+    def fill(self, group: str) -> str:
+        return self._write(self.pairs.get(group, NEUTRAL))
+
+    def _write(self, pair: Pair) -> str:
+        return f"var(--{_name_pair(pair)})" if self.on_page else pair[0]
+
+    def ink_on(self, group: str) -> str:
+        """What can be read on the colour of a group."""
+        pair = self.pairs.get(group, NEUTRAL)
+        return f"var(--on-{_name_pair(pair)})" if self.on_page else choose_ink(pair[0])
+
+
+def _name_pair(pair: Pair) -> str:
+    return f"c{pair[0][1:]}"
+
+
+def write_colours(pairs: Iterable[Pair]) -> str:
+    """A style sheet that gives the colours of data their names, for light and for dark."""
+    distinct = list(dict.fromkeys((*pairs, NEUTRAL, _BLUE)))
+    light, dark = (
+        "".join(f"--{_name_pair(pair)}:{pair[at]};--on-{_name_pair(pair)}:{choose_ink(pair[at])};" for pair in distinct)
+        for at in (0, 1)
+    )
+    chosen = f':root[data-theme="dark"]{{{dark}}}'
+    system = f'@media (prefers-color-scheme: dark){{:root[data-theme="auto"]{{{dark}}}}}'
+    return f":root{{{light}}}{chosen}{system}\n"
