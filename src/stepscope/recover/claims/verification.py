@@ -19,6 +19,7 @@ from stepscope.recover.claims.plausibility import find_contradictions, find_step
 from stepscope.recover.claims.refutation import (
     OTHER_DTYPE_ROLES,
     find_other_depths,
+    find_updated,
     is_share,
     make_refutation,
     refute,
@@ -52,7 +53,6 @@ from stepscope.recover.claims.verdict import (
 from stepscope.recover.evidence.order import Zone
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
-from stepscope.recover.families.optimizers import find_updated
 from stepscope.recover.shape import HEAD_ROWS, LAYER_SIZES, ClaimedShape
 
 # Shares of the GPU's time. Below the first, a product without a place is a detail of an implementation.
