@@ -10,7 +10,7 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.precision.autocast import LISTS, explain_dtype, find_policy
-from stepscope.explain.precision.tables import (
+from stepscope.explain.precision.precision_tables import (
     answer,
     explain_sum,
     find_role,
