@@ -24,7 +24,7 @@ R = TypeVar("R", bound=Row)
 _LATER = ("Invalid enum value", "Object contains unknown field")
 
 
-class _Versioned(msgspec.Struct):
+class _RowHeader(msgspec.Struct):
     schema: str = ""
 
 
@@ -180,7 +180,7 @@ def _verb_of(kind: type[Row]) -> str:
 
 
 def _decode(path: Path, number: int, line: bytes, kind: type[R]) -> R:
-    schema = decode(line, _Versioned).schema
+    schema = decode(line, _RowHeader).schema
     if schema != _schema_of(kind):
         raise _not_of_this_version(path, number, schema, kind)
     return decode(line, kind)
