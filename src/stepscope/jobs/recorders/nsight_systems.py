@@ -20,7 +20,7 @@ from stepscope.jobs.recorders.external import hear, run_outside
 from stepscope.jobs.workers.process import require_torch
 from stepscope.measure.targets import TargetFailed, answer_path
 from stepscope.measure.targets.nsys import NsysAnswer, NsysRecorded, NsysRequest
-from stepscope.recording.readers.nsys_export import REPORT_ENDING, export
+from stepscope.recording.readers.nsys import REPORT_ENDINGS, export
 from stepscope.spec import Case
 
 _SCHEMA = "stepscope.nsys/1"
@@ -64,7 +64,7 @@ def record_with_nsys(
         emit_operators=not any(option.startswith("autograd") for option in asked),
     )
     request_path = out_folder.absolute() / _REQUEST_NAME
-    report = request_path.with_name("report" + REPORT_ENDING)
+    report = request_path.with_name("report" + REPORT_ENDINGS[0])
     require_own(out_folder, _SCHEMA, knows=_has_request)
     with writing(out_folder):
         write_atomically(request_path, msgspec.json.format(msgspec.json.encode(request), indent=2) + b"\n")
