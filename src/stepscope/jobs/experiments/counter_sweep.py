@@ -18,7 +18,16 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import scratch_folder
-from stepscope.jobs.experiments.sweep import Experiment, Planned, PlannedCase, Results, Sweep, Turn, plan_cases
+from stepscope.jobs.experiments.sweep import (
+    Experiment,
+    Planned,
+    PlannedCase,
+    Results,
+    Sweep,
+    TextListener,
+    Turn,
+    plan_cases,
+)
 from stepscope.jobs.recorders.external import compress
 from stepscope.jobs.recorders.nsight_compute import CaseRefusedError, choose_metrics, count_with_ncu, require_ncu
 from stepscope.jobs.recorders.recording_job import check_folder, describe_run, versions_of
@@ -148,14 +157,14 @@ class _Recordings:
         """Its recording is there already."""
 
 
-class _CountListener:
+class _CountListener(TextListener):
     """A line for each case, and what is being done."""
 
     def __init__(self, job: "Counters", names: Sequence[str], on_stage: OnStage, on_done: OnStage) -> None:
         alone = job.folder.name
         self._labels = {name: f"[{n}/{len(names)}] {name or alone}" for n, name in enumerate(names, start=1)}
-        self._on_stage, self._on_done = on_stage, on_done
-        self._running = ""
+        self._on_done = on_done
+        super().__init__(on_stage)
 
     def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:  # noqa: ARG002
         for row in done:
@@ -164,10 +173,7 @@ class _CountListener:
 
     def start(self, planned: PlannedCase[Any]) -> None:
         assert isinstance(planned, _PlannedCount)
-        self._running = self._labels[planned.name]
-
-    def stage(self, name: str) -> None:
-        self._on_stage(f"{self._running}: {name}")
+        self._case = self._labels[planned.name]
 
     def finish(self, row: Row) -> None:
         assert isinstance(row, CountedRow)

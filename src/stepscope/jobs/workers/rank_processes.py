@@ -76,6 +76,12 @@ class _RankProcesses:
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
+        # Until the nursery has seen the end of all: whoever comes next must not meet what is left of them.
+        deadline = time.monotonic() + _GRACE_S
+        while len(self.codes) < len(self._processes):
+            remaining = max(0.0, deadline - time.monotonic())
+            if not select.select([self._nursery.socket], [], [], remaining)[0] or not self._hear():
+                break
         self._nursery.close()
         for pipe in self._ranks:
             os.close(pipe)
