@@ -115,6 +115,23 @@ def decode(content: bytes, kind: type[T]) -> T:
         raise msgspec.ValidationError("nested too deeply") from None
 
 
+def decode_as(content: bytes, kind: type[T], schema: str) -> T:
+    """The same for a document that says what it is: a ValidationError too where that is not `schema`."""
+    if decode(content, Versioned).schema != schema:
+        raise msgspec.ValidationError(f"its schema is not `{schema}`")
+    return decode(content, kind)
+
+
+def read_document(path: Path, kind: type[T], *, refusal: str, hint: str) -> T | None:
+    """A JSON document of ours; None where there is no file. `refusal` begins the error for one that cannot be read."""
+    try:
+        return decode(read_plain(path), kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise StepscopeError(f"{refusal} `{path}`", detail=str(error), hint=hint) from None
+
+
 def _require_64_bits(value: object) -> None:
     """No measurement needs more, and neither tables nor floats can hold it."""
     if isinstance(value, int) and value not in _WHOLE_NUMBERS:
@@ -367,6 +384,28 @@ def try_lock(descriptor: int) -> bool:
             raise
         return False
     return True
+
+
+def lock_or_raise(descriptor: int, refusal: StepscopeError) -> None:
+    """`refusal` is raised when another process has the lock."""
+    try:
+        try_lock(descriptor)
+    except BlockingIOError:
+        raise refusal from None
+
+
+@contextmanager
+def locked(folder: Path, refusal: StepscopeError, *, name: str = "") -> Iterator[None]:
+    """Holds the lock of `folder`, which is made where there is none, or that of the file `name` in it."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) if name else os.open(folder, os.O_RDONLY)
+    try:
+        with writing(folder):
+            lock_or_raise(descriptor, refusal)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 # --- Whose it is ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from stepscope import cost
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import make_memory_profile
 from stepscope.explain.questions.forward import forward_time
-from stepscope.explain.questions.products import products_by_role
+from stepscope.explain.questions.product_roles import products_by_role
 from stepscope.explain.trace.profile import make_profile
 from stepscope.measure.flops import count_forward_flops
 from stepscope.measure.memory.recorder import record_memory

@@ -52,7 +52,7 @@ def precision(
     --size on make one case.
     """
     from stepscope.explain.precision.precision_tables import find_speeds, make_page, make_table
-    from stepscope.recording.rows.precision import encode_report, read_report
+    from stepscope.recording.rows.precision_report import encode_report, read_report
     from stepscope.recording.rows.results_file import read_rows
     from stepscope.report.tables import render
     from stepscope.report.terminal import render_page

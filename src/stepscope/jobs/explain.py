@@ -12,9 +12,9 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.rules import find_once
-from stepscope.explain.trace import breakdown
-from stepscope.explain.trace.overhead import overhead_table
+from stepscope.explain.trace import profile_tables as breakdown
 from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.explain.trace.profile_tables import overhead_table
 from stepscope.explain.trace.summary import SCHEMA, Summary, summarise
 from stepscope.findings import Page, Table
 from stepscope.recording import store

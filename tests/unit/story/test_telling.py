@@ -16,7 +16,7 @@ from stepscope.explain.story import Materials, tell
 from stepscope.explain.story.run import SECTIONS
 from stepscope.findings import Bars, Missing, Questions, Report, Section, Table, Timeline
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recording.rows.attention import AttentionRow
+from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.spec import build_case
 from tests.unit.attention_rows import attend
 from tests.unit.recordings import Timeline as Recorded

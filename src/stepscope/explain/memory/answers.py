@@ -17,7 +17,7 @@ from stepscope.explain.memory.memory_tables import (
 from stepscope.explain.memory.saved import saved_in_block
 from stepscope.explain.questions.answers import Answer, missing
 from stepscope.findings import Column, Table
-from stepscope.recording.rows.memory import MemorySummary, PhaseBytes
+from stepscope.recording.rows.memory_summary import MemorySummary, PhaseBytes
 from stepscope.spec import ModelShape
 from stepscope.units import MIB, say_bytes
 

@@ -15,7 +15,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.memory.categories import CATEGORIES, guess_categories
 from stepscope.explain.memory.saved import held_storages
 from stepscope.explain.trace.modules import number_layers
-from stepscope.recording.rows.memory import (
+from stepscope.recording.rows.memory_summary import (
     Allocation,
     CategoryBytes,
     MemorySummary,

@@ -13,7 +13,7 @@ from stepscope.explain.memory.memory_profile import UNKNOWN, MemoryProfile
 from stepscope.explain.memory.saved import saved_beside_closed_form, saved_by_module
 from stepscope.explain.memory.timeline import label_of, say_shape, say_when
 from stepscope.findings import Cell, Column, Page, Table
-from stepscope.recording.rows.memory import Allocation, MemorySummary
+from stepscope.recording.rows.memory_summary import Allocation, MemorySummary
 from stepscope.spec import ModelShape
 from stepscope.units import say_bytes
 

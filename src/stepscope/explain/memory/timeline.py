@@ -15,7 +15,7 @@ from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.memory.categories import CATEGORIES
 from stepscope.explain.memory.memory_profile import UNKNOWN, Bytes, MemoryProfile, describe
 from stepscope.findings import Area, Axis, Piece, Stretch, Timeline
-from stepscope.recording.rows.memory import Allocation
+from stepscope.recording.rows.memory_summary import Allocation
 
 By = Literal["category", "module"]
 MOST_SLICES = 4096

@@ -20,7 +20,7 @@ from stepscope.explain.precision.autocast import explain_dtype
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.rows.bench import BenchRow
-from stepscope.recording.rows.precision import (
+from stepscope.recording.rows.precision_report import (
     LowDtype,
     NormPart,
     Output,
@@ -31,7 +31,7 @@ from stepscope.recording.rows.precision import (
     Sum,
     Underflow,
 )
-from stepscope.spec import Case, ModelShape, Workload
+from stepscope.spec import RUN_SETTINGS, Case, ModelShape, Setting, Workload
 
 _AUTOCAST = ("bf16", "fp16")
 _MANTISSA_BITS = {"fp32": 23, "fp16": 10, "bf16": 7}
@@ -403,20 +403,25 @@ def _median_ns(row: BenchRow) -> int:
     return round(summarise(row.measurement.step_ns).median)
 
 
+_SPEED_SETTINGS = ("batch", "context", "mode", "attention", "compile")  # in every table; the others where they differ
+
+
 def _speed_table(report: PrecisionReport, _detail: bool) -> Table:
     if not report.speeds:
         raise StepscopeError(
             "no speeds to show", detail="they come from a results file of stepscope bench", hint="--bench FILE"
         )
+    settings = [
+        one
+        for name, one in RUN_SETTINGS.items()
+        if name in _SPEED_SETTINGS
+        or (name not in ("precision", "device") and len({one.read(speed.workload) for speed in report.speeds}) > 1)
+    ]
     return Table(
         title=f"Speed from bench, accuracy from here: {_where(report)}",
         columns=(
             Column(key="model", label="size"),
-            Column(key="batch", label="batch", kind="count"),
-            Column(key="context", label="context", kind="count"),
-            Column(key="mode", label="mode"),
-            Column(key="attention", label="attention"),
-            Column(key="compile", label="compile"),
+            *(Column(key=one.name, label=one.label, kind=one.kind) for one in settings),
             Column(key="device", label="timed on"),
             Column(key="precision", label="precision"),
             Column(key="fp32_step_ms", label="fp32 step [ms]", kind="ms"),
@@ -425,22 +430,18 @@ def _speed_table(report: PrecisionReport, _detail: bool) -> Table:
             Column(key="loss_error", label="loss error", kind="number"),
             Column(key="gradient_error", label="gradient error", kind="number"),
         ),
-        rows=tuple(_speed_row(report, speed) for speed in report.speeds),
+        rows=tuple(_speed_row(report, speed, settings) for speed in report.speeds),
         notes=("Errors stand beside the batch, context and attention that they were measured with.",),
     )
 
 
-def _speed_row(report: PrecisionReport, speed: Speed) -> tuple[Cell, ...]:
+def _speed_row(report: PrecisionReport, speed: Speed, settings: Sequence[Setting]) -> tuple[Cell, ...]:
     timed, here = speed.workload, report.case.workload
     measured_here = (timed.batch, timed.context, timed.attention) == (here.batch, here.context, here.attention)
     run = next((run for run in report.comparison.runs if run.precision == timed.precision and measured_here), None)
     return (
         timed.model.name,
-        timed.batch,
-        timed.context or None,
-        timed.mode,
-        timed.attention,
-        "yes" if timed.compile else "no",
+        *(one.read(timed) for one in settings),
         speed.device,
         timed.precision,
         speed.fp32_step_ns / 1e6,

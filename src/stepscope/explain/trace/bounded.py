@@ -17,7 +17,7 @@ from pathlib import Path
 import polars as pl
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.trace import breakdown
+from stepscope.explain.trace import profile_tables as breakdown
 from stepscope.explain.trace.accounting import DeviceAccount, DeviceSweep
 from stepscope.explain.trace.attribution import Attribution
 from stepscope.explain.trace.names import classify

@@ -17,11 +17,11 @@ from stepscope.explain.experiments.cases import describe_case, limit_notes
 from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.sweep import PlannedCase, Turn, WorkloadExperiment
 from stepscope.jobs.recorders.external import compress
-from stepscope.jobs.recorders.profile import describe_run, median_ns
+from stepscope.jobs.recorders.recording_job import describe_run, median_ns
 from stepscope.jobs.workers.messages import Failed, MemoryRecorded, RecordMemory
 from stepscope.jobs.workers.process import Ended, Workers
 from stepscope.recording.memory.labels import SNAPSHOT_NAME, MemoryRun
-from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.spec import Case, Grid, grid_from_flags
 
 if TYPE_CHECKING:  # loads polars, which a bad flag need not wait for

@@ -12,7 +12,7 @@ from stepscope.explain.memory.timeline import By, memory_timeline
 from stepscope.findings import Table, Timeline
 from stepscope.jobs.experiments.memory_sweep import recording_folder
 from stepscope.recording import store
-from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.memory_summary import MemoryRow
 
 
 def answer_profile(

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import Versioned, decode, read_plain, try_lock, writing
+from stepscope.files import Versioned, decode, lock_or_raise, read_plain, writing
 from stepscope.recording.rows.bench import BenchRow, Row
 
 R = TypeVar("R", bound=Row)
@@ -217,14 +217,12 @@ def _open_locked(path: Path, hint: str) -> int:
 
 
 def _lock(path: Path, descriptor: int, hint: str) -> None:
-    try:
-        try_lock(descriptor)
-    except BlockingIOError:
-        raise StepscopeError(
-            f"another sweep is writing to `{path}`",
-            detail="two would disturb each other's timings as well as the file",
-            hint=f"wait for it, or write elsewhere: {hint}",
-        ) from None
+    refusal = StepscopeError(
+        f"another sweep is writing to `{path}`",
+        detail="two would disturb each other's timings as well as the file",
+        hint=f"wait for it, or write elsewhere: {hint}",
+    )
+    lock_or_raise(descriptor, refusal)
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
