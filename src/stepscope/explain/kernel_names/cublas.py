@@ -12,6 +12,7 @@ from stepscope.explain.kernel_names.vocabulary import (
     KernelClass,
     KernelName,
     build,
+    compile_rows,
     explain_architecture,
     explain_layout,
     explain_slab,
@@ -33,11 +34,11 @@ _OWN = re.compile(
     r"(?:internal::)?gemvx::|gemv2[NT]|gemvNSP|gemmSN_|gemmk1|(?:\w+::)?dot_kernel|reduce_1Block_kernel|gemm_kernel2x2"
     r"|trsm_|(?:gemm|symm|syrk)_kernel1x1_core"
 )
-_VECTORS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = (
-    (re.compile(r"dot_kernel|reduce_1Block_kernel"), "reduction", "dot product"),
-    (re.compile(r"asum_kernel|nrm2_kernel|iamax_kernel"), "reduction", "vector norm"),
-    (re.compile(r"axpy_kernel|scal_kernel"), "elementwise", "scale and add vectors"),
-    (re.compile(r"copy_kernel"), "copy", "copy"),
+_VECTORS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
+    (r"dot_kernel|reduce_1Block_kernel", "reduction", "dot product"),
+    (r"asum_kernel|nrm2_kernel|iamax_kernel", "reduction", "vector norm"),
+    (r"axpy_kernel|scal_kernel", "elementwise", "scale and add vectors"),
+    (r"copy_kernel", "copy", "copy"),
 )
 _SMALL = re.compile(
     r"gemm(?:SN|k1|NN|NT|TN|TT|Batched|_kernel)|sgemm_\w*|dgemm_\w*|hgemm_\w*|cgemm_\w*|zgemm_\w*|trsm|syrk"
