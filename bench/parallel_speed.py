@@ -51,7 +51,7 @@ from shaped_link import LinkError, Side, shaped_link
 from stepscope import cost
 from stepscope.cost import Compute, DdpStrategy, StepTime
 from stepscope.explain.statistics import Statistics, summarise
-from stepscope.recording.rows.comm import CommCase, CommOutcome
+from stepscope.recording.rows.collective_case import CommCase, CommOutcome
 from stepscope.recording.rows.links import COLLECTIVES, LinkPlace, Links
 from stepscope.spec import ModelShape
 

@@ -7,6 +7,7 @@ lacks is absent rather than zero. Anything not listed here is measured (`measure
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -69,3 +70,15 @@ def find(driver_name: str) -> Hardware | None:
 
 def known() -> tuple[Hardware, ...]:
     return tuple(card for _, card in _CARDS)
+
+
+def read_proc_bytes(file: str, field: str) -> int:
+    """A size from one of Linux's files: `MemAvailable` in /proc/meminfo, `VmRSS` in /proc/self/status."""
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path(file).read_text(), re.MULTILINE)
+    assert found, f"{file} has no {field}"
+    return int(found[1]) * 1024
+
+
+def available_bytes() -> int:
+    """What this machine can hand out without taking it from other programs."""
+    return read_proc_bytes("/proc/meminfo", "MemAvailable")

@@ -36,7 +36,7 @@ def test_a_rank_that_is_killed_costs_its_case_and_an_interrupt_leaves_no_process
 
 
 def _ranks(folder: Path) -> list[int]:
-    return workers(folder, "stepscope.jobs.workers.rank_nursery")
+    return workers(folder, "stepscope.measure.training")
 
 
 def test_ranks_that_somebody_else_started_are_served_and_rank_0_alone_speaks(tmp_path: Path) -> None:

@@ -108,6 +108,14 @@ def test_state_and_gradients_are_there_when_the_mode_has_them() -> None:
     assert trained.bytes - plain.bytes == trained.optimizer_bytes
 
 
+def test_micro_batches_hold_fewer_activations_beside_all_gradients() -> None:
+    split, small = workload(batch=8, grad_accumulation=4), workload(batch=2)
+    assert cost.activations_of(split) == cost.activations_of(small)
+    assert cost.saved_bytes(split) == cost.saved_bytes(small)
+    assert cost.step_peak(split).gradient_bytes == 4 * cost.parameters(SIZES["nano"]).total
+    assert cost.step_peak(split).activation_bytes == cost.step_peak(small).activation_bytes
+
+
 def test_the_best_group_is_small_and_nesting_pays_for_many_tokens_and_blocks() -> None:
     few = cost.best_checkpoint(workload(size="medium", vocab=100, batch=8, context=256))
     assert few.checkpoint == "block"

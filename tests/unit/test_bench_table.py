@@ -3,6 +3,7 @@
 import msgspec
 
 from stepscope.explain.experiments.bench_tables import bench_figure, bench_table, sizes_table
+from stepscope.explain.experiments.cases import describe_case
 from stepscope.findings import Cell, Table
 from stepscope.recording.rows.bench import BenchRow, Doubt
 from stepscope.report.formats import Format
@@ -202,3 +203,13 @@ def test_figure_is_over_parameters_when_the_context_is_one() -> None:
 def test_sizes_are_listed_with_exact_counts() -> None:
     table = sizes_table()
     assert dict(zip(cells(table, "size"), cells(table, "parameters"), strict=True))["2.7B"] == 3_406_809_600
+
+
+def test_a_setting_is_said_where_it_is_set_and_is_a_column_where_it_varies() -> None:
+    one, two = row(batch=8), row(batch=8, grad_accumulation=2, step_ns=(200_000_000,) * 10)
+    assert "micro-batch" not in bench_table([one]).title
+    assert "2 micro-batches" in bench_table([two]).title
+    assert ("2 micro-batches" in describe_case(two.case), "micro" in describe_case(one.case)) == (True, False)
+    table = bench_table([one, two])
+    assert cells(table, "grad_accumulation") == [1, 2]
+    assert cells(table, "speedup_grad_accumulation") == [1.0, 0.5]

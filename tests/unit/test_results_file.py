@@ -9,7 +9,7 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.recording.rows.bench import BenchRow, Doubt, Retry, Status, case_key
-from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.recording.rows.results_file import ResultsFile, read_rows, read_rows_of
 from tests.unit.rows import row
 
@@ -251,3 +251,7 @@ def test_a_case_that_was_timed_before_settings_were_added_keeps_its_key() -> Non
     # Kept from before any setting was added: the rows of this file have keys of an earlier version.
     rows, _ = read_rows_of(RECORDED / "bench_h200.jsonl", BenchRow)
     assert case_key(rows[0].case, rows[0].environment, rows[0].source) == "d2f04e04d2f50db0"
+
+
+def test_a_setting_that_was_added_later_makes_another_case_only_where_it_is_set() -> None:
+    assert row(grad_accumulation=1).key == row().key != row(grad_accumulation=2).key

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from stepscope import __version__
-from stepscope.cli.signed_output import print_signed
+from stepscope.cli.verify import print_signed
 from stepscope.errors import Exit, StepscopeError
 from stepscope.jobs import signing as job
 from stepscope.jobs.signing import (
@@ -18,8 +18,8 @@ from stepscope.jobs.signing import (
     read_flags,
     sign_to_file,
 )
-from stepscope.recover.reports.hashing import hash_files
 from stepscope.recover.reports.keys import new_key
+from stepscope.recover.reports.signed_report import hash_files
 from stepscope.recover.reports.signing import SignatureVerdict
 from stepscope.report.formats import Format
 

@@ -89,6 +89,11 @@ def test_case_survives_json() -> None:
         ({"device": "gpu"}, ("gpu", "cuda")),
         ({"device": "cpu", "precision": "tf32"}, ("tf32", "--precision fp32")),
         ({"mode": "inference", "checkpoint": "block"}, ("checkpoint `block`", "--mode forward-backward")),
+        ({"mode": "inference", "grad_accumulation": "2"}, ("grad_accumulation `2`", "--mode train")),
+        ({"mode": "forward-backward", "grad_accumulation": "2"}, ("mode `forward-backward`", "--mode train")),
+        ({"batch": "6", "grad_accumulation": "4"}, ("batch `6`", "`4` micro-batches", "--batch 8")),
+        ({"batch": "2", "grad_accumulation": "4"}, ("batch `2`", "--batch 4")),
+        ({"grad_accumulation": "0"}, ("grad_accumulation `0`", "--grad-accumulation 1")),
         ({"memory_limit": "lots"}, ("lots", "24GB")),
         ({"memory_limit": "0"}, ("memory_limit `0`",)),
         ({"compile": "maybe"}, ("maybe", "--compile")),
@@ -252,3 +257,9 @@ def test_a_declared_setting_has_its_cell_and_its_words() -> None:
         "1 round",
     ]
     assert settings["rounds"].say(2) == "2 rounds"
+
+
+def test_accumulation_splits_the_batch_and_leaves_the_step_as_large() -> None:
+    (whole, split) = (case.workload for case in grid_from_flags({"batch": "8", "grad_accumulation": "1,4"}).cases())
+    assert (split.passes, split.micro_batch) == (4, 2)
+    assert split.tokens == whole.tokens

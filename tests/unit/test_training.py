@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.slurm import ranks as slurm_ranks
+from stepscope.jobs.slurm import rank_jobs as slurm_ranks
 from stepscope.jobs.train import TrainJob, _only_one, build_training, is_rank
 from stepscope.parallel.journal import Journal, read_journals
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, save
-from stepscope.recording.rows.train import data_digest
+from stepscope.recording.rows.training_log import data_digest
 from stepscope.spec import SIZES, Factory, Grid, SpecError, Training, Workload
 
 NANO = Workload(model=SIZES["nano"], batch=8)
@@ -78,6 +78,22 @@ def test_ranks_and_strategy_do_not_make_another_run_and_the_seed_does() -> None:
     assert plain.identity == other.identity
     assert plain.identity != Training(workload=msgspec.structs.replace(NANO, seed=1)).identity
     assert plain.identity != Training(workload=NANO, learning_rate=1e-2).identity
+
+
+def test_gradients_accumulate_by_either_name() -> None:
+    split = msgspec.structs.replace(NANO, grad_accumulation=2)
+    by_workload = Training(workload=split, ranks=2, strategy="flat")
+    assert by_workload == Training(workload=NANO, ranks=2, strategy="flat", accumulate=2)
+    assert (by_workload.passes, by_workload.rank_batch) == (2, 2)
+    assert by_workload.identity == Training(workload=NANO).identity
+    with pytest.raises(SpecError, match="two names of one setting"):
+        Training(workload=split, accumulate=4)
+
+
+def test_a_run_from_before_workloads_had_micro_batches_is_read() -> None:
+    fields = msgspec.to_builtins(Training(workload=NANO, accumulate=2))
+    del fields["workload"]["grad_accumulation"]
+    assert msgspec.convert(fields, Training).workload.grad_accumulation == 2
 
 
 # --- The same run ---------------------------------------------------------------------------------------------------

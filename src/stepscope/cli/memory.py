@@ -70,7 +70,7 @@ def memory(
         raise StepscopeError(f"`{alone}` needs a single case; got several", hint="leave it out")
     if from_ is not None:
         refuse_settings(grid, "--from shows a file as it is")
-        from stepscope.recording.rows.memory import MemoryRow
+        from stepscope.recording.rows.memory_summary import MemoryRow
 
         out = from_.parent
         rows = read_results(from_, MemoryRow)

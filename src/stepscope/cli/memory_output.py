@@ -79,7 +79,7 @@ def print_profile(
     profile: "MemoryProfile", format_: Format, *, part: str | None, top: int, questions: bool, detail: str | None
 ) -> None:
     """The page, one part of it, or the answers."""
-    from stepscope.explain.memory.tables import make_part, memory_page
+    from stepscope.explain.memory.memory_tables import make_part, memory_page
     from stepscope.jobs.experiments import memory_view
     from stepscope.report.terminal import render_page
 

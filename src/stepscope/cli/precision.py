@@ -51,8 +51,8 @@ def precision(
     Runs one step in each precision that the device has, or in those that --precision names. The other settings from
     --size on make one case.
     """
-    from stepscope.explain.precision.tables import find_speeds, make_page, make_table
-    from stepscope.recording.rows.precision import encode_report, read_report
+    from stepscope.explain.precision.precision_tables import find_speeds, make_page, make_table
+    from stepscope.recording.rows.precision_report import encode_report, read_report
     from stepscope.recording.rows.results_file import read_rows
     from stepscope.report.tables import render
     from stepscope.report.terminal import render_page

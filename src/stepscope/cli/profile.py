@@ -91,7 +91,7 @@ def profile(
         )
         return
     from stepscope.jobs.explain import document_fresh, explain_fresh
-    from stepscope.jobs.recorders.profile import NsysJob, ProfileJob
+    from stepscope.jobs.recorders.recording_job import NsysJob, ProfileJob
     from stepscope.report.terminal import render_page
 
     if format_ not in (Format.TEXT, Format.JSON):

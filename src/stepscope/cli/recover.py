@@ -46,7 +46,7 @@ def recover(
     """
     from stepscope.jobs import recover as job
     from stepscope.jobs.signing import make_report, read_flags, sign_to_file
-    from stepscope.recover.reports.hashing import hash_files
+    from stepscope.recover.reports.signed_report import hash_files
 
     if study:
         given = {"--sign": sign, "--out": out, "--nonce": nonce, "--weights": weights, "--gpu-uuid": gpu_uuid}

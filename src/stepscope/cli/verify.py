@@ -1,14 +1,14 @@
 """`stepscope verify`: is the claim true?"""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from stepscope.cli.output import say, show, show_parts
-from stepscope.errors import StepscopeError
+from stepscope.cli.output import say, show, show_parts, show_tables
+from stepscope.errors import Exit, StepscopeError
 from stepscope.report.formats import Format
 
 
@@ -51,10 +51,9 @@ def verify(
 
     Exit 0: consistent. Exit 1: refuted, with the kernel that refutes it. Exit 3: cannot tell, with what is missing.
     """
-    from stepscope.cli.signed_output import print_signed
     from stepscope.jobs import verify as job
     from stepscope.jobs.signing import make_report, read_flags, sign_to_file
-    from stepscope.recover.reports.hashing import hash_files
+    from stepscope.recover.reports.signed_report import hash_files
 
     files = evidence or []
     if signed is not None:
@@ -96,3 +95,17 @@ def _check_signed_flags(public_key: str | None, given: Mapping[str, object]) -> 
     for flag, value in given.items():
         if value is not None:
             raise StepscopeError(f"`{flag}` does nothing beside `--signed`", detail="the report holds its own answer")
+
+
+def print_signed(
+    report: Path, public_key: str, evidence: Sequence[Path], *, nonce: str | None, format_: Format
+) -> None:
+    """`--signed REPORT --public-key KEY [EVIDENCE...]`. Leaves with 1 where the report is not what was signed."""
+    from stepscope.jobs.signing import examination_table, examine_signed
+
+    examination = examine_signed(report, public_key, evidence, nonce=nonce)
+    show_tables([examination_table(examination)], format_)
+    if examination.exit is not Exit.OK:
+        raise typer.Exit(examination.exit)
+    if not evidence:
+        say(f"next: stepscope verify EVIDENCE --signed {shlex.quote(str(report))} --public-key …, to hash files again")

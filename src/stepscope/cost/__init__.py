@@ -2,9 +2,6 @@
 place such formulas live."""
 
 from stepscope.cost.activations import (
-    Activations,
-    StepPeak,
-    Term,
     activations_of,
     best_checkpoint,
     feed_forward_activations,
@@ -24,14 +21,12 @@ from stepscope.cost.model import (
     FLOP_CONVENTION,
     SGD_BYTES,
     DecoderShape,
-    ParameterCount,
     decoder_parameters,
     forward_flops,
     parameters,
     step_flops,
 )
 from stepscope.cost.operators import (
-    SOFTMAX_CONVENTION,
     attention_flops,
     operator_cost,
     product_dims,
@@ -51,7 +46,7 @@ from stepscope.cost.overlap import (
     predict_sharded_optimizer,
     ready_in_order,
 )
-from stepscope.cost.sharding import LayerSize, Sharding, TrainingBytes, layer_sizes, training_bytes
+from stepscope.cost.sharding import LayerSize, TrainingBytes, layer_sizes, training_bytes
 
 __all__ = [
     "ADAM_BYTES",
@@ -59,8 +54,6 @@ __all__ = [
     "DDP_STRATEGIES",
     "FLOP_CONVENTION",
     "SGD_BYTES",
-    "SOFTMAX_CONVENTION",
-    "Activations",
     "Compute",
     "DdpStrategy",
     "DecoderShape",
@@ -68,11 +61,7 @@ __all__ = [
     "Layer",
     "LayerSize",
     "OperatorCost",
-    "ParameterCount",
-    "Sharding",
-    "StepPeak",
     "StepTime",
-    "Term",
     "TrainingBytes",
     "activations_of",
     "attention_flops",

@@ -140,9 +140,8 @@ class _Counter:
         self.narrow = precision in ("bf16", "fp16")
 
     def term(self, part: str, tensor: str, formula: str, why: str, count: int = 1) -> Term:
-        text = formula.replace("·w", "·2" if self.narrow else "·4")
-        each = multiply_out(text, self.symbols)
-        return Term(part=part, tensor=tensor, formula=text, each_bytes=each, count=count, why=why)
+        width = 2 if self.narrow else 4
+        return make_term(part, tensor, formula, why, symbols=self.symbols, width=width, count=count)
 
     def norm(self, count: int) -> list[Term]:
         why = "gain times the normalised input: the gain's gradient needs the other factor"
@@ -229,6 +228,14 @@ def _symbols(shape: ModelShape, batch: int, context: int) -> dict[str, int]:
         "R": shape.num_heads // shape.num_kv_heads,
         "V": shape.vocab,
     }
+
+
+def make_term(
+    part: str, tensor: str, formula: str, why: str, *, symbols: Mapping[str, int], width: int, count: int = 1
+) -> Term:
+    """`w` in the formula is `width`, in bytes."""
+    text = formula.replace("·w", f"·{width}")
+    return Term(part=part, tensor=tensor, formula=text, each_bytes=multiply_out(text, symbols), count=count, why=why)
 
 
 def multiply_out(formula: str, symbols: Mapping[str, int]) -> int:

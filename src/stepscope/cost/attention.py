@@ -25,10 +25,10 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.cost.activations import Term, join_formulas, multiply_out, total_bytes
+from stepscope.cost.activations import Term, join_formulas, make_term, total_bytes
 from stepscope.cost.operators import attention_flops
 from stepscope.cost.products import BACKWARD_PRODUCTS
-from stepscope.recording.rows.attention import AttentionCase
+from stepscope.recording.rows.attention_case import AttentionCase
 from stepscope.spec.backends import BACKENDS, Workspace
 
 Bound = Literal["exact", "at least"]
@@ -114,9 +114,7 @@ class _TermMaker:
         self.causal = case.causal
 
     def term(self, tensor: str, formula: str, why: str, count: int = 1) -> Term:
-        text = formula.replace("·w", f"·{self._width}")
-        each = multiply_out(text, self._symbols)
-        return Term(part="attention", tensor=tensor, formula=text, each_bytes=each, count=count, why=why)
+        return make_term("attention", tensor, formula, why, symbols=self._symbols, width=self._width, count=count)
 
     def output(self) -> Term:
         return self.term("output", "B·H·L·D·w", "the result")

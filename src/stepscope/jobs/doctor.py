@@ -19,9 +19,9 @@ import pynvml
 
 from stepscope.errors import StepscopeError
 from stepscope.findings import Column, Table
-from stepscope.hardware import find
-from stepscope.jobs.recorders.ncu import PERMISSION, PERMISSION_ADVICE
-from stepscope.jobs.workers.instructions import CpuLimits, limit_instructions
+from stepscope.hardware import available_bytes, find
+from stepscope.jobs.recorders.nsight_compute import PERMISSION, PERMISSION_ADVICE
+from stepscope.jobs.workers.cpu_limits import CpuLimits, limit_instructions
 from stepscope.jobs.workers.messages import Failed, Inspect, Inspected, OutOfMemory, Result
 from stepscope.jobs.workers.process import Died, Workers
 from stepscope.measure.instructions import read_limits, say_limits
@@ -79,7 +79,7 @@ def _check_python() -> Check:
 def _check_host() -> list[Check]:
     cores = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0] / cores
-    free = _available_bytes()
+    free = available_bytes()
     busy, little = load > _BUSY_LOAD, free < _LITTLE_MEMORY
     return [
         Check(
@@ -278,10 +278,3 @@ def _is_confidential() -> bool:
         return False
     enabled = state.ccFeature == pynvml.NVML_CC_SYSTEM_FEATURE_ENABLED
     return bool(enabled and state.devToolsMode == pynvml.NVML_CC_SYSTEM_DEVTOOLS_MODE_OFF)
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/meminfo has no MemAvailable")

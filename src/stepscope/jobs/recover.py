@@ -8,7 +8,7 @@ import msgspec
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Table
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recording.store import is_recording
+from stepscope.recording.store import Recording, is_recording
 from stepscope.recover.evidence.order import NoTransformerError
 from stepscope.recover.evidence.recording import KernelEvidence, gather
 from stepscope.recover.solve.recovery import Recovery, recover
@@ -22,22 +22,26 @@ class Undecided(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def gather_evidence(paths: Sequence[Path], *, use_shapes: bool = False) -> list[KernelEvidence]:
-    """Raises StepscopeError for what cannot be read, and where no file holds a kernel of a GPU."""
-    evidence = [gather(open_recording(path), file=path.name, use_shapes=use_shapes) for path in paths]
+def read_evidence(
+    paths: Sequence[Path], *, expected: str, use_shapes: bool = False
+) -> tuple[list[Recording], list[KernelEvidence], str]:
+    """The recordings, the evidence in them, and what it calls its GPU. Raises StepscopeError for what cannot be read,
+    and where no file holds a kernel of a GPU; `expected` says then what is needed."""
+    recordings = [open_recording(path) for path in paths]
+    evidence = [gather(one, file=path.name, use_shapes=use_shapes) for one, path in zip(recordings, paths, strict=True)]
     if not any(one.sightings for one in evidence):
         raise StepscopeError(
             f"no GPU kernels in {', '.join(f'`{path}`' for path in paths)}",
-            detail="a model is recovered from what ran on a GPU: a profiler's trace, or Nsight Compute's counters",
+            detail=expected,
             hint="stepscope profile --counters --size small, on a machine with a GPU",
         )
-    return evidence
+    return recordings, evidence, next((one.device for one in evidence if one.device), "")
 
 
 def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> tuple[Recovery | Undecided, str]:
     """What was recovered, and what the evidence calls its GPU."""
-    evidence = gather_evidence(paths, use_shapes=use_shapes)
-    device = next((one.device for one in evidence if one.device), "")
+    expected = "a model is recovered from what ran on a GPU: a profiler's trace, or Nsight Compute's counters"
+    _, evidence, device = read_evidence(paths, expected=expected, use_shapes=use_shapes)
     try:
         return recover(evidence), device
     except NoTransformerError as error:
@@ -84,7 +88,7 @@ def check_study_flags(flags: Mapping[str, object]) -> None:
 def study_files(paths: Sequence[Path], settings: Path | None) -> list[Table]:
     """Over recordings of our own, folders that hold a grid of them, or files whose settings stand in another."""
     from stepscope.recover.study import study
-    from stepscope.recover.study.truths import read_truths
+    from stepscope.recover.study.runs import read_truths
 
     found = expand(paths)
     truths = None if settings is None else read_truths(settings)

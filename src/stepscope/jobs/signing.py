@@ -14,9 +14,18 @@ import msgspec
 from stepscope import __version__
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
-from stepscope.recover.reports.hashing import hash_file, hash_files, hash_weights
 from stepscope.recover.reports.keys import load_private_key, public_path
-from stepscope.recover.reports.signed_report import Gpu, HashedFile, SignedReport, Statement, check_nonce, check_uuid
+from stepscope.recover.reports.signed_report import (
+    Gpu,
+    HashedFile,
+    SignedReport,
+    Statement,
+    check_nonce,
+    check_uuid,
+    hash_file,
+    hash_files,
+    hash_weights,
+)
 from stepscope.recover.reports.signing import (
     Mismatch,
     SignatureCheck,

@@ -6,15 +6,15 @@ from pathlib import Path
 import msgspec
 import polars as pl
 
-from stepscope.errors import Exit, StepscopeError
+from stepscope.errors import Exit
 from stepscope.findings import Column, Table
-from stepscope.recording.readers.formats import open_recording
+from stepscope.jobs.recover import read_evidence
 from stepscope.recording.store import Recording
 from stepscope.recover.claims.claim import read_claim
 from stepscope.recover.claims.verdict import ClaimVerdict, Verification, describe_interval, undecided
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.order import NoTransformerError
-from stepscope.recover.evidence.recording import KernelEvidence, gather
+from stepscope.recover.evidence.recording import KernelEvidence
 
 _EXITS = {
     ClaimVerdict.CONSISTENT: Exit.OK,
@@ -41,15 +41,8 @@ def verify_files(
 ) -> Verified:
     """Raises StepscopeError for a claim that is none and for evidence that cannot be read or holds no kernel."""
     claimed = read_claim(claim, batch=batch, context=context, dtype=dtype)
-    recordings = [open_recording(path) for path in paths]
-    evidence = [gather(one, file=path.name) for one, path in zip(recordings, paths, strict=True)]
-    if not any(one.sightings for one in evidence):
-        raise StepscopeError(
-            f"no GPU kernels in {', '.join(f'`{path}`' for path in paths)}",
-            detail="a claim is held against what ran on a GPU: a profiler's trace of one, or Nsight Compute's counters",
-            hint="stepscope profile --counters --size small, on a machine with a GPU",
-        )
-    device = next((one.manifest.device for one in recordings if one.manifest.device), "")
+    expected = "a claim is held against what ran on a GPU: a profiler's trace of one, or Nsight Compute's counters"
+    recordings, evidence, device = read_evidence(paths, expected=expected)
     try:
         answer = verify(evidence, claimed, unseen=_unseen_share(recordings, evidence))
     except NoTransformerError as error:

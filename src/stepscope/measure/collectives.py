@@ -9,12 +9,12 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from stepscope.hardware import available_bytes
 from stepscope.measure.environment import DTYPES
 from stepscope.measure.failures import is_out_of_memory, say_in_a_line
 from stepscope.measure.soundness import doubt_spread
@@ -22,7 +22,7 @@ from stepscope.measure.timing import elapsed_ns, make_event
 from stepscope.parallel.communicator import Communicator, Pending
 from stepscope.parallel.group import choose_device
 from stepscope.recording.rows.bench import Clock, Doubt
-from stepscope.recording.rows.comm import CommCase, CommMeasurement, CommOutcome
+from stepscope.recording.rows.collective_case import CommCase, CommMeasurement, CommOutcome
 from stepscope.units import GIB
 
 OnStage = Callable[[Literal["checking", "timing"]], None]
@@ -205,18 +205,11 @@ def _say_hopeless(case: CommCase, device: torch.device) -> str:
     for it: here all of its ranks count together."""
     if device.type == "cuda":
         return ""
-    there = _available_bytes()
+    there = available_bytes()
     need = case.needed_bytes * (case.ranks // case.hosts)
     if need <= there:
         return ""
     return f"the ranks of a host need {need / GIB:.1f} GiB together, and {there / GIB:.1f} are free"
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/meminfo has no MemAvailable")
 
 
 def _doubt(case: CommCase, measurement: CommMeasurement) -> Iterator[Doubt]:

@@ -24,7 +24,7 @@ from stepscope.parallel import FSDP, Communicator
 from stepscope.parallel.agreement import require_agreement
 from stepscope.parallel.group import choose_device
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, IF_FULL, Checkpoint, newest, save
-from stepscope.recording.rows.train import (
+from stepscope.recording.rows.training_log import (
     LOG_NAME,
     MEMORY_NAME,
     RUN_NAME,
@@ -187,7 +187,7 @@ class _TrainingRun:
         return tuple(row for rows in shared for row in rows)
 
     def _pass_over(self, tokens_BC: Tensor) -> Tensor:
-        passes = tokens_BC.chunk(self._training.accumulate)
+        passes = tokens_BC.chunk(self._training.passes)
         losses = [
             self._learner.add_gradients(part_BC, is_last=number == len(passes))
             for number, part_BC in enumerate(passes, start=1)

@@ -26,7 +26,7 @@ import msgspec
 from rich.cells import cell_len, set_cell_size
 
 from stepscope.findings import Finding, Page, Table
-from stepscope.report.numbers import Lane, Sheet, lay_out, one_line
+from stepscope.report.numbers import Lane, Sheet, format_value, lay_out, one_line
 
 _GAP = "  "
 _ON_A_PAGE = 3  # findings
@@ -213,7 +213,7 @@ def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
     lines = ["Findings"]
     for one in findings[:_ON_A_PAGE]:
         saving = f"saves about {one.saving_ns / 1e6:,.2f} ms a step" if one.saving_ns else "no saving estimated"
-        share = f" ({one.share:.1%})" if one.share else ""
+        share = f" ({format_value('share', one.share)})" if one.share else ""
         lines.append(f"{one.code}  {one.title}: {saving}{share}")
         lines.extend(_indented(one.evidence, width))
         lines.extend(_indented(f"fix: {one.fix}", width))

@@ -21,7 +21,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     steps: int = 100
     learning_rate: float = 1e-3
     warmup_steps: int = 0
-    accumulate: int = 1
+    accumulate: int = 1  # an earlier name of the workload's `grad_accumulation`, which earlier runs have
     data: str = ""  # a text file, read as bytes; without one, tokens made from the seed
     save_every: int = 50
 
@@ -37,6 +37,9 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise SpecError(f"{name} `{value:g}` is not positive", detail="expected more than 0", hint=flag)
         self._check_workload()
         self._check_strategy()
+        workload = msgspec.structs.replace(self.workload, grad_accumulation=self.passes)
+        msgspec.structs.force_setattr(self, "workload", workload)
+        msgspec.structs.force_setattr(self, "accumulate", self.passes)
 
     def _check_workload(self) -> None:
         workload = self.workload
@@ -60,9 +63,15 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 detail="a byte is one of 256 tokens",
                 hint="--vocab 256",
             )
-        share = self.ranks * self.accumulate
+        if 1 not in (self.accumulate, workload.passes) and self.accumulate != workload.passes:
+            raise SpecError(
+                f"accumulate `{self.accumulate}` and grad_accumulation `{workload.passes}`",
+                detail="these are two names of one setting",
+                hint=f"--grad-accumulation {workload.passes}",
+            )
+        share = self.ranks * self.passes
         if workload.batch % share:
-            parts = f"{self.ranks} ranks" + (f" of {self.accumulate} passes each" if self.accumulate > 1 else "")
+            parts = f"{self.ranks} ranks" + (f" of {self.passes} passes each" if self.passes > 1 else "")
             raise SpecError(
                 f"batch `{workload.batch}` cannot be shared out to {parts}",
                 detail="every rank takes an equal part of the sequences",
@@ -93,15 +102,20 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.strategy + ("+sharded optimizer" if self.shard_optimizer else "")
 
     @property
+    def passes(self) -> int:
+        """Passes of a rank that make one step."""
+        return max(self.accumulate, self.workload.passes)
+
+    @property
     def rank_batch(self) -> int:
         """Sequences in one pass of one rank."""
-        return self.workload.batch // (self.ranks * self.accumulate)
+        return self.workload.batch // (self.ranks * self.passes)
 
     @property
     def identity(self) -> "Training":
         """What a run must keep to be the same run: how many ranks do it, in which way, for how long, is left out. So is
         where its text lies: what the text is, a digest says beside this."""
-        workload = msgspec.structs.replace(self.workload, device="auto")
+        workload = msgspec.structs.replace(self.workload, device="auto", grad_accumulation=1)
         return msgspec.structs.replace(
             self,
             workload=workload,

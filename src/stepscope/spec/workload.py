@@ -87,11 +87,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, tag="builtin", forbi
     """The shape of the built-in Transformer: pre-norm, RoPE, SwiGLU, no biases, untied head unless told otherwise."""
 
     vocab: Annotated[int, Setting(help="Vocabulary of the built-in model.", in_title="never")] = 10_000
-    d_model: Annotated[int, Setting(help="Width, in place of the size's.")]
-    d_ff: Annotated[int, Setting(help="Feed-forward width, in place of the size's.")]
-    num_layers: Annotated[int, Setting(help="Layers, in place of the size's.")]
-    num_heads: Annotated[int, Setting(help="Attention heads, in place of the size's.")]
-    num_kv_heads: Annotated[int, Setting(help="Key/value heads (grouped attention).")]
+    d_model: Annotated[int, Setting(help="Width, in place of the size's.", label="width")]
+    d_ff: Annotated[int, Setting(help="Feed-forward width, in place of the size's.", label="feed-forward")]
+    num_layers: Annotated[int, Setting(help="Layers, in place of the size's.", label="layers")]
+    num_heads: Annotated[int, Setting(help="Attention heads, in place of the size's.", label="heads")]
+    num_kv_heads: Annotated[int, Setting(help="Key/value heads (grouped attention).", label="kv heads")]
     tie_embeddings: Annotated[bool, Setting(help="Head and embedding share one weight.")] = False
 
     def __post_init__(self) -> None:
@@ -259,6 +259,19 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             in_precision=False,
         ),
     ] = "none"
+    # A step's batch is split, not multiplied: tokens, FLOPs and the update of a step stay the same whatever the number.
+    grad_accumulation: Annotated[
+        int,
+        Setting(
+            help="Split the batch of a step into N micro-batches, whose gradients add up.",
+            label="micro-batches",
+            baseline=1,
+            phrase="{} micro-batches",
+            is_extra=True,
+            modes=("train",),
+            in_precision=False,
+        ),
+    ] = 1
     # None leaves it to a factory, which may return its own; without one, and for transformers, it is PyTorch's AdamW.
     optimizer: Annotated[
         Optimizer | None,
@@ -285,6 +298,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         # A whole number is as good as its digits: TOML and Python write it so.
         msgspec.structs.force_setattr(self, "checkpoint", canonical_checkpoint(str(self.checkpoint)))
         require_positive("batch", self.batch)
+        require_positive("grad_accumulation", self.grad_accumulation)
+        self._check_accumulation()
         if self.context != 0 or isinstance(self.context, bool):
             require_positive("context", self.context)
         if not 0 <= self.seed < TOO_LARGE:
@@ -308,6 +323,20 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 hint="--checkpoint none, or --mode forward-backward",
             )
 
+    def _check_accumulation(self) -> None:
+        if self.grad_accumulation > 1 and self.mode != "train":
+            raise SpecError(
+                f"grad_accumulation `{self.grad_accumulation}` with mode `{self.mode}`",
+                detail="micro-batches share one optimizer step, and this mode has none",
+                hint="--grad-accumulation 1, or --mode train",
+            )
+        if self.batch % self.grad_accumulation:
+            raise SpecError(
+                f"batch `{self.batch}` cannot be split into `{self.grad_accumulation}` micro-batches",
+                detail="every micro-batch has the same number of sequences",
+                hint=f"--batch {math.ceil(self.batch / self.grad_accumulation) * self.grad_accumulation}",
+            )
+
     @property
     def checkpointing(self) -> Checkpointing | None:
         return parse_checkpoint(self.checkpoint)
@@ -315,7 +344,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def passes(self) -> int:
         """Forward and backward passes that make one step."""
-        return 1
+        return self.grad_accumulation
 
     @property
     def micro_batch(self) -> int:

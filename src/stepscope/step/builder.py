@@ -27,7 +27,8 @@ class Step:
 
     Between phases it holds the loss, and with it the graph until `backward` is through with it. What a mode leaves
     behind (a graph in `forward`, gradients in `forward-backward`) is dropped at the start of the next step, so that two
-    never stand together.
+    never stand together. Where gradients are accumulated, forward and backward run once for each micro-batch, and the
+    loss of each is divided by their number: the gradients are those of the whole batch.
     """
 
     def __init__(self, workload: Workload, parts: Parts, device: torch.device) -> None:
@@ -70,7 +71,7 @@ class Step:
 
     @property
     def loss(self) -> Tensor | None:
-        """Of the last step, with the graph behind it until `backward` is through with it."""
+        """Of the last forward pass, with the graph behind it until `backward` is through with it."""
         return self._loss
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -84,13 +85,13 @@ class Step:
                     yield f"{names.get(parameter, '(not of the module)')}.{key}", value
 
     def loss_is_finite(self) -> bool:
-        """Of the last step; without a loss there is nothing to say against it."""
+        """Of the last forward pass; without a loss there is nothing to say against it."""
         return self._loss is None or bool(self._loss.detach().isfinite().all())
 
     def forward_without_graph(self) -> object:
-        """The model's outputs, uncompiled: for counting what it does."""
+        """The forward passes of a step, uncompiled: for counting what they do. Returns the last one's outputs."""
         with torch.no_grad(), self._autocast():
-            return self._call(self.module)
+            return [self._call(self.module) for _ in range(self.workload.passes)][-1]
 
     def _choose_phases(self) -> tuple[tuple[str, Callable[[], None]], ...]:
         match self.workload.mode:
@@ -101,7 +102,8 @@ class Step:
             case "forward-backward":
                 return (("forward", self._forward), ("backward", self._backward))
             case "train":
-                return (("forward", self._forward), ("backward", self._backward), ("optimizer", self._update))
+                passes = (("forward", self._forward), ("backward", self._backward)) * self.workload.passes
+                return (*passes, ("optimizer", self._update))
 
     def _infer(self) -> None:
         with torch.no_grad(), self._autocast():
@@ -116,7 +118,8 @@ class Step:
 
     def _backward(self) -> None:
         assert self._loss is not None, "backward runs after forward"
-        self._scaler.scale(self._loss).backward()  # type: ignore[no-untyped-call]
+        loss = self._loss / self.workload.passes if self.workload.passes > 1 else self._loss
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def _update(self) -> None:
         assert self._optimizer is not None, "only training updates"

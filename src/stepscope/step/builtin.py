@@ -1,5 +1,7 @@
 """The built-in Transformer as a workload asks for it: its shape, and the operations that go into it."""
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -13,17 +15,26 @@ from stepscope.step.own import Parts
 
 
 def build_builtin(workload: Workload, shape: ModelShape) -> Parts:
-    """Random tokens in, the next token as target: what matters for time and memory is their shape."""
+    """Random tokens in, the next token as target: what matters for time and memory is their shape. Each call takes the
+    next micro-batch of the step's sequences, and the loss is that of the last call."""
     operations = choose_operations(workload)
     model = build_model(workload, shape, operations)
     tokens_BL = torch.randint(shape.vocab, (workload.batch, workload.context + 1))
-    ids_BL, targets_BL = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()
+    ids_BL = tokens_BL[:, :-1].contiguous().chunk(workload.passes)
+    targets_BL = tokens_BL[:, 1:].contiguous().chunk(workload.passes)
+    numbers = itertools.cycle(range(workload.passes))
+    number = 0
+
+    def call(run: Callable[..., object]) -> object:
+        nonlocal number
+        number = next(numbers)
+        return run(ids_BL[number])
 
     def loss(logits_BLV: object) -> Tensor:
         assert isinstance(logits_BLV, Tensor)
-        return operations.cross_entropy(logits_BLV, targets_BL)
+        return operations.cross_entropy(logits_BLV, targets_BL[number])
 
-    return Parts(module=model, call=lambda run: run(ids_BL), loss=loss)
+    return Parts(module=model, call=call, loss=loss)
 
 
 def build_model(workload: Workload, shape: ModelShape, operations: Operations) -> TransformerLM:

@@ -95,7 +95,7 @@ def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
             detail=str(error).splitlines()[0][:200],
             hint="--set FIELD=VALUE changes its config; --attention, if given, must be one that it has",
         ) from None
-    inputs = _make_inputs(model, batch=workload.batch, context=context, with_labels=workload.mode != "inference")
+    inputs = _make_inputs(model, batch=workload.micro_batch, context=context, with_labels=workload.mode != "inference")
     return Parts(
         module=module,
         call=lambda run: _feed(run, inputs, model, spec),

@@ -57,7 +57,7 @@ class Learner:
             logits_BCV = self.model(tokens_BC[:, :-1])
             loss = self._operations.cross_entropy(logits_BCV, tokens_BC[:, 1:])
         with self._quiet(is_last):
-            (loss / self._training.accumulate).backward()  # type: ignore[no-untyped-call]
+            (loss / self._training.passes).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def finish_gradients(self) -> None:

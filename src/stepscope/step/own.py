@@ -39,9 +39,10 @@ CONTRACT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a step needs of a model. `call` feeds the input to whatever runs the module, compiled or not. A step has
-    `batch` samples if `has_samples`, and batch times context tokens if `has_tokens`: a factory need not take notice of
-    either. Without an `optimizer` of its own the model gets the one that the workload names."""
+    """What a step needs of a model. `call` feeds the input, or the next micro-batch of it, to whatever runs the module,
+    compiled or not. A step has `batch` samples if `has_samples`, and batch times context tokens if `has_tokens`: a
+    factory need not take notice of either. Without an `optimizer` of its own the model gets the one that the workload
+    names."""
 
     module: nn.Module
     call: Callable[[Callable[..., object]], object]
@@ -232,7 +233,7 @@ def _choose_arguments(
     workload: Workload, factory: Factory, function: Callable[..., object], device: torch.device
 ) -> dict[str, object]:
     offered: dict[str, object] = {
-        "batch": workload.batch,
+        "batch": workload.micro_batch,
         "context": workload.context or DEFAULT_CONTEXT,
         "device": device,
         "attention": workload.attention,
@@ -260,6 +261,12 @@ def _choose_arguments(
             f"the factory `{factory.target}` takes no `{unknown[0]}`",
             detail=f"it takes {', '.join(parameters) or 'nothing'}",
             hint=f"add `{unknown[0]}` to its parameters, or leave it out of the command",
+        )
+    if workload.passes > 1 and "batch" not in parameters and not takes_any:
+        raise StepscopeError(
+            f"`--grad-accumulation {workload.passes}` for the factory `{factory.target}`, which takes no `batch`",
+            detail="a micro-batch is a smaller batch, which the factory would never hear of",
+            hint="add `batch` to its parameters, or leave --grad-accumulation out",
         )
     missing = [
         name

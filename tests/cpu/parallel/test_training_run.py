@@ -14,7 +14,7 @@ import torch
 from stepscope.parallel import Communicator
 from stepscope.parallel.journal import FOLDER_VARIABLE
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, newest
-from stepscope.recording.rows.train import LOG_NAME, TrainMemory, TrainRow, read_log, read_memory
+from stepscope.recording.rows.training_log import LOG_NAME, TrainMemory, TrainRow, read_log, read_memory
 from stepscope.spec import ModelShape, Training, Workload
 from tests.cpu.parallel.ranks import run_ranks, start_ranks
 
@@ -92,6 +92,18 @@ def test_every_strategy_trains_the_same_bits_on_two_ranks(undisturbed: Path, tmp
         train_on(training, folder)
         assert_same_bits(state_of(folder), state_of(undisturbed))
         assert losses(folder) == losses(undisturbed)
+
+
+def test_micro_batches_train_the_same_under_every_strategy(tmp_path: Path) -> None:
+    """By SGD, whose updates grow with the gradients as AdamW's do not."""
+    whole = msgspec.structs.replace(PLAIN.workload, optimizer="sgd")
+    split = msgspec.structs.replace(whole, grad_accumulation=2)
+    train_on(with_ranks(1, "single", workload=whole, learning_rate=0.5), tmp_path / "whole")
+    expected = losses(tmp_path / "whole")
+    assert expected[-1] < 0.99 * expected[0]
+    for strategy in ("naive", "overlap", "bucketed", "fsdp"):
+        train_on(with_ranks(2, strategy, workload=split, learning_rate=0.5), tmp_path / strategy)
+        assert losses(tmp_path / strategy) == pytest.approx(expected, rel=1e-5), strategy
 
 
 def test_the_loss_falls(undisturbed: Path) -> None:

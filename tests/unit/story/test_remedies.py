@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
         "optimizer": "sgd",
         "seed": 3,
     },
+    "micro-batches": {"size": "small", "batch": 8, "grad_accumulation": 4},
     "cpu": {"size": "nano", "device": "cpu"},
     "factory": {"model": "my_model:build"},
     "file": {"model": "models/my model.py:build", "context": 64},

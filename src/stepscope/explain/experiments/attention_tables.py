@@ -21,7 +21,7 @@ from stepscope.explain.experiments.cases import brief, doubt_notes, limit_notes
 from stepscope.explain.experiments.columns import Columns, count_failed, join_shared, tell_apart
 from stepscope.explain.statistics import Statistics, summarise
 from stepscope.findings import Axis, Cell, Figure, Point, Table
-from stepscope.recording.rows.attention import (
+from stepscope.recording.rows.attention_case import (
     IMPLEMENTATIONS,
     NOT_TRIED,
     AttentionCase,

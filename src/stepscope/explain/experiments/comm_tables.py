@@ -13,7 +13,7 @@ from stepscope.explain.experiments.cases import brief, doubt_notes, limit_notes
 from stepscope.explain.experiments.columns import Columns, count_failed, join_shared, tell_apart
 from stepscope.explain.statistics import Statistics, summarise
 from stepscope.findings import Axis, Cell, Figure, Point, Table
-from stepscope.recording.rows.comm import CommCase, CommRow
+from stepscope.recording.rows.collective_case import CommCase, CommRow
 from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, LinkPlace, Links
 from stepscope.units import say_message_bytes
 

@@ -6,7 +6,6 @@ from functools import cached_property
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms, tokens_per_s
 from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
-from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.questions.answers import say_list
 from stepscope.explain.statistics import Statistics
 from stepscope.explain.story.bounds import Shares
@@ -180,7 +179,7 @@ def _say_memory(opening: Opening, memory: MemoryProfile) -> str:
 
 def say_peak(memory: MemoryProfile) -> str:
     """`2.77 GiB at its peak, first in backward of step 2, 48 % of it activations`."""
-    summary = summarise_memory(memory)
+    summary = memory.summary
     step = f" of step {summary.peak_step + 1}" if summary.peak_step is not None else ""
     first = "first " if step else ""
     where = f", {first}in {summary.peak_phase}{step}" if summary.peak_phase else ""

@@ -172,11 +172,14 @@ class Attribution:
         forward_thread, made_thread."""
         running, numbers, votes = [], [], []
         for nodes, links, moments in in_windows(self._evaluated, self.links, points):
-            inside = moments.filter(innermost(nodes, moments).is_not_null())
+            # Asked together: most of the time goes into sorting the nodes.
+            arrows = links.select("process", thread="backward_thread", ns="backward_ns")
+            asked = pl.concat([arrows, moments.select(arrows.columns)])
+            node_row = innermost(nodes, asked)
+            inside = asked.filter(node_row.is_not_null() & (pl.int_range(pl.len()) >= arrows.height))
             running.append(inside.select(_THREAD).unique())
             numbers.append(nodes.select("process", "forward_thread").unique())
-            at = links.select("process", thread="backward_thread", ns="backward_ns")
-            voted = links.with_columns(forward_number=around(nodes, "forward_thread", at))
+            voted = links.with_columns(forward_number=look_up(nodes, "forward_thread", node_row.head(arrows.height)))
             votes.append(voted.group_by("process", "forward_number", "forward_thread").len())
         autograd = pl.concat(running).unique()
         if self.links.num_rows:

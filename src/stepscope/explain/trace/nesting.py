@@ -20,6 +20,8 @@ _LOOK_BACK = 256
 def innermost(intervals: pl.DataFrame, points: pl.DataFrame, *, by_thread: bool = True) -> pl.Series:
     """For each point (`process`, `thread`, `ns`) the row of the innermost interval (`process`, `thread`, `start_ns`,
     `end_ns`) around it, null where there is none. Without threads an interval counts for its whole process."""
+    if not intervals.height:
+        return pl.repeat(None, points.height, dtype=pl.Int64, eager=True)
     found = np.full(points.height, NOWHERE, np.int64)
     keys = ["process", "thread"] if by_thread else ["process"]
     # Only numbers are partitioned: taking names along would cost more than everything else here.
@@ -44,7 +46,7 @@ def around(intervals: pl.DataFrame, column: str, points: pl.DataFrame, *, by_thr
 def look_up(frame: pl.DataFrame, column: str, rows: pl.Series) -> pl.Series:
     """`column` in these rows of the frame; a null row is a null value."""
     if not frame.height:
-        return pl.Series(column, [None] * rows.len(), dtype=frame.schema[column])
+        return pl.repeat(None, rows.len(), dtype=frame.schema[column], eager=True)
     return frame[column].gather(rows)
 
 

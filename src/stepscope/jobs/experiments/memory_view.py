@@ -8,12 +8,11 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
 from stepscope.explain.memory.grid import grid_table, is_study, precision_table, study_table
-from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.memory.timeline import By, memory_timeline
 from stepscope.findings import Table, Timeline
 from stepscope.jobs.experiments.memory_sweep import recording_folder
 from stepscope.recording import store
-from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.memory_summary import MemoryRow
 
 
 def answer_profile(
@@ -31,7 +30,7 @@ def answer_profile(
 
 
 def encode_profile(profile: MemoryProfile) -> str:
-    content = msgspec.json.encode(summarise_memory(profile))
+    content = msgspec.json.encode(profile.summary)
     return msgspec.json.format(content, indent=1).decode() + "\n"
 
 

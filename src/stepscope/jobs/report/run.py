@@ -22,7 +22,7 @@ from stepscope.explain.experiments.cases import brief, describe_case
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Missing, Report
 from stepscope.jobs.experiments.sweep import Planned, look_at, place_cases
-from stepscope.jobs.recorders.profile import only_case
+from stepscope.jobs.recorders.recording_job import only_case
 from stepscope.jobs.report import stages as report_stages
 from stepscope.jobs.report.data import STAGES, State, check_data, open_data, write_state
 from stepscope.jobs.report.page import write_page

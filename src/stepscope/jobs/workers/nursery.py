@@ -1,16 +1,18 @@
-"""Where workers are born: `python -m stepscope.jobs.workers.nursery SOCKET_FD PARENT_PID`.
+"""Where workers and ranks are born: `python -m stepscope.jobs.workers.nursery SOCKET_FD PARENT_PID MODULE`.
 
-It imports what every worker needs, then forks one for each request that comes over its socket, tells its process id,
-and tells how it ended. It dies with the sweep that started it, and workers die with it.
+It imports torch and MODULE, then forks a process for each request that comes over its socket, tells its process id, and
+tells how it ended. It dies with the process that started it, and what it forked dies with it.
 """
 
 import ctypes
 import gc
 import os
+import select
 import signal
 import socket
 import sys
 from contextlib import suppress
+from importlib import import_module
 
 from stepscope.jobs.workers.worker import serve
 
@@ -18,50 +20,61 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    socket_fd, parent = (int(argument) for argument in arguments)
-    die_with(parent)
-    _import_torch()
-    with socket.socket(fileno=socket_fd) as requests:
+    socket_fd, parent = (int(argument) for argument in arguments[:2])
+    _die_with(parent)
+    _import(arguments[2])
+    children: dict[int, int] = {}  # process ids by descriptors that are ready when the process has ended
+    # A broken pipe: whoever started it wants nothing more.
+    with suppress(BrokenPipeError), socket.socket(fileno=socket_fd) as requests:
         while True:
-            message, descriptors, _, _ = socket.recv_fds(requests, 16, 3)
-            if not message:
-                return
-            _raise_one(requests, *descriptors)
+            ready, _, _ = select.select([socket_fd, *children], [], [])
+            for descriptor in [one for one in ready if one in children]:
+                requests.send(b"end %d %d" % _bury(children.pop(descriptor)))
+                os.close(descriptor)
+            if socket_fd in ready:
+                message, descriptors, _, _ = socket.recv_fds(requests, 16, 3)
+                if not message:
+                    return
+                child = _raise_one(requests, *descriptors)
+                children[os.pidfd_open(child)] = child
+                requests.send(b"pid %d" % child)
 
 
-def _import_torch() -> None:
+def _import(module: str) -> None:
     """Where torch is missing or broken in a way that Python can tell, a worker meets the same error and reports it."""
     with suppress(ImportError):
         import torch._dynamo  # noqa: F401  # the optimizers' base class imports it when one is made; it takes as long as torch
 
-        import stepscope.measure.bench  # noqa: F401
-    # Nothing imported here is ever garbage: the workers' collectors need not look at it, nor copy its pages.
+        import_module(module)
+    # Nothing imported here is ever garbage: the collectors of processes need not look at it, nor copy its pages.
     gc.collect()
     gc.freeze()
 
 
-def _raise_one(requests: socket.socket, request: int, answer: int, output: int) -> None:
+def _raise_one(requests: socket.socket, request: int, answer: int, output: int) -> int:
     nursery = os.getpid()
-    worker = os.fork()
-    if worker == 0:
+    child = os.fork()
+    if child == 0:
         requests.close()
         os.setsid()
-        die_with(nursery)
+        _die_with(nursery)
         os.dup2(output, 1)
         os.dup2(output, 2)
         serve(request, answer)
     for descriptor in (request, answer, output):
         os.close(descriptor)
-    requests.send(b"pid %d" % worker)
-    os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+    return child
+
+
+def _bury(child: int) -> tuple[int, int]:
     # While it is not reaped its number cannot be another's, so this can only hit what it left behind.
     with suppress(ProcessLookupError):
-        os.killpg(worker, signal.SIGKILL)
-    _, status = os.waitpid(worker, 0)
-    requests.send(b"end %d" % os.waitstatus_to_exitcode(status))
+        os.killpg(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return child, os.waitstatus_to_exitcode(status)
 
 
-def die_with(parent: int) -> None:
+def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)

@@ -1,8 +1,8 @@
 """Processes for cases: started quickly, listened to, and explained when they end without a word.
 
-Importing torch takes seconds, on a GPU host as long as many a case. So one process, the nursery (`jobs.nursery`),
-imports it and nothing else, and every case runs in a process forked from there: its memory, its GPU context and its
-end are its own, and it is there at once. The nursery never touches a GPU, nor runs a model.
+Importing torch takes seconds, on a GPU host as long as many a case. So one process, the nursery
+(`jobs.workers.nursery`), imports it and nothing else, and every case runs in a process forked from there: its memory,
+its GPU context and its end are its own, and it is there at once. The nursery never touches a GPU, nor runs a model.
 """
 
 import os
@@ -23,7 +23,7 @@ from typing import IO, Self
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.cpu_limits import limit_instructions
 from stepscope.jobs.workers.messages import Answer, AttentionMeasured, Failed, Request, Result, StageReached
 from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.rows.bench import Status
@@ -68,7 +68,7 @@ class Workers:
     """A source of worker processes, one at a time. Whatever runs ends when this does."""
 
     def __init__(self) -> None:
-        self._nursery: _Nursery | None = None
+        self._nursery: Nursery | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +83,7 @@ class Workers:
         if self._nursery is not None and not self._nursery.is_alive():
             self._close()
         if self._nursery is None:
-            self._nursery = _Nursery()
+            self._nursery = Nursery("stepscope.measure.bench", TemporaryFile())  # noqa: SIM115  # it closes that
 
     def run(
         self,
@@ -125,20 +125,21 @@ class Workers:
         return returncode
 
 
-class _Nursery:
-    """The process that workers are forked from."""
+class Nursery:
+    """The process that others are forked from, with torch and `module` imported. `output` gets what it prints."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str, output: IO[bytes]) -> None:
         limit_instructions()
-        self._output = TemporaryFile()  # noqa: SIM115  # closed in `close`
+        self._output = output
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = (str(theirs.fileno()), str(os.getpid()), module)
         # -P: the current folder is put on the path when a factory is loaded, and not before: a stray `random.py` in it
         # must not break torch. A session of its own: Ctrl-C reaches us alone, and we end it.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "stepscope.jobs.workers.nursery", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "stepscope.jobs.workers.nursery", *words],
             stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
+            stdout=output,
+            stderr=output,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
@@ -163,10 +164,34 @@ class _Nursery:
         return self._process.wait()
 
 
+def ask(nursery: socket.socket, request: msgspec.Struct, output: IO[bytes]) -> int:
+    """Has a process forked that serves `request` and prints to `output`; returns the pipe on which it answers."""
+    request_out, request_in = os.pipe()
+    answer_out, answer_in = os.pipe()
+    # A pipe broken here means that it died; listening finds out how.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        socket.send_fds(nursery, [b"run"], [request_out, answer_in, output.fileno()])
+    os.close(request_out)
+    os.close(answer_in)
+    with suppress(BrokenPipeError), os.fdopen(request_in, "wb") as pipe:
+        pipe.write(msgspec.json.encode(request))
+    return answer_out
+
+
+def hear(nursery: socket.socket) -> tuple[bytes, list[int]]:
+    """The next news: `pid` of a process that was forked, in the order of requests; `end` of one, with its id and how;
+    nothing at all when the nursery died."""
+    try:
+        word, *numbers = nursery.recv(64).split() or [b""]
+    except ConnectionResetError:
+        return b"", []
+    return word, [int(number) for number in numbers]
+
+
 class _Worker:
     """One forked process, from the request to its end."""
 
-    def __init__(self, nursery: _Nursery, request: Request, output: IO[bytes]) -> None:
+    def __init__(self, nursery: Nursery, request: Request, output: IO[bytes]) -> None:
         self.stage = "starting"
         self.answer: Result | None = None
         self.timed_out = False
@@ -176,19 +201,7 @@ class _Worker:
         self._pid: int | None = None
         self._nursery = nursery
         self._unread = b""
-        self._answers = self._ask(request, output)
-
-    def _ask(self, request: Request, output: IO[bytes]) -> int:
-        request_out, request_in = os.pipe()
-        answer_out, answer_in = os.pipe()
-        # A pipe broken here means that it died; listening finds out how.
-        with suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._nursery.socket, [b"run"], [request_out, answer_in, output.fileno()])
-        os.close(request_out)
-        os.close(answer_in)
-        with suppress(BrokenPipeError), os.fdopen(request_in, "wb") as pipe:
-            pipe.write(msgspec.json.encode(request))
-        return answer_out
+        self._answers = ask(nursery.socket, request, output)
 
     def __enter__(self) -> Self:
         return self
@@ -253,17 +266,13 @@ class _Worker:
                 self.answer = message
 
     def _hear(self) -> None:
-        """News from the nursery: the process id at first, then how it ended; nothing at all when the nursery died."""
-        try:
-            news = self._nursery.socket.recv(64)
-        except ConnectionResetError:
-            news = b""
-        if news.startswith(b"pid "):
-            self._pid = int(news[4:])
-        elif news.startswith(b"end "):
-            self.returncode, self._gone = int(news[4:]), True
-        else:
-            self._gone = True
+        word, numbers = hear(self._nursery.socket)
+        if word == b"pid":
+            (self._pid,) = numbers
+            return
+        self._gone = True
+        if word == b"end":
+            self.returncode = numbers[1]
 
     def _kill(self) -> None:
         """The process and whatever it started in its session. Before it was forked, the nursery: that takes so long."""

@@ -1,18 +1,16 @@
 """What a rank does: joins the others, serves one request, and says how it went."""
 
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.workers.messages import (
     Accounted,
+    BeRank,
     CommMeasured,
     MeasureComm,
     RankDone,
@@ -28,7 +26,7 @@ from stepscope.jobs.workers.messages import (
 )
 from stepscope.measure.failures import say_in_a_line
 from stepscope.parallel.journal import FOLDER_VARIABLE
-from stepscope.recording.rows.train import TrainMemory, TrainRow
+from stepscope.recording.rows.training_log import TrainMemory, TrainRow
 
 if TYPE_CHECKING:
     from stepscope.parallel.communicator import Communicator
@@ -36,36 +34,25 @@ if TYPE_CHECKING:
 Tell = Callable[[RankMessage], None]
 
 
-def serve(setup: Setup, request: RankRequest, rank: int, answer_fd: int) -> NoReturn:
-    """In a process of its own, which this ends."""
-
-    def tell(message: RankMessage) -> None:
-        content = msgspec.json.encode(message) + b"\n"
-        while content:
-            content = content[os.write(answer_fd, content) :]
-
-    failure = _try(setup, request, rank, tell)
-    tell(failure or RankDone())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if failure else 0)  # threads of a backend that waits for a dead peer would hold the interpreter's end up
-
-
-def _try(setup: Setup, request: RankRequest, rank: int, tell: Tell) -> RankFailed | None:
-    """The process boundary: whatever is raised here is told, and becomes the parent's error."""
+def serve_rank(birth: BeRank, tell: Tell) -> int:
+    """In a process of its own; returns what it exits with. The process boundary: whatever is raised here is told, and
+    becomes the parent's error."""
     try:
-        with _joined(setup, rank) as communicator:
-            _serve(request, setup, communicator, tell)
+        with _joined(birth.setup, birth.rank) as communicator:
+            _serve(birth.request, birth.setup, communicator, tell)
     except StepscopeError as error:
         from stepscope.parallel.communicator import CollectiveError
 
         traceback.print_exc()
         in_collective = isinstance(error, CollectiveError)
-        return RankFailed(message=error.message, detail=error.detail, hint=error.hint, in_collective=in_collective)
+        tell(RankFailed(message=error.message, detail=error.detail, hint=error.hint, in_collective=in_collective))
     except BaseException as error:  # noqa: BLE001
         traceback.print_exc()
-        return RankFailed(message=say_in_a_line(error))
-    return None
+        tell(RankFailed(message=say_in_a_line(error)))
+    else:
+        tell(RankDone())
+        return 0
+    return 1
 
 
 def serve_here(setup: Setup, request: RankRequest, tell: Tell) -> None:

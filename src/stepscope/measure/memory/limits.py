@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from stepscope.errors import StepscopeError
+from stepscope.hardware import read_proc_bytes
 
 
 class HostMemory:
@@ -60,7 +61,4 @@ def _limit_data_segment(limit_bytes: int) -> None:
 
 
 def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {field}")
+    return read_proc_bytes("/proc/self/status", field)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from stepscope.errors import StepscopeError
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp.flat import Flat, ParameterPlace
-from stepscope.parallel.fsdp.saved import differentiable_leaves, keeps_weights
+from stepscope.parallel.fsdp.autograd_graph import differentiable_leaves, keeps_weights
+from stepscope.parallel.fsdp.flat_buffer import Flat, ParameterPlace
 from stepscope.parallel.fsdp.schedule import (
     PINNED,
     Operation,

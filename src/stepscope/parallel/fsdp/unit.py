@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp.flat import Flat, GatheredBytes, ParameterPlace
+from stepscope.parallel.fsdp.flat_buffer import Flat, GatheredBytes, ParameterPlace
 from stepscope.parallel.fsdp.plan import Member, UnitPlan
 
 OnGradient = Callable[[Tensor], None]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.parallel.communicator import Communicator
-from stepscope.parallel.fsdp.flat import Flat
+from stepscope.parallel.fsdp.flat_buffer import Flat
 from stepscope.parallel.fsdp.unit import ShardedUnit
 
 

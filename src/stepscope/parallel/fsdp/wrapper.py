@@ -1,8 +1,9 @@
 """Fully sharded data parallelism: of every matrix each rank keeps a part, and the whole only while it is used.
 
-Files, from the bottom: `plan.py` says which matrices belong together, `flat.py` is their buffer and this rank's slice
-of it, `unit.py` what is gathered at once, `schedule.py` the order on which ranks agree, `runner.py` follows it,
-`access.py` puts all that under a module, `vectors.py` ends a step and `full.py` makes whole tensors.
+Files, from the bottom: `plan.py` says which matrices belong together, `flat_buffer.py` is their buffer and this rank's
+slice of it, `unit.py` what is gathered at once, `schedule.py` the order on which ranks agree, `autograd_graph.py` says
+whether backward needs the weights, `runner.py` follows the schedule, `access.py` puts all that under a module,
+`vectors.py` ends a step and `full_state.py` makes whole tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +19,8 @@ from stepscope.parallel.agreement import InputCheck, claim, require_same_model
 from stepscope.parallel.coalesced import broadcast_tensors
 from stepscope.parallel.communicator import Communicator
 from stepscope.parallel.fsdp.access import serve_unit, serve_vectors, wrap_doors, wrap_root
-from stepscope.parallel.fsdp.flat import GatheredBytes
-from stepscope.parallel.fsdp.full import FullTensors, State
+from stepscope.parallel.fsdp.flat_buffer import GatheredBytes
+from stepscope.parallel.fsdp.full_state import FullTensors, State
 from stepscope.parallel.fsdp.plan import Plan, plan_units
 from stepscope.parallel.fsdp.runner import Runner
 from stepscope.parallel.fsdp.unit import ShardedUnit

@@ -17,7 +17,6 @@ import gc
 import gzip
 import io
 import pickle
-import re
 import resource
 import stat
 import subprocess
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from stepscope.errors import StepscopeError
+from stepscope.hardware import available_bytes, read_proc_bytes
 from stepscope.units import GIB
 
 LIMIT_BYTES = 12 << 30  # that a load may add to this process at most
@@ -182,7 +182,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 def _bounded() -> Iterator[None]:
     """Lets the data of this process grow by so much and no further, for as long as it is entered."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _kernel_bytes("/proc/self/status", "VmData") + _free_bytes()
+    limit = read_proc_bytes("/proc/self/status", "VmData") + _free_bytes()
     for present in (soft, hard):
         if present != resource.RLIM_INFINITY:
             limit = min(limit, present)
@@ -195,13 +195,7 @@ def _bounded() -> Iterator[None]:
 
 def _free_bytes() -> int:
     """What a load may add: beyond what the machine has to spare, other programmes would pay for it."""
-    return min(LIMIT_BYTES, _kernel_bytes("/proc/meminfo", "MemAvailable"))
-
-
-def _kernel_bytes(file: str, name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path(file).read_text(), re.MULTILINE)
-    assert found, f"Linux says {name} in {file}"
-    return int(found[1]) << 10
+    return min(LIMIT_BYTES, available_bytes())
 
 
 def _refuse_damaged(path: Path, error: Exception) -> NoReturn:

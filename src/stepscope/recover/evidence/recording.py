@@ -139,15 +139,12 @@ def _triple(row: dict[str, int | None], what: str) -> Triple:
     return x, y, z
 
 
-# --- Operations on tensor cores
-#
-# Operations on tensor cores from instructions, where a file counts only those.
+# --- Operations on tensor cores from instructions, where a file counts only those
 #
 # An instruction multiplies a tile whose size the kernel's name tells. Ampere's `mma` does 16×8×8 or 16×8×16; Hopper's
 # `wgmma` 64×N×16 (×8 in tf32), and counts once for each of the four warps that issue it together. N is the side of the
 # tile that the layout leaves for it, halved where two groups of warps share it, or where it would be more than an
 # instruction takes.
-
 
 _WARPS = 4
 _LONGEST = 256

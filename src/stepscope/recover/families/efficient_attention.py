@@ -21,9 +21,7 @@ from stepscope.recover.facts import (
     within_tiles,
 )
 
-# --- Instructions in fp32
-#
-# The instructions of PyTorch's memory-efficient attention in fp32: what a GPU counts, from the sizes alone.
+# --- Instructions in fp32: what a GPU counts, from the sizes alone
 #
 # `fmha_cutlassF_f32_aligned_*_sm80` multiplies matrices on the tensor cores, as three products of TF32 numbers. Those
 # are not among the floating-point counters. What is counted there is everything around them: splitting each factor into

@@ -1,8 +1,9 @@
-"""PyTorch's elementwise shells: a functor, run over so many elements a block.
+"""Kernels of so many elements a block: PyTorch's elementwise shells, `torch.cat`, and what torch.compile writes.
 
-`vectorized_elementwise_kernel<4, …>` runs 128 threads a block and, since PyTorch 2.7, eight elements a thread (sixteen
-where all it does is write single bytes); before it was four. The name tells the old from the new only sometimes, so
-both are possible unless the caller knows better (`is_recent`). The other shells carry their numbers in their names.
+A shell runs a functor over its elements: `vectorized_elementwise_kernel<4, …>` takes 128 threads a block and, since
+PyTorch 2.7, eight elements a thread (sixteen where all it does is write single bytes); before it was four. The name
+tells the old from the new only sometimes, so both are possible unless the caller knows better (`is_recent`). The other
+shells carry their numbers in their names.
 """
 
 import re
@@ -25,9 +26,7 @@ from stepscope.recover.families.grids import (
     whole_number,
 )
 
-# --- What a functor writes
-#
-# Which type an elementwise kernel writes, as far as the functor in its name says.
+# --- Which type an elementwise kernel writes, as far as the functor in its name says
 #
 # The bytes that a kernel stored are the number of its elements times the size of one. The size is known where the
 # functor names its result (`BinaryFunctor<float, float, bool, …>`), where it is one of those that return what they
@@ -35,7 +34,6 @@ from stepscope.recover.families.grids import (
 #
 # Counts of additions and multiplications were tried and lost: the last block computes past the end of the data, so they
 # are the elements only where every block is full.
-
 
 ANY_SIZE = (1, 2, 4, 8, 16)
 _SCOPES = re.compile(
@@ -188,11 +186,10 @@ def _read_triangle(sighting: Sighting) -> tuple[Elements, ...]:
 
 # --- torch.cat
 #
-# `torch.cat`: one row of blocks a tensor, sized for the largest of them.
+# One row of blocks a tensor, sized for the largest of them.
 #
 # The plain kernels start two blocks a multiprocessor whatever the sizes, so only the bytes written tell anything. Those
 # that copy sixteen bytes a thread start as many blocks as the largest tensor needs, up to 32 a multiprocessor.
-
 
 _ALIGNED_CAT = (
     "CatArrayBatchedCopy_aligned16_contig",
@@ -229,15 +226,13 @@ def _count_concatenated(sighting: Sighting, per_thread: int) -> Window:
     return Window(largest.low, LARGEST if capped else tensors * largest.high)
 
 
-# --- What torch.compile writes
+# --- Kernels that torch.compile wrote
 #
-# Kernels that torch.compile wrote. Their blocks are powers of two that no trace records.
-#
-# A grid of g blocks stands for more than (g - 1)·X elements and at most g·X, for one X of the possible ones. Which, the
-# rest of the run must tell; the choices are all listed. Each element, or each result of a reduction, is written with
-# the same number of bytes, so under Nsight Compute the size divides what was written, and a few numbers of each window
-# are left. Two-dimensional tiles leave too much open to say anything.
-
+# Their blocks are powers of two that no trace records. A grid of g blocks stands for more than (g - 1)·X elements and
+# at most g·X, for one X of the possible ones. Which, the rest of the run must tell; the choices are all listed. Each
+# element, or each result of a reduction, is written with the same number of bytes, so under Nsight Compute the size
+# divides what was written, and a few numbers of each window are left. Two-dimensional tiles leave too much open to say
+# anything.
 
 _COMPILED_KIND = re.compile(r"triton_(?P<kind>poi|red|per)_fused_")
 _COMPILED_BLOCKS = tuple(2**power for power in range(13))  # Inductor's own limit for its first dimension is 4096

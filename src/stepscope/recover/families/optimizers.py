@@ -89,10 +89,7 @@ def _is_understood(sighting: Sighting) -> bool:
     return room_for_tensors(sighting, LARGE) is not None
 
 
-# --- Steps of a run
-#
-# How many parameters an optimizer went over, from its launches.
-
+# --- How many parameters an optimizer went over
 
 # A fused step, and the running mean of gradients in a step of many kernels.
 _ONCE = re.compile(r"Fused\w*(?:Adam|Sgd|Adagrad)\w*Functor|LerpFunctor")

@@ -1,4 +1,4 @@
-"""`reduce_kernel`: sums, means and maxima along any dimensions.
+"""`reduce_kernel`: sums, means and maxima along any dimensions; and running sums.
 
 The rows of a fact are the results, its width is how many elements go into each: a mean over the last dimension has the
 rows of its input, a sum of a bias's gradient has a row for each of its elements.
@@ -154,13 +154,10 @@ def _keep_stored(possible: tuple[Rows, ...], sighting: Sighting, operation: str)
     return tuple(exact) or possible
 
 
-# --- Running sums
-#
-# Running sums along the last dimension, as positions are counted in a padded batch.
+# --- Running sums along the last dimension, as positions are counted in a padded batch
 #
 # A single row goes to CUB. Several are shared out over a block of 512 threads, so that their ratio in the block is
 # about the ratio of width to rows in the problem: the shape of the block bounds both.
-
 
 _SEVERAL_ROWS = "tensor_kernel_scan_innermost_dim"
 _ONE_ROW = "DeviceScanKernel"

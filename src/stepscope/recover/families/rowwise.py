@@ -1,5 +1,6 @@
-"""Layer norm and RMS norm in one kernel, and their gradients: one block a row, or one column of blocks for weights.
+"""Kernels that take a row each: norms, softmax, and lookups in a table.
 
+Layer norm and RMS norm in one kernel, and their gradients, have one block a row, or one column of blocks for weights.
 An RMS norm that is written out in single operations is read from its mean (`reductions`) instead.
 """
 
@@ -69,14 +70,11 @@ def _read_weight_gradient(sighting: Sighting, arguments: tuple[str, ...]) -> Row
     return Rows(rows=Window(low, high), width=covered(sighting.grid[0], columns))
 
 
-# --- Softmax
-#
-# Softmax and log-softmax along the last dimension, forward and backward.
+# --- Softmax and log-softmax along the last dimension, forward and backward
 #
 # Rows of up to 1024 (or 2048) elements are done by a warp each, or two rows a warp where they are short; the name holds
 # the logarithm of the width. Wider rows take a block each, and where they fit into shared memory its size tells the
 # width.
-
 
 _TWO_ROWS_A_WARP = 7  # up to 2**7 elements
 _BY_WARP = ("softmax_warp_forward", "softmax_warp_backward")
@@ -137,10 +135,7 @@ def _width_written(sighting: Sighting, size: int) -> Window | None:
     return exactly(width) if width and not odd else None
 
 
-# --- Lookups
-#
-# Lookups of whole rows by index, which is what an embedding is, and the gradient of its table.
-
+# --- Lookups of whole rows by index, which is what an embedding is, and the gradient of its table
 
 _LOOKUP_THREADS = 256
 _FEW_LOOKUPS = 3072  # beyond, PyTorch sorts them first, in other kernels

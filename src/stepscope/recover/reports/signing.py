@@ -24,7 +24,6 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import open_plain, write_atomically, writing
-from stepscope.recover.reports.hashing import base_name, hash_file, hash_files
 from stepscope.recover.reports.keys import (
     PublicKey,
     load_private_key,
@@ -32,7 +31,16 @@ from stepscope.recover.reports.keys import (
     public_key_of,
     read_public_key,
 )
-from stepscope.recover.reports.signed_report import SCHEMA, HashedFile, SignedReport, canonical_bytes, parse_report
+from stepscope.recover.reports.signed_report import (
+    SCHEMA,
+    HashedFile,
+    SignedReport,
+    base_name,
+    canonical_bytes,
+    hash_file,
+    hash_files,
+    parse_report,
+)
 
 # A key may one day sign other things: a signature of one kind must not pass for another.
 _CONTEXT = SCHEMA.encode() + b"\n"

@@ -1,58 +1,54 @@
-"""All integers consistent with what was seen: propagation over the chained tensor_sizes, from the tokens outward.
+"""All integers consistent with what was seen: propagation over the chained sizes, from the tokens outward.
 
 tokens → width → (batch, heads, head size, key-value heads) → feed-forward width, vocabulary. Products and attention are
 hard: a candidate that one of them excludes is gone. Counts of elements are softer, because nobody can list every tensor
 a program might make: candidates are ordered by how many of them they explain, then by how usual they are.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isqrt
 
 import numpy as np
 
 from stepscope.recover.evidence.observation import Observation, Seen
 from stepscope.recover.evidence.order import Role, Zone
-from stepscope.recover.facts import LARGEST_SIZE, Product, Window, find_window
+from stepscope.recover.facts import LARGEST_SIZE, Window, find_window
 from stepscope.recover.shape import (
     Core,
     Cores,
     Flags,
     Ints,
-    Quantity,
     counted_up_to,
     divisors,
-    feed_forward_sizes,
     join_cores,
     tensor_sizes,
 )
-from stepscope.recover.solve.effort import Effort
-from stepscope.recover.solve.heads import Triple, find_heads
+from stepscope.recover.solve.dependent_sizes import (
+    MOST_WIDTHS,
+    WIDEST,
+    count_each,
+    intersect,
+    is_explained,
+    list_numbers,
+)
+from stepscope.recover.solve.heads import HALF, Triple, find_heads
 from stepscope.recover.solve.priors import (
+    Effort,
     surprise,
-    surprise_of_feed_forward,
-    surprise_of_vocabulary,
     surprise_of_width,
 )
 
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle")
 _CORE_ZONES: tuple[Zone, ...] = ("between", "middle", "heads", "merge", "before", "final")
 _MOST_TOKENS = 4096  # candidates for the number of tokens
-_MOST_WIDTHS = 4096
 _MOST_RANKED = 2000  # of the best, by how usual they are
 _AT_ONCE = 50_000  # candidates that are scored together, for the memory it takes
 # Units of effort: to ask a product what goes with a width, and to keep and rank a candidate.
 _ASKING = 300
 _KEEPING = 24
-_MOST_CHOICES = 2_000_000  # sizes beside the chain, times the counts that they are to explain
 # No model has heads that are together this many times as wide as its residual stream, or as narrow.
 _WIDEST_HEADS = 16
-WIDEST = 65_536
-WIDEST_FEED_FORWARD = 4 * WIDEST
-LARGEST_VOCABULARY = 1 << 20
-_HALF = ("fp16", "bf16")
 _INTO_HEADS: tuple[Role, ...] = ("query", "key", "value", "key_value", "query_key_value")
 
 
@@ -63,19 +59,6 @@ class Scored:
     core: Core
     explained: int
     surprise: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sized:
-    """What a width beside the chain can be: all that products admit, and of these what explains most."""
-
-    window: Window | None
-    best: tuple[int, ...]  # by how usual they are
-    explained: int = 0
-    to_explain: int = 0
-    is_told: bool = False  # if there is one alone, it is certain
-    is_cut: bool = False  # there were more sizes than could be looked at
-    apart: tuple[Window, ...] = ()  # the parts of the window, where it is of several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,23 +146,7 @@ def _count_some(cores: Cores, facts: Sequence[tuple[Zone, Seen]]) -> Ints:
     known = {zone: list(tensor_sizes(cores, zone)) for zone in {zone for zone, _ in facts}}
     for zone, seen in facts:
         possible = counted_up_to(cores) if _is_counting(seen) else known[zone]
-        explained += _is_explained(seen.counts, possible, len(cores))
-    return explained
-
-
-def _inside(numbers: Quantity, window: Window) -> Flags:
-    inside: Flags = (numbers >= window.low) & (numbers <= window.high)  # type: ignore[assignment]  # of many at once
-    if window.step > 1 and np.any(inside):  # remainders take longer than all the rest
-        inside = inside & ((numbers - window.low) % window.step == 0)
-    return inside
-
-
-def _is_explained(windows: Sequence[Window], possible: Iterable[Quantity], count: int) -> Flags:
-    explained = np.zeros(count, np.bool_)
-    for size, window in itertools.product(possible, windows):
-        explained |= _inside(size, window)
-        if explained.all():
-            break
+        explained += is_explained(seen.counts, possible, len(cores))
     return explained
 
 
@@ -213,7 +180,7 @@ def find_tokens(observation: Observation, effort: Effort) -> list[int]:
 def _keep_inside(numbers: Ints, each: Iterable[Sequence[Window]]) -> Ints:
     """Those that are in one of the windows of each."""
     for windows in each:
-        numbers = numbers[_is_explained(windows, (numbers,), len(numbers))]
+        numbers = numbers[is_explained(windows, (numbers,), len(numbers))]
     return numbers
 
 
@@ -243,20 +210,20 @@ def _find_widths(observation: Observation, tokens: int, effort: Effort) -> list[
     ranges = [
         Window(max(2, -(-window.low // tokens)), window.high // tokens) for one in counted for window in one.counts
     ]
-    ranges = [window for window in map(_clip, ranges) if 0 < window.size <= _MOST_WIDTHS]
+    ranges = [window for window in map(_clip, ranges) if 0 < window.size <= MOST_WIDTHS]
     if not ranges:
-        ranges = [window for windows in fixed for window in windows if window.size <= _MOST_WIDTHS]
+        ranges = [window for windows in fixed for window in windows if window.size <= MOST_WIDTHS]
     if not ranges:
         ranges = [
             Window(-(-lookup.width_bytes.low // size), lookup.width_bytes.high // size)
             for lookup in observation.lookups[:1]
             if lookup.width_bytes is not None
-            for size in ((2,) if observation.structure.dtype in _HALF else (4,))
+            for size in ((2,) if observation.structure.dtype in HALF else (4,))
         ]
-    widths = _keep_inside(_join_windows(map(_clip, ranges), Window(0, WIDEST)), fixed)
+    widths = _keep_inside(list_numbers(map(_clip, ranges), Window(0, WIDEST)), fixed)
     if not effort.afford((1 + len(counted)) * len(widths)):
         return []
-    scores = _count_each((tokens * widths,), counted, len(widths))
+    scores = count_each((tokens * widths,), counted, len(widths))
     ranked = sorted(zip((-scores).tolist(), map(surprise_of_width, widths.tolist()), widths.tolist(), strict=True))
     found: list[int] = []
     most = 0
@@ -273,17 +240,6 @@ def _find_widths(observation: Observation, tokens: int, effort: Effort) -> list[
 
 def _clip(window: Window) -> Window:
     return Window(window.low, min(WIDEST, window.high), window.step)
-
-
-def _join_windows(windows: Iterable[Window], limits: Window) -> Ints:
-    """All numbers of the windows that are within the limits, each once."""
-    flags = np.zeros(limits.size, np.bool_)
-    for window in windows:
-        skipped = max(0, -(-(limits.low - window.low) // window.step))
-        flags[window.low + skipped * window.step - limits.low : max(0, window.high - limits.low + 1) : window.step] = (
-            True
-        )
-    return np.flatnonzero(flags) + limits.low
 
 
 def _has_products(observation: Observation, tokens: int, width: int) -> bool:
@@ -327,7 +283,7 @@ def _link(observation: Observation, tokens: int, width: int) -> _Link | None:
     likely = Window(max(1, width // _WIDEST_HEADS), width * _WIDEST_HEADS)
     # Keys and values take at least nothing and at most twice what queries do.
     limits = [output, columns.get("query", anything), Window(joint.low // 3, joint.high), likely]
-    query = _intersect(limits, WIDEST)
+    query = intersect(limits, WIDEST)
     return _Link(tokens=tokens, width=width, query=query, columns=columns) if query else None
 
 
@@ -396,113 +352,3 @@ def _fits(cores: Cores, link: _Link) -> Flags:
         if role in link.columns:
             fits &= (sizes_ >= link.columns[role].low) & (sizes_ <= link.columns[role].high)
     return fits
-
-
-def find_feed_forward(observation: Observation, core: Core) -> Sized:
-    """The width between the two halves of the feed-forward layer."""
-    products, tokens, width = observation.products, core.tokens, core.d_model
-    windows = [find_window(products[role], rows=tokens, inner=width) for role in ("up", "gate") if role in products]
-    if "gate_up" in products and (both := find_window(products["gate_up"], rows=tokens, inner=width)):
-        windows.append(Window(-(-both.low // 2), both.high // 2))
-    if "down" in products:
-        windows.append(find_window(products["down"], rows=tokens, columns=width))
-    window = _intersect(windows, WIDEST_FEED_FORWARD)
-    seen = [one for one in observation.zones.get("feed_forward", ()) if not one.is_rows]
-    gated = observation.reading.is_gated
-
-    joint = "gate_up" in products
-
-    def explain(hidden: Ints) -> Ints:
-        return _count_each(feed_forward_sizes(tokens, width, hidden, joint=joint), seen, len(hidden))
-
-    ranges = [Window(-(-count.low // tokens), count.high // tokens) for one in seen for count in one.counts]
-    return _choose(window, ranges, explain, lambda size: surprise_of_feed_forward(size, width, gated=gated), len(seen))
-
-
-def find_vocabulary(observation: Observation, core: Core) -> Sized:
-    head = observation.products.get("head")
-    if head is None:
-        return Sized(window=None, best=())
-    seen = [one for one in observation.zones.get("after", ()) if not one.is_rows]
-    compiled = any(one.name.library == "Inductor" for one in observation.reading.zones["final"])
-    found: list[tuple[bool, Sized]] = []
-    for rows in dict.fromkeys((core.tokens, core.tokens - core.batch, core.batch)):
-        window = find_window(head, rows=rows, inner=core.d_model, largest=LARGEST_VOCABULARY) if rows else None
-        if window is None:
-            continue
-
-        def explain(vocabulary: Ints, rows: int = rows) -> Ints:
-            sizes_ = (rows * vocabulary, (rows - core.batch) * vocabulary, 2 * rows * vocabulary)
-            return _count_each(sizes_, seen, len(vocabulary))
-
-        ranges = [Window(-(-count.low // rows), count.high // rows) for one in seen for count in one.counts]
-        sized = _choose(window, ranges, explain, partial(_oddness_of_vocabulary, head, compiled), len(seen))
-        found.append((rows == core.tokens, sized))
-    return _join_heads(found)
-
-
-def _join_heads(found: list[tuple[bool, Sized]]) -> Sized:
-    """A head may take every token, all but the first or last of each sequence, or one of each. Which, only what comes
-    after it can tell; so what explains as much as the best is left open, every token first."""
-    if not found:
-        return Sized(window=None, best=())
-    most = max(sized.explained for _, sized in found)
-    left = sorted((one for one in found if one[1].explained == most), key=lambda one: not one[0])
-    windows = [sized.window for _, sized in left if sized.window is not None]
-    best = tuple(dict.fromkeys(size for _, sized in left for size in sized.best))
-    is_every = left[0][0]
-    return Sized(
-        window=Window(min(one.low for one in windows), max(one.high for one in windows)),
-        best=best,
-        explained=most,
-        to_explain=left[0][1].to_explain,
-        is_told=is_every and left[0][1].is_told,
-        is_cut=any(sized.is_cut for _, sized in found),
-        apart=tuple(windows),
-    )
-
-
-def _oddness_of_vocabulary(head: Product, compiled: bool, size: int) -> float:
-    """A compiler pads what a kernel wants aligned; without one an odd size is not given to such a kernel."""
-    aligned = size % head.usual_multiples[1] == 0
-    return surprise_of_vocabulary(size) + (0.0 if aligned or compiled else 3.0)
-
-
-def _intersect(windows: Iterable[Window | None], largest: int) -> Window | None:
-    low, high = 1, largest
-    for window in windows:
-        if window is None:
-            return None
-        low, high = max(low, window.low), min(high, window.high)
-    return Window(low, high) if low <= high else None
-
-
-def _count_each(possible: Sequence[Quantity], seen: Iterable[Seen], count: int) -> Ints:
-    """How many of the counts each of the sizes explains."""
-    explained = np.zeros(count, np.int64)
-    for one in seen:
-        explained += _is_explained(one.counts, possible, count)
-    return explained
-
-
-def _choose(
-    window: Window | None,
-    ranges: Iterable[Window],
-    explain: Callable[[Ints], Ints],
-    oddness: Callable[[int], float],
-    to_explain: int,
-) -> Sized:
-    """Of what a product admits, the sizes that explain most of what was seen beside it."""
-    if window is None:
-        return Sized(window=None, best=())
-    inside = _join_windows((one for one in ranges if 0 < one.size <= _MOST_WIDTHS), window)
-    if not len(inside) and window.size <= _MOST_WIDTHS:
-        inside = _join_windows((window,), window)
-    is_cut = len(inside) * (1 + to_explain) > _MOST_CHOICES
-    if is_cut or not len(inside):
-        return Sized(window=window, best=(), to_explain=to_explain, is_cut=is_cut)
-    scores = explain(inside)
-    most = int(scores.max())
-    best = sorted(inside[scores == most].tolist(), key=lambda size: (oddness(size), size))
-    is_told = window.is_exact or (most > 0 and most >= to_explain - 1)
-    return Sized(window=window, best=tuple(best), explained=most, to_explain=to_explain, is_told=is_told)

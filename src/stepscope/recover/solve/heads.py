@@ -13,13 +13,12 @@ import numpy as np
 from stepscope.recover.evidence.observation import Observation
 from stepscope.recover.facts import Attention, Product, Window, find_window
 from stepscope.recover.shape import Cores, divisors
-from stepscope.recover.solve.effort import Effort
-from stepscope.recover.solve.priors import surprise_of_heads
+from stepscope.recover.solve.priors import Effort, surprise_of_heads
 
 _MOST_HEADS = 256
 _LARGEST_HEAD = 512
 _MOST_TRIPLES = 6000
-_HALF = ("fp16", "bf16")
+HALF = ("fp16", "bf16")
 # Within each of these, kernels that were not counted do not depend on the head size.
 _BUCKETS = ((1, 64), (65, 128), (129, 256), (257, _LARGEST_HEAD))
 _PADDING = ("fill", "pad")
@@ -118,7 +117,7 @@ def _head_step(observation: Observation) -> int:
     """What head sizes are a multiple of. Kernels take eights in half precision; PyTorch pads what is not, which shows
     as kernels that fill. cuDNN is not asked for others at all, and the memory-efficient kernels' names tell."""
     names = [one.name.name for one in observation.structure.attentions]
-    half = observation.structure.dtype in _HALF
+    half = observation.structure.dtype in HALF
     if all("cudnn" in name for name in names):
         return 8
     if all("fmha_cutlass" in name for name in names):

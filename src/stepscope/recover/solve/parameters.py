@@ -1,10 +1,82 @@
-"""The parameters of a recovered decoder, item by item."""
+"""The parameters of a recovered decoder, item by item, and what kind of decoder it is.
+
+The norm, the positions, biases, and whether the head shares the embedding's weights change no shape that is recovered,
+and all of them change the number of parameters. Kernels show the norm and rotary positions. Biases show in the names of
+cuBLAS's kernels for Hopper. That a head is tied to the embedding shows nowhere in a forward pass; there custom decides,
+and the answer says so.
+"""
+
+from collections.abc import Iterable
 
 import msgspec
 
 from stepscope.cost import DecoderShape, decoder_parameters
-from stepscope.recover.evidence.style import Style
+from stepscope.recover.evidence.observation import Observation
+from stepscope.recover.evidence.order import Role
+from stepscope.recover.facts import Sighting
 from stepscope.recover.shape import Core
+
+_POSITIONS = 1024  # of a learned table, unless the context is longer
+_ROTARY = ("cosine", "sine", "_cos_", "_sin_", "cos_kernel", "sin_kernel", "rotary")
+
+
+class Style(msgspec.Struct, frozen=True, kw_only=True):
+    norm: str  # layer or rms
+    has_rotary: bool
+    positions: int  # rows of a learned table, 0 where there is none
+    has_projection_bias: bool
+    has_output_bias: bool
+    has_feed_forward_bias: bool
+    has_head_norms: bool  # queries and keys normed head by head
+    is_tied: bool
+    is_gated: bool
+
+    @property
+    def family(self) -> str:
+        if self.norm == "layer":
+            return "GPT-2 style" if not self.has_rotary else "GPT-NeoX style"
+        return "Qwen style" if self.has_projection_bias or self.has_head_norms else "Llama style"
+
+
+def find_style(observation: Observation, context: int) -> Style:
+    reading = observation.reading
+    kernels = [one for zone in reading.zones.values() for one in zone]
+    norm = "layer" if any(_is_layer_norm(one) for one in kernels) else "rms"
+    has_rotary = any(_mentions(one, _ROTARY) for one in kernels)
+    learned = not has_rotary and (norm == "layer" or len(observation.lookups) > 1)
+    return Style(
+        norm=norm,
+        has_rotary=has_rotary,
+        positions=max(_POSITIONS, context) if learned else 0,
+        has_projection_bias=_has_bias(observation, ("query_key_value", "query"), norm),
+        has_output_bias=_has_bias(observation, ("output",), norm),
+        has_feed_forward_bias=_has_bias(observation, ("up", "gate", "gate_up"), norm),
+        has_head_norms=_count_norms(reading.zones["heads"]) >= 2,
+        is_tied=learned and norm == "layer",
+        is_gated=reading.is_gated,
+    )
+
+
+def _is_layer_norm(sighting: Sighting) -> bool:
+    return _mentions(sighting, ("layer norm", "layer_norm", "layernorm"))
+
+
+def _mentions(sighting: Sighting, words: Iterable[str]) -> bool:
+    text = f"{sighting.name.operation} {sighting.name.name[:2000]}".lower()
+    return any(word in text for word in words)
+
+
+def _has_bias(observation: Observation, roles: Iterable[Role], norm: str) -> bool:
+    """cuBLAS's names say so on Hopper; of other kernels custom does: with a layer norm there are biases."""
+    names = [observation.reading.products[role].name.name for role in roles if role in observation.reading.products]
+    return any("_bias" in name if "nvjet" in name else norm == "layer" for name in names)
+
+
+def _count_norms(kernels: Iterable[Sighting]) -> int:
+    return sum(
+        one.name.kernel_class == "norm" or (one.name.kernel_class == "reduction" and "mean" in one.name.operation)
+        for one in kernels
+    )
 
 
 class Item(msgspec.Struct, frozen=True):

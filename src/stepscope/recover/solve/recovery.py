@@ -14,20 +14,19 @@ from stepscope.recording.readers.ncu import CUT_SHORT
 from stepscope.recover.evidence.order import NoTransformerError
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.evidence.structure import Structure
-from stepscope.recover.evidence.style import Style
 from stepscope.recover.facts import Window
 from stepscope.recover.shape import CORE_FIELDS, SIZES, Core, Cores, RunShape
-from stepscope.recover.solve.candidates import (
+from stepscope.recover.solve.candidates import Solution
+from stepscope.recover.solve.dependent_sizes import (
     LARGEST_VOCABULARY,
     WIDEST,
     WIDEST_FEED_FORWARD,
     Sized,
-    Solution,
     find_feed_forward,
     find_vocabulary,
 )
-from stepscope.recover.solve.effort import Effort
-from stepscope.recover.solve.parameters import Item, itemise, total
+from stepscope.recover.solve.parameters import Item, Style, itemise, total
+from stepscope.recover.solve.priors import Effort
 from stepscope.recover.solve.search import Found, Reached, find, join
 
 Value = int | str | None

@@ -10,11 +10,11 @@ from stepscope.recover.evidence.observation import observe
 from stepscope.recover.evidence.order import NoTransformerError
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.evidence.structure import Structure, find_structure
-from stepscope.recover.evidence.style import Style, find_style
 from stepscope.recover.shape import CORE_FIELDS, Core, Cores
-from stepscope.recover.solve.candidates import Sized, Solution, find_feed_forward, find_vocabulary, order, solve
-from stepscope.recover.solve.effort import Effort
-from stepscope.recover.solve.priors import surprise_of_vocabulary
+from stepscope.recover.solve.candidates import Solution, order, solve
+from stepscope.recover.solve.dependent_sizes import Sized, find_feed_forward, find_vocabulary
+from stepscope.recover.solve.parameters import Style, find_style
+from stepscope.recover.solve.priors import Effort, surprise_of_vocabulary
 
 _ODD_READING = 2.0  # surprise of one product for gate and up beside a layer norm
 

@@ -1,17 +1,19 @@
 """One run of a study: its settings, and what every part of the model counted.
 
-Parts are those that `recover.structure` reads: matrix products by role, attention, and the kernels between them by
+Parts are those that `evidence.structure` reads: matrix products by role, attention, and the kernels between them by
 where they stand and what they do. Figures are of one layer: the number of layers shows in nothing but how often.
 Settings decide nothing here: a part that can be read in two ways is left out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, TypeGuard, get_args
 
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.files import decode, open_plain
 from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recording.store import Recording
 from stepscope.recover.evidence.order import NoTransformerError, Role, Zone
@@ -288,3 +290,24 @@ def _sum_up(part: str, sightings: Iterable[Sighting], among: int) -> dict[PartCo
         summed.pop(PartCounter(part, "tensor_instructions"), None)  # of the kind that computes nothing
     time = sum(one.duration_ns for one in ones)
     return summed | ({PartCounter(part, DURATION): MeasuredCounter(time / among, kernels)} if time else {})
+
+
+# --- Settings of runs that do not know their own, from a file
+
+_MOST_BYTES = 16 * 2**20
+_EXAMPLE = '{"a": {"d_model": 768, "num_heads": 12, "context": 128}}, where the counters are in a.csv.gz'
+
+
+def read_truths(path: Path) -> dict[str, Settings]:
+    """By name of the run, without folder and endings."""
+    with open_plain(path, what="a file of settings") as (file, _):
+        content = file.read(_MOST_BYTES + 1)
+    try:
+        if len(content) > _MOST_BYTES:
+            raise msgspec.DecodeError(f"more than {_MOST_BYTES >> 20} MiB")
+        decoded = decode(content, dict[str, dict[str, object]])
+    except msgspec.DecodeError as error:
+        raise StepscopeError(
+            f"`{path}` is no file of settings: {error}", detail=f"expected JSON such as\n{_EXAMPLE}"
+        ) from None
+    return dict(decoded)

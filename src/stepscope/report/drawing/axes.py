@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepscope.findings import Axis
-from stepscope.report.drawing.svg import Canvas, Extent, Text, width_of
+from stepscope.report.drawing.svg import Bounds, Canvas, Text, width_of
 from stepscope.report.formats import clean
 from stepscope.report.numbers import BYTE_UNITS, find_binary_unit, format_tick
 
@@ -110,7 +110,7 @@ def name_quantity(label: str, unit: str) -> str:
     return f"{clean(label, _MOST_LABEL)} ({unit})" if unit else clean(label, _MOST_LABEL)
 
 
-def draw_x_axis(canvas: Canvas, plot: Extent, places: Sequence[tuple[float, str]], title: str, *, grid: bool) -> None:
+def draw_x_axis(canvas: Canvas, plot: Bounds, places: Sequence[tuple[float, str]], title: str, *, grid: bool) -> None:
     """Below the plot. Labels that would run into the one before are left out."""
     palette, free = canvas.palette, -math.inf
     texts = []
@@ -126,7 +126,7 @@ def draw_x_axis(canvas: Canvas, plot: Extent, places: Sequence[tuple[float, str]
 
 
 def draw_y_axis(
-    canvas: Canvas, plot: Extent, places: Sequence[tuple[float, str]], title: str, *, beside: bool = False
+    canvas: Canvas, plot: Bounds, places: Sequence[tuple[float, str]], title: str, *, beside: bool = False
 ) -> None:
     """Left of the plot, with its title above it, or `beside` it where the space above is taken."""
     palette = canvas.palette

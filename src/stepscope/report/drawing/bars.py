@@ -15,13 +15,13 @@ from stepscope.explain.story.sections.breakdown import ORDERED, Totals, add_up
 from stepscope.findings import Bars, Breakdown, Quantity
 from stepscope.report.drawing.axes import Scale, draw_x_axis, find_ticks, name_quantity
 from stepscope.report.drawing.colours import Palette, assign_colours, colour_of
-from stepscope.report.drawing.svg import Canvas, Extent, Sign, Text, finish, fit, place_signs, width_of
+from stepscope.report.drawing.svg import Bounds, Canvas, Sign, Text, finish, fit, place_signs, width_of
 from stepscope.report.formats import clean
 from stepscope.report.numbers import MISSING, find_binary_unit, format_tick, format_value
 
 # All of a picture in print: names, bars and values. Narrower than a page, so that it can stand in a column, too.
 _WIDTH = 430.0
-_NAME_SHARE, _NAME_SIZE, _VALUE_SIZE, _INSIDE_SIZE = 0.4, 12.0, 11.5, 10.5
+_NAME_SHARE, _NAME_SIZE, _VALUE_SIZE, _INSIDE_SIZE = 0.44, 12.0, 11.5, 10.5
 _BAR, _THIN_BAR, _GAP = 15.0, 13.0, 7.0
 _LEAST_PLOT = 140.0
 MOST_BARS, _MOST_SIGNS = 40, 16
@@ -82,12 +82,12 @@ def draw_bars(chart: BarChart) -> str:
     """The bars as a file."""
     groups = assign_colours([chart.bars]) | {group: colour_of(group) for group in chart.groups}
     canvas = Canvas(Palette(groups))
-    extent = place_bars(canvas, chart, _WIDTH)
+    bounds = place_bars(canvas, chart, _WIDTH)
     notes = chart.bars.notes if chart.bars.labels else ("Nothing to draw.", *chart.bars.notes)
-    return finish(canvas, extent, title=chart.bars.title, notes=notes, width=_WIDTH)
+    return finish(canvas, bounds, title=chart.bars.title, notes=notes, width=_WIDTH)
 
 
-def place_bars(canvas: Canvas, chart: BarChart, width: float) -> Extent:
+def place_bars(canvas: Canvas, chart: BarChart, width: float) -> Bounds:
     """Draws bars as wide as `width` with their axis and legend. Bars are groups that carry their place, series by
     series."""
     bars = chart.bars
@@ -108,13 +108,13 @@ def place_bars(canvas: Canvas, chart: BarChart, width: float) -> Extent:
     bottom = len(bars.labels) * step + _GAP / 2
     if bars.labels:
         canvas.line(x(0.0), 0.0, x(0.0), bottom, canvas.palette.frame)
-        _draw_axis(canvas, bars, x, Extent(left=0.0, top=0.0, right=plot_width, bottom=bottom))
+        _draw_axis(canvas, bars, x, Bounds(left=0.0, top=0.0, right=plot_width, bottom=bottom))
         bottom += 44
     names = bars.series[:_MOST_SIGNS] if len(bars.series) > 1 else ()
     signs = [Sign(fill=canvas.palette.fill(name), text=clean(name, 40)) for name in names]
     if signs:
         bottom = place_signs(canvas, signs, left=-names_width, top=bottom + 14, width=width)
-    return Extent(left=-names_width, top=0.0, right=width - names_width, bottom=bottom)
+    return Bounds(left=-names_width, top=0.0, right=width - names_width, bottom=bottom)
 
 
 def _scale(bars: Bars, width: float) -> Scale:
@@ -162,15 +162,16 @@ def _fill(canvas: Canvas, chart: BarChart, series: int, row: int) -> str:
     return canvas.palette.fill(chart.bars.series[series])
 
 
-def _draw_axis(canvas: Canvas, bars: Bars, x: Scale, plot: Extent) -> None:
+def _draw_axis(canvas: Canvas, bars: Bars, x: Scale, plot: Bounds) -> None:
     """Round numbers on both sides of zero."""
     if bars.kind == "bytes":
         unit, size = find_binary_unit(x.high)
         label = "memory"
     else:
         label, unit, size = _AXES.get(bars.kind, ("", "", 1.0))
-    # As many ticks as the longer side has room for, so that those of a short other side are not crowded.
-    ticks = find_ticks(x.low / size, x.high / size, 5)
+    # A short other side does not make the ticks of the longer one fewer.
+    most = math.ceil(5 * (x.high - x.low) / max(x.high, -x.low))
+    ticks = find_ticks(x.low / size, x.high / size, most)
     places = [(x(tick * size), format_tick(tick)) for tick in ticks]
     draw_x_axis(canvas, plot, places, name_quantity(label, unit) if label else "", grid=False)
 
@@ -192,7 +193,9 @@ def _chart_dimension(breakdown: Breakdown, totals: Totals) -> BarChart:
     times = [[float(own[at]) / _MS for at in shown] for own in totals.times_ns]
     wholes = [max(float(own.sum()) / _MS, 1e-12) for own in totals.times_ns]
     texts = tuple(
-        tuple(f"{format_length('ms', time)}, {time / whole:.1%}" if time else MISSING for time in own)
+        tuple(
+            f"{format_length('ms', time)}, {format_value('share', time / whole)}" if time else MISSING for time in own
+        )
         for own, whole in zip(times, wholes, strict=True)
     )
     hidden = len(shown) - len(labels)
@@ -216,5 +219,5 @@ def _describe_rest(totals: Totals, num_shown: int) -> Iterable[str]:
     rest = list(totals.order[num_shown:])
     if rest:
         shares = [float(own[rest].sum()) / max(float(own.sum()), 1e-12) for own in totals.times_ns]
-        listed = " and ".join(f"{share:.1%}" for share in shares)
+        listed = " and ".join(format_value("share", share) for share in shares)
         yield f"{len(rest):,} others, each shorter, take {listed} of the time."

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from stepscope.findings import Lanes, Track
 from stepscope.report.drawing.axes import draw_x_axis, find_ticks
 from stepscope.report.drawing.colours import Palette, assign_colours, choose_ink, mix
-from stepscope.report.drawing.svg import PAGE_WIDTH, Canvas, Extent, Sign, Text, finish, fit, width_of
+from stepscope.report.drawing.svg import PAGE_WIDTH, Bounds, Canvas, Sign, Text, finish, fit, width_of
 from stepscope.report.formats import clean
-from stepscope.report.numbers import format_tick
+from stepscope.report.numbers import format_tick, format_value
 from stepscope.units import TIME_UNITS
 
 _MOST_NAME, _NAME_SIZE, _INSIDE_SIZE = 110.0, 11.5, 10.0
@@ -73,11 +73,11 @@ def draw_lanes(lanes: Lanes) -> str:
         canvas.write([Text(x=-8, y=middle, text=name, align="end", size=_NAME_SIZE), *_place_names(boxes, middle)])
         top = bottom + _GAP
     if lanes.span_ns > 0:
-        _draw_axis(canvas, lanes.span_ns, Extent(left=0.0, top=0.0, right=width, bottom=top))
+        _draw_axis(canvas, lanes.span_ns, Bounds(left=0.0, top=0.0, right=width, bottom=top))
         top += 44
-    extent = Extent(left=-names_width, top=0.0, right=width, bottom=top)
+    bounds = Bounds(left=-names_width, top=0.0, right=width, bottom=top)
     signs = _make_signs(palette, lanes, tracks)
-    return finish(canvas, extent, title=lanes.title, signs=signs, notes=_make_notes(lanes, tracks))
+    return finish(canvas, bounds, title=lanes.title, signs=signs, notes=_make_notes(lanes, tracks))
 
 
 def place_spans(lanes: Lanes, track: Track, width: float, column: float) -> list[Box]:
@@ -152,7 +152,7 @@ def _place_names(boxes: Sequence[Box], y: float) -> list[Text]:
     return texts
 
 
-def _draw_axis(canvas: Canvas, span_ns: int, plot: Extent) -> None:
+def _draw_axis(canvas: Canvas, span_ns: int, plot: Bounds) -> None:
     unit, size = next((pair for pair in TIME_UNITS if span_ns >= 2 * pair[1]), TIME_UNITS[-1])
     ticks = find_ticks(0.0, span_ns / size, 9)
     places = [(tick * size / span_ns * plot.right, format_tick(tick)) for tick in ticks]
@@ -175,7 +175,7 @@ def _make_signs(palette: Palette, lanes: Lanes, tracks: Sequence[Track]) -> list
 
 
 def _format_share(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.001 else "<0.1%"
+    return format_value("share", share) if share >= 0.001 else "<0.1%"
 
 
 def _make_notes(lanes: Lanes, tracks: Sequence[Track]) -> list[str]:

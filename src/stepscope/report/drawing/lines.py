@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from stepscope.findings import Axis, Figure, Point
 from stepscope.report.drawing.axes import Scale, Ticks, choose_ticks, draw_x_axis, draw_y_axis, measure_gutter
 from stepscope.report.drawing.colours import Palette, assign_colours
-from stepscope.report.drawing.svg import SHAPES, Canvas, Extent, Shape, Sign, Text, finish, fit, width_of
+from stepscope.report.drawing.svg import SHAPES, Bounds, Canvas, MarkShape, Sign, Text, finish, fit, width_of
 from stepscope.report.formats import clean
 
 _WIDTH, _HEIGHT, _GAP = 340.0, 280.0, 26.0
@@ -22,7 +22,7 @@ _MARK, _MOST_NAME = 4.4, 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
+class LineChart:
     """A figure with its axes and everything in its order. Panels stand in the order in which the points name them, and
     so do series that the figure does not put in another."""
 
@@ -43,18 +43,18 @@ class Lines:
         return 26.0 + (_HEADER if any(self.panels) else 0.0)
 
     @property
-    def extent(self) -> Extent:
-        return Extent(left=-self.gutter, top=-self.top, right=_WIDTH + 10, bottom=_HEIGHT + 44)
+    def bounds(self) -> Bounds:
+        return Bounds(left=-self.gutter, top=-self.top, right=_WIDTH + 10, bottom=_HEIGHT + 44)
 
 
-def arrange(figure: Figure) -> Lines:
+def arrange(figure: Figure) -> LineChart:
     points = [point for point in figure.points if _has_place(figure.x, point.x) and _has_place(figure.y, point.y)]
     drawn = list(dict.fromkeys(point.series for point in points))
     series = tuple(dict.fromkeys([*(name for name in figure.series if name in drawn), *drawn]))
     panels = tuple(dict.fromkeys(point.panel for point in points))
     points.sort(key=lambda point: (panels.index(point.panel), series.index(point.series), point.x))
     heights = [value for point in points for value in (point.y, point.low, point.high) if value is not None]
-    return Lines(
+    return LineChart(
         figure=figure,
         points=tuple(points),
         panels=panels,
@@ -68,11 +68,11 @@ def _has_place(axis: Axis, value: float) -> bool:
     return math.isfinite(value) and (value > 0 or not axis.log)
 
 
-def shape_of(lines: Lines, series: str) -> Shape:
+def shape_of(lines: LineChart, series: str) -> MarkShape:
     return SHAPES[lines.series.index(series) % len(SHAPES)]
 
 
-def describe_missing(lines: Lines) -> str:
+def describe_missing(lines: LineChart) -> str:
     """A word on points that have no place on these axes: they must not vanish in silence."""
     num_all = len(lines.figure.points)
     missing = num_all - len(lines.points)
@@ -82,11 +82,11 @@ def describe_missing(lines: Lines) -> str:
     return said.strip()
 
 
-def draw_panel(canvas: Canvas, lines: Lines, panel: str) -> None:
+def draw_panel(canvas: Canvas, lines: LineChart, panel: str) -> None:
     """One panel. The marks of its points are groups that carry their place in `lines.points`."""
     x = Scale(low=lines.x.low, high=lines.x.high, start=0.0, end=_WIDTH, log=lines.figure.x.log)
     y = Scale(low=lines.y.low, high=lines.y.high, start=_HEIGHT, end=0.0, log=lines.figure.y.log)
-    plot = Extent(left=0.0, top=0.0, right=_WIDTH, bottom=_HEIGHT)
+    plot = Bounds(left=0.0, top=0.0, right=_WIDTH, bottom=_HEIGHT)
     draw_y_axis(canvas, plot, [(y(value), text) for value, text in _pairs(lines.y)], lines.y.title)
     draw_x_axis(canvas, plot, [(x(value), text) for value, text in _pairs(lines.x)], lines.x.title, grid=True)
     if panel:
@@ -105,7 +105,7 @@ def _pairs(ticks: Ticks) -> Iterable[tuple[float, str]]:
     return zip(ticks.values, ticks.texts, strict=True)
 
 
-def _draw_series(canvas: Canvas, lines: Lines, own: Sequence[tuple[int, Point]], x: Scale, y: Scale) -> None:
+def _draw_series(canvas: Canvas, lines: LineChart, own: Sequence[tuple[int, Point]], x: Scale, y: Scale) -> None:
     series = own[0][1].series
     fill = canvas.palette.fill(series)
     canvas.trace([(x(point.x), y(point.y)) for _, point in own], fill, 2.0)
@@ -124,20 +124,20 @@ def draw_figure(figure: Figure) -> str:
     panels = lines.panels or ("",)
     num_rows = math.ceil(len(panels) / _PANELS_PER_ROW)
     num_columns = math.ceil(len(panels) / num_rows)
-    across, down = _WIDTH + _GAP + lines.gutter, lines.extent.bottom - lines.extent.top + 8
+    across, down = _WIDTH + _GAP + lines.gutter, lines.bounds.bottom - lines.bounds.top + 8
     for at, panel in enumerate(panels):
         row, column = divmod(at, num_columns)
         with canvas.group(transform=f"translate({column * across:g} {row * down:g})"):
             draw_panel(canvas, lines, panel)
-    right = (num_columns - 1) * across + lines.extent.right
+    right = (num_columns - 1) * across + lines.bounds.right
     right = _draw_legend(canvas, lines, right + 14)
-    bottom = max((num_rows - 1) * down + lines.extent.bottom, 40.0 + 19 * len(lines.series))
-    extent = Extent(left=-lines.gutter, top=-lines.top, right=right, bottom=bottom)
+    bottom = max((num_rows - 1) * down + lines.bounds.bottom, 40.0 + 19 * len(lines.series))
+    bounds = Bounds(left=-lines.gutter, top=-lines.top, right=right, bottom=bottom)
     subtitle = [text for text in (figure.subtitle, describe_missing(lines)) if text]
-    return finish(canvas, extent, title=figure.title, subtitle=subtitle, width=right + lines.gutter)
+    return finish(canvas, bounds, title=figure.title, subtitle=subtitle, width=right + lines.gutter)
 
 
-def _draw_legend(canvas: Canvas, lines: Lines, left: float) -> float:
+def _draw_legend(canvas: Canvas, lines: LineChart, left: float) -> float:
     """Gives back where it ends. A single nameless series needs none."""
     if not any(lines.series):
         return left - 14

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stepscope.findings import Roofline, RoofPoint
 from stepscope.report.drawing.axes import Scale, draw_x_axis, draw_y_axis, find_log_ticks
 from stepscope.report.drawing.colours import Palette, assign_colours
-from stepscope.report.drawing.svg import PAGE_WIDTH, Canvas, Extent, Sign, Text, finish, fit, place_signs, width_of
+from stepscope.report.drawing.svg import PAGE_WIDTH, Bounds, Canvas, Sign, Text, finish, fit, place_signs, width_of
 from stepscope.report.formats import clean
 from stepscope.report.numbers import find_prefix, format_rate, format_tick, format_value
 
@@ -58,13 +58,13 @@ def draw_roofline(roofline: Roofline) -> str:
     signs = list_signs(canvas.palette, roofline, points)
     end = place_signs(canvas, signs, left=-_LEFT, top=plot.bottom + 16, width=PAGE_WIDTH) if signs else plot.bottom
     end = _list_names(canvas, roofline, points[:MOST_NUMBERED], end + 16)
-    extent = Extent(left=plot.left, top=plot.top, right=plot.right, bottom=end)
-    return finish(canvas, extent, title=roofline.title, notes=_make_notes(roofline, points))
+    bounds = Bounds(left=plot.left, top=plot.top, right=plot.right, bottom=end)
+    return finish(canvas, bounds, title=roofline.title, notes=_make_notes(roofline, points))
 
 
 def place_roofline(
     canvas: Canvas, roofline: Roofline, points: Sequence[RoofPoint], width: float, height: float
-) -> Extent:
+) -> Bounds:
     """Draws the plot and its axes, as wide as `width`. Points are groups that carry their place in `points`."""
     plane = _span(roofline, points, width - _LEFT, height)
     _draw_axes(canvas, plane, width - _LEFT, height)
@@ -84,7 +84,7 @@ def place_roofline(
                 canvas.mark("circle", x, y, size, fill=fill, fill_opacity=0.86, **style)
     _draw_numbers(canvas, plane, points, sizes, width - _LEFT, height)
     canvas.write(names)
-    return Extent(left=-_LEFT, top=-26.0, right=width - _LEFT, bottom=height + 44)
+    return Bounds(left=-_LEFT, top=-26.0, right=width - _LEFT, bottom=height + 44)
 
 
 def _span(roofline: Roofline, points: Sequence[RoofPoint], width: float, height: float) -> _Plane:
@@ -101,7 +101,7 @@ def _span(roofline: Roofline, points: Sequence[RoofPoint], width: float, height:
 
 
 def _draw_axes(canvas: Canvas, plane: _Plane, width: float, height: float) -> None:
-    plot = Extent(left=0.0, top=0.0, right=width, bottom=height)
+    plot = Bounds(left=0.0, top=0.0, right=width, bottom=height)
     # The margin above the highest roof does not decide the unit.
     size, prefix = find_prefix(plane.y.high / _MARGIN)
     speeds = [(plane.y(tick), format_tick(tick / size)) for tick in find_log_ticks(plane.y.low, plane.y.high)]
@@ -139,13 +139,14 @@ def _draw_roofs(canvas: Canvas, plane: _Plane, width: float) -> list[Text]:
 
 
 def _name_slope(plane: _Plane, start: float, end: float) -> Text:
-    """Left of the slope, a little over half of the way up, where points cannot be."""
+    """Left of the slope, a little over half of the way up, where points cannot be; right of it where that is too
+    narrow."""
     bandwidth = plane.roofline.bytes_per_s
     middle = start * (end / start) ** 0.6
     text = f"memory, {format_rate(bandwidth, 'B/s', exact=True)}"
     x, y = plane.x(middle) - 13, plane.y(middle * bandwidth)
     if x < width_of(text, _SMALL) + 4:
-        return Text(x=max(x, 4.0), y=y - 16, text=text, size=_SMALL, rim=True)
+        return Text(x=x + 21, y=y + 8, text=text, size=_SMALL, rim=True)
     return Text(x=x, y=y, text=text, align="end", size=_SMALL, rim=True)
 
 

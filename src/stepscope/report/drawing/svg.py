@@ -25,9 +25,9 @@ _TITLE_LEADING, _SUBTITLE_LEADING, _NOTE_LEADING, _LEGEND_LEADING = 23.0, 17.0, 
 _TITLE_CHARACTERS, _NOTE_CHARACTERS = 300, 900
 _LETTER = 0.5  # the width of an average letter, of its size
 
-Shape = Literal["circle", "square", "up", "diamond", "down", "cross"]
+MarkShape = Literal["circle", "square", "up", "diamond", "down", "cross"]
 # Fewer shapes than colours: a series that repeats a colour has another shape.
-SHAPES: tuple[Shape, ...] = ("circle", "square", "up", "diamond", "down", "cross")
+SHAPES: tuple[MarkShape, ...] = ("circle", "square", "up", "diamond", "down", "cross")
 # The corners of each shape, in units of its size; a circle has none.
 _CORNERS: dict[str, tuple[tuple[float, float], ...]] = {
     "square": ((-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)),
@@ -64,12 +64,12 @@ class Sign:
 
     fill: str
     text: str
-    shape: Shape = "square"
+    shape: MarkShape = "square"
     hollow: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
+class Bounds:
     """The part of the plane that a picture covers."""
 
     left: float
@@ -106,7 +106,7 @@ class Canvas:
         style: dict[str, str | float] = {"fill": "none", "stroke": stroke, "stroke_width": width}
         self.add("polyline", points=path, stroke_dasharray=dash, stroke_linejoin="round", **style)
 
-    def mark(self, shape: Shape, x: float, y: float, size: float, **style: str | float) -> None:
+    def mark(self, shape: MarkShape, x: float, y: float, size: float, **style: str | float) -> None:
         if shape == "circle":
             self.add("circle", cx=x, cy=y, r=size, **style)
         else:
@@ -115,7 +115,7 @@ class Canvas:
 
     def sign(self, sign: Sign, x: float, y: float, size: float = 6.0) -> None:
         if sign.hollow:
-            self.mark(sign.shape, x, y, size - 1, fill="none", stroke=sign.fill, stroke_width=2)
+            self.mark(sign.shape, x, y, 0.8 * size, fill="none", stroke=sign.fill, stroke_width=0.36 * size)
         else:
             self.mark(sign.shape, x, y, size, fill=sign.fill)
 
@@ -135,13 +135,13 @@ class Canvas:
                 style |= {"stroke_linejoin": "round"}
             self.elements.append(f"<text{_write_attributes({**place, **style})}>{escape(text.text)}</text>")
 
-    def wrap(self, extent: Extent, background: str = "", **attributes: str | float) -> str:
-        """Everything so far as one SVG that shows `extent`."""
-        width, height = extent.right - extent.left, extent.bottom - extent.top
-        box = " ".join(map(_number, (extent.left, extent.top, width, height)))
+    def wrap(self, bounds: Bounds, background: str = "", **attributes: str | float) -> str:
+        """Everything so far as one SVG that shows `bounds`."""
+        width, height = bounds.right - bounds.left, bounds.bottom - bounds.top
+        box = " ".join(map(_number, (bounds.left, bounds.top, width, height)))
         head = _write_attributes({"viewBox": box, "font_size": 12, **attributes})
         size = _write_attributes({"width": width, "height": height})
-        corner = _write_attributes({"x": extent.left, "y": extent.top, "fill": background})
+        corner = _write_attributes({"x": bounds.left, "y": bounds.top, "fill": background})
         behind = f"<rect{corner}{size}/>" if background else ""
         # Only a file of its own has to say what language it is in.
         namespace = "" if self.palette.on_page else ' xmlns="http://www.w3.org/2000/svg"'
@@ -165,7 +165,7 @@ def _write_attributes(attributes: "dict[str, str | float]") -> str:
 
 def finish(
     canvas: Canvas,
-    extent: Extent,
+    bounds: Bounds,
     *,
     title: str,
     subtitle: Sequence[str] = (),
@@ -174,8 +174,8 @@ def finish(
     width: float = PAGE_WIDTH,
 ) -> str:
     """The picture as a file: title above, legend and notes below, both as wide as `width`."""
-    left, top = extent.left, extent.top
-    legend_end = place_signs(canvas, signs, left=left, top=extent.bottom + 16, width=width) if signs else extent.bottom
+    left, top = bounds.left, bounds.top
+    legend_end = place_signs(canvas, signs, left=left, top=bounds.bottom + 16, width=width) if signs else bounds.bottom
     lines = [line for note in notes for line in wrap_text(note, width, _NOTE_SIZE)]
     first = legend_end + (14 if lines else 0)
     canvas.write(
@@ -200,11 +200,11 @@ def finish(
         )
         for row, line in enumerate(above)
     )
-    whole = Extent(
+    whole = Bounds(
         left=left - _PADDING,
         top=top - 18 - len(above) * _SUBTITLE_LEADING - len(titles) * _TITLE_LEADING - _PADDING,
-        right=max(extent.right, left + width if lines or above or titles else extent.right) + _PADDING,
-        bottom=max(first + len(lines) * _NOTE_LEADING - 4 if lines else legend_end, extent.bottom) + _PADDING,
+        right=max(bounds.right, left + width if lines or above or titles else bounds.right) + _PADDING,
+        bottom=max(first + len(lines) * _NOTE_LEADING - 4 if lines else legend_end, bounds.bottom) + _PADDING,
     )
     return canvas.wrap(whole, canvas.palette.paper, font_family=_FONT)
 

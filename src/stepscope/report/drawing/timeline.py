@@ -13,12 +13,12 @@ import numpy as np
 from stepscope.findings import Stretch, Timeline
 from stepscope.report.drawing.axes import draw_x_axis, draw_y_axis, find_ticks, name_quantity
 from stepscope.report.drawing.colours import Palette, assign_colours, choose_ink, mix
-from stepscope.report.drawing.svg import Canvas, Extent, Sign, Text, finish, fit, width_of
+from stepscope.report.drawing.svg import Bounds, Canvas, Sign, Text, finish, fit, width_of
 from stepscope.report.drawing.timeline_layout import (
     Heights,
     Layout,
     Peak,
-    Shape,
+    PieceShape,
     count_told_apart,
     counts_bytes,
     find_end,
@@ -61,7 +61,7 @@ class Scene:
     def y(self, height: float) -> float:
         return float(HEIGHT * (1 - height / self.top))
 
-    def fill_of(self, index: int, shape: Shape) -> str:
+    def fill_of(self, index: int, shape: PieceShape) -> str:
         return mix(self.colours[shape.piece.area], "#ffffff", _PIECE_TINTS[index % 2])
 
 
@@ -92,9 +92,9 @@ def draw_timeline(timeline: Timeline, detail: float) -> str:
     else:
         right, top, said = _draw(canvas, scene)
         notes = said + notes
-    extent = Extent(left=-56.0, top=top, right=right, bottom=HEIGHT + 44)
+    bounds = Bounds(left=-56.0, top=top, right=right, bottom=HEIGHT + 44)
     subtitle = [timeline.subtitle] if timeline.subtitle else []
-    return finish(canvas, extent, title=timeline.title, subtitle=subtitle, notes=notes, width=WIDTH + 56)
+    return finish(canvas, bounds, title=timeline.title, subtitle=subtitle, notes=notes, width=WIDTH + 56)
 
 
 def _draw(canvas: Canvas, scene: Scene) -> tuple[float, float, list[str]]:
@@ -128,7 +128,7 @@ def _draw(canvas: Canvas, scene: Scene) -> tuple[float, float, list[str]]:
 
 def _draw_axes(canvas: Canvas, scene: Scene) -> None:
     """Ticks at round numbers. A single slice has a beginning and no length, so it has one tick."""
-    timeline, plot = scene.timeline, Extent(left=0.0, top=0.0, right=WIDTH, bottom=HEIGHT)
+    timeline, plot = scene.timeline, Bounds(left=0.0, top=0.0, right=WIDTH, bottom=HEIGHT)
     unit, size = find_binary_unit(scene.top) if counts_bytes(timeline.y) else (clean(timeline.y.unit, 20), 1.0)
     heights = [(scene.y(tick * size), format_tick(tick)) for tick in find_ticks(0.0, scene.top / size, 8)]
     draw_y_axis(canvas, plot, heights, name_quantity(timeline.y.label, unit), beside=True)
@@ -167,7 +167,7 @@ def _fill_area(
     canvas.add("path", d=f"M{path}Z", fill=fill, stroke=stroke, stroke_width=0.6 if stroke else "")
 
 
-def _draw_piece(canvas: Canvas, scene: Scene, index: int, shape: Shape) -> None:
+def _draw_piece(canvas: Canvas, scene: Scene, index: int, shape: PieceShape) -> None:
     edges = scene.layout.edges
     width = scene.x(edges[shape.first + len(shape.low)]) - scene.x(edges[shape.first])
     fill = scene.fill_of(index, shape)
@@ -249,7 +249,7 @@ def _draw_peak(canvas: Canvas, scene: Scene) -> None:
 # --- names of pieces ------------------------------------------------------------------------------------------------
 
 
-def name_pieces(scene: Scene) -> tuple[list[Text], list[Shape]]:
+def name_pieces(scene: Scene) -> tuple[list[Text], list[PieceShape]]:
     """Names inside the largest pieces, and those of the few largest that have no room for one."""
     shapes = sorted(enumerate(scene.layout.shapes), key=lambda pair: -pair[1].piece.size)[:_MOST_NAMED]
     texts: list[Text] = []
@@ -262,7 +262,7 @@ def name_pieces(scene: Scene) -> tuple[list[Text], list[Shape]]:
     return texts, unnamed
 
 
-def _name_inside(scene: Scene, shape: Shape, colour: str) -> Iterable[Text]:
+def _name_inside(scene: Scene, shape: PieceShape, colour: str) -> Iterable[Text]:
     """Label and size in the longest passage of the piece, in two lines where one is too long and two fit."""
     start, end = _find_passage(scene, shape)
     edges = scene.layout.edges
@@ -284,7 +284,7 @@ def _name_inside(scene: Scene, shape: Shape, colour: str) -> Iterable[Text]:
         yield Text(x=(left + right) / 2, y=y, text=line, align="middle", size=_NAME_SIZE, colour=colour)
 
 
-def _find_passage(scene: Scene, shape: Shape) -> tuple[int, int]:
+def _find_passage(scene: Scene, shape: PieceShape) -> tuple[int, int]:
     """The longest range of columns through which a line of text as high as it is goes straight."""
     room = _NAME_ROOM * scene.top / HEIGHT
     best, start = (0, 0), 0

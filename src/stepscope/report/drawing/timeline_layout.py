@@ -34,7 +34,7 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class PieceShape:
     """One piece as it lies in the picture: in columns `first` and on, from `low` to `high`."""
 
     piece: Piece
@@ -51,7 +51,7 @@ class Layout:
     low: Heights
     high: Heights
     line: Heights | None
-    shapes: tuple[Shape, ...]
+    shapes: tuple[PieceShape, ...]
     slices: NDArray[np.int64]  # the slice that each column shows
 
 
@@ -106,7 +106,7 @@ def _choose_slices(totals: Heights, most_columns: int) -> tuple[NDArray[np.int64
     return edges[:-1], np.array([start + totals[start:end].argmax() for start, end in pairwise(edges)], dtype=np.int64)
 
 
-def _stack(pieces: list[Piece], low: Heights, high: Heights, slices: NDArray[np.int64]) -> tuple[Shape, ...]:
+def _stack(pieces: list[Piece], low: Heights, high: Heights, slices: NDArray[np.int64]) -> tuple[PieceShape, ...]:
     """Each piece on top of the older ones of its area, and never above the area itself."""
     filled = low.copy()
     shapes = []
@@ -116,7 +116,7 @@ def _stack(pieces: list[Piece], low: Heights, high: Heights, slices: NDArray[np.
         above = np.minimum(below + piece.size, high[piece.area, first:last])
         filled[piece.area, first:last] = above
         if (above > below).any():
-            shapes.append(Shape(piece=piece, first=first, low=below, high=above))
+            shapes.append(PieceShape(piece=piece, first=first, low=below, high=above))
     return tuple(shapes)
 
 

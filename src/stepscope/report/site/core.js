@@ -73,21 +73,13 @@ function formatTime(ns) {
   return size >= 1e3 ? `${formatNumber(ns / 1e3)} µs` : `${formatNumber(ns, 0)} ns`;
 }
 
-const formatShare = (share) => `${formatNumber(100 * share, 1)}%`;
-
-function formatQuantity(kind, value) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value === "string") return value;
-  switch (kind) {
-    case "ms": return `${formatNumber(value)} ms`;
-    case "us": return `${formatNumber(value)} µs`;
-    case "bytes": return formatBytes(value);
-    case "count": return formatNumber(value, 0);
-    case "share": return formatShare(value);
-    case "ratio": return `${formatNumber(value, Math.abs(value) >= 10 ? 1 : 2)}×`;
-    default: return formatNumber(value);
-  }
+// A time with all its nanoseconds: 1,234,567 ns is 1.234567 ms.
+function formatExactly(ns) {
+  const [unit, size] = ns >= 1e6 ? ["ms", 6] : ns >= 1e3 ? ["µs", 3] : ["ns", 0];
+  return `${formatNumber(ns / 10 ** size, Number.isInteger(ns) ? size : size + 1)} ${unit}`;
 }
+
+const formatShare = (share) => `${formatNumber(100 * share, 1)}%`;
 
 // Not Math.max(...values), which ends at some hundred thousand.
 const largest = (items, read) => items.reduce((most, item) => Math.max(most, read(item)), 0);
@@ -215,5 +207,5 @@ const what = Object.values(data.exhibits ?? {}).find((part) => part.what)?.what 
 
 const page = {
   theme, colourOf, tip, bodyOf, button, say, makeTicks, what,
-  formatNumber, formatBytes, formatTime, formatShare, formatQuantity,
+  formatNumber, formatBytes, formatTime, formatShare,
 };

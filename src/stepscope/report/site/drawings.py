@@ -11,7 +11,7 @@ from typing import Any
 from stepscope.findings import Axis, Bars, Figure, Roofline, RoofPoint
 from stepscope.report.drawing.bars import BarChart, chart_bars, place_bars
 from stepscope.report.drawing.colours import Palette
-from stepscope.report.drawing.lines import Lines, arrange, describe_missing, draw_panel, shape_of
+from stepscope.report.drawing.lines import LineChart, arrange, describe_missing, draw_panel, shape_of
 from stepscope.report.drawing.roofline import (
     MOST_NUMBERED,
     choose_points,
@@ -20,7 +20,7 @@ from stepscope.report.drawing.roofline import (
     place_roofline,
     rank_groups,
 )
-from stepscope.report.drawing.svg import Canvas, Extent, Sign
+from stepscope.report.drawing.svg import Bounds, Canvas, Sign
 from stepscope.report.formats import clean
 from stepscope.report.numbers import format_measured, format_on, format_rate, format_value
 from stepscope.report.site.html import markup, prose
@@ -36,7 +36,7 @@ _HELP = (
     "Under the slope memory is the limit, under a flat line arithmetic; how far a point lies below its line is what "
     "could be gained. A point's area is its time in a step."
 )
-_SIGN = Extent(left=-1.4, top=-1.4, right=1.4, bottom=1.4)
+_SIGN = Bounds(left=-1.4, top=-1.4, right=1.4, bottom=1.4)
 
 
 def write_drawing(part: Drawn, palette: Palette) -> str:
@@ -94,7 +94,7 @@ def _write_legend(palette: Palette, signs: Sequence[Sign], label: str, *, num_bu
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
-def _write_lines(lines: Lines, palette: Palette) -> str:
+def _write_lines(lines: LineChart, palette: Palette) -> str:
     missing = describe_missing(lines)
     if not lines.points:
         return _write_nothing(missing)
@@ -102,7 +102,7 @@ def _write_lines(lines: Lines, palette: Palette) -> str:
     for panel in lines.panels:
         canvas = Canvas(palette)
         draw_panel(canvas, lines, panel)
-        svgs.append(canvas.wrap(lines.extent, class_="drawing"))
+        svgs.append(canvas.wrap(lines.bounds, class_="drawing"))
     signs = [Sign(fill=palette.fill(name), text=clean(name), shape=shape_of(lines, name)) for name in lines.series]
     label = clean(lines.figure.series_label, _MOST_LABEL) or "series"
     legend = _write_legend(palette, signs, label, num_buttons=len(signs), pressed=True) if any(lines.series) else ""
@@ -110,7 +110,7 @@ def _write_lines(lines: Lines, palette: Palette) -> str:
     return f"{legend}{_write_plot(svgs, _describe_lines(lines), 'panels')}{help_text}"
 
 
-def _describe_lines(lines: Lines) -> str:
+def _describe_lines(lines: LineChart) -> str:
     def span(axis: Axis, values: Sequence[float]) -> str:
         return f"{format_on(axis, min(values))} to {format_on(axis, max(values))}"
 
@@ -123,7 +123,7 @@ def _describe_lines(lines: Lines) -> str:
     )
 
 
-def _pack_lines(lines: Lines) -> dict[str, Any]:
+def _pack_lines(lines: LineChart) -> dict[str, Any]:
     """A point is told with all others of its panel at the same x, so it names that place."""
     figure = lines.figure
     places: dict[str, int] = {}
@@ -151,8 +151,8 @@ def _write_roofline(roofline: Roofline, palette: Palette) -> str:
     svgs = []
     for name, width in (("wide", _WIDE), ("narrow", _NARROW)):
         canvas = Canvas(palette)
-        extent = place_roofline(canvas, roofline, points, width, _ROOFLINE_HEIGHTS[width])
-        svgs.append(canvas.wrap(extent, class_=f"drawing {name}"))
+        bounds = place_roofline(canvas, roofline, points, width, _ROOFLINE_HEIGHTS[width])
+        svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
     signs = list_signs(palette, roofline, points)
     num_groups = len(signs) - (len(roofline.runs) if len(roofline.runs) > 1 else 0)
     legend = _write_legend(palette, signs, "classes", num_buttons=num_groups, pressed=False)
@@ -212,8 +212,8 @@ def _write_bars(chart: BarChart, palette: Palette) -> str:
     svgs = []
     for name, width in (("wide", _WIDE_BARS), ("narrow", _NARROW)):
         canvas = Canvas(palette)
-        extent = place_bars(canvas, chart, width)
-        svgs.append(canvas.wrap(extent, class_=f"drawing {name}"))
+        bounds = place_bars(canvas, chart, width)
+        svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
     label = f"{clean(chart.bars.title)}: {len(chart.bars.labels)} bars. Arrow keys go from bar to bar."
     return _write_plot(svgs, label, "sized")
 

@@ -12,14 +12,14 @@ from stepscope.explain.experiments.attention_tables import (
     say_common,
     summary_ms,
 )
-from stepscope.explain.precision.tables import answer, make_table, pair_speeds
+from stepscope.explain.precision.precision_tables import answer, make_table, pair_speeds
 from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.missing import command_for, explain_absence
 from stepscope.explain.story.phrases import MOST_ROWS, retitle, shorten
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Exhibit, Section, Table
-from stepscope.recording.rows.attention import AttentionRow
-from stepscope.recording.rows.precision import PrecisionReport, PrecisionRun
+from stepscope.recording.rows.attention_case import AttentionRow
+from stepscope.recording.rows.precision_report import PrecisionReport, PrecisionRun
 from stepscope.units import say_size, say_time
 
 

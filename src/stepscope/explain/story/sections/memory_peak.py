@@ -5,7 +5,7 @@ import polars as pl
 
 from stepscope.cost.activations import activations_of
 from stepscope.explain.memory import MemoryProfile
-from stepscope.explain.memory.leaks import leaks_table
+from stepscope.explain.memory.memory_tables import categories_table, largest_table, leaks_table, phases_table
 from stepscope.explain.memory.saved import (
     OUTSIDE,
     held_storages,
@@ -14,8 +14,6 @@ from stepscope.explain.memory.saved import (
     saved_by_role,
     saved_in_block,
 )
-from stepscope.explain.memory.summary import saved_bytes, summarise_memory
-from stepscope.explain.memory.tables import categories_table, largest_table, phases_table
 from stepscope.explain.memory.timeline import memory_timeline
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.missing import command_for, explain_absence
@@ -66,7 +64,7 @@ def _with_rows(exhibits: list[Exhibit]) -> list[Exhibit]:
 
 def _say_peak(profile: MemoryProfile) -> str:
     """When, where, of what; and what stays after a step."""
-    summary = summarise_memory(profile)
+    summary = profile.summary
     module = f" The last piece was taken in {summary.peak_module}." if summary.peak_module else ""
     reserved = summary.reserved_bytes
     held = f" The allocator holds {say_size(reserved)} then." if reserved is not None else ""
@@ -83,7 +81,7 @@ def show_saved(materials: Materials) -> Section:
     if profile is None:
         return Section(key=key, title=title, missing=(_explain_no_memory(materials),))
     saved = profile.recording.saved
-    total = saved_bytes(saved)
+    total = profile.summary.saved_bytes
     if not total:
         return Section(key=key, title=title, missing=(_explain_nothing_saved(materials, profile),))
     blocks = saved_by_block(saved)

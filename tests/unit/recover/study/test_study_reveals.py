@@ -1,0 +1,58 @@
+"""What reveals what: a counter of one field alone, or a ratio of two."""
+
+from typing import Any
+
+from stepscope.recover.study.design import Design, FieldUnit
+from stepscope.recover.study.elasticity import Elasticity
+from stepscope.recover.study.runs import PartCounter
+from stepscope.recover.study.tables import reveals_table
+from tests.unit.recover.counted_runs import FFMA, GRID, HEAD, LAWS, find, follow, run_all, shape_of
+
+
+def test_a_counter_of_one_field_alone_is_preferred_to_a_steeper_one_of_several() -> None:
+    laws = {**LAWS, "norm": lambda workload: {FFMA: 10 * shape_of(workload).d_model}}
+    rows = {row["field"]: row for row in find(run_all(GRID, laws), "What reveals")}
+    assert (rows["d_model"]["part"], rows["d_model"]["counter"]) == ("norm ahead of the layers", "ffma")
+    assert (rows["d_model"]["power"], rows["d_model"]["others"], rows["d_model"]["alone"]) == ("1.00", "nothing", 4)
+    assert rows["d_model"]["over"] is None
+
+
+def test_where_no_counter_follows_a_field_alone_a_ratio_of_two_does() -> None:
+    rows = {row["field"]: row for row in find(run_all(GRID), "What reveals")}
+    assert (rows["vocab_size"]["part"], rows["vocab_size"]["over"]) == (HEAD, "norm ahead of the layers: store bytes")
+    assert (rows["vocab_size"]["power"], rows["vocab_size"]["others"]) == ("1.00", "nothing")
+    assert (rows["context"]["part"], rows["context"]["over"]) == ("attention", "norm ahead of the layers: store bytes")
+    over = follow(run_all(GRID), "attention", "tensor ops")["context"] - 1
+    assert (rows["context"]["power"], rows["context"]["alone"]) == (f"{over:.2f}", 0)
+    # Nothing has the batch without the context.
+    assert (rows["batch"]["over"], rows["batch"]["others"]) == (None, "context 1.00")
+
+
+CONTEXT, BATCH, WIDTH = (FieldUnit(fields=(name,), method="pairs") for name in ("context", "batch", "d_model"))
+
+
+def exactly(power: float) -> Elasticity:
+    return Elasticity(value=power, low=power, high=power)
+
+
+def reveal(sensitivity: dict[PartCounter, dict[FieldUnit, Elasticity]], unit: FieldUnit) -> dict[str, Any]:
+    design = Design(runs=(), units=(CONTEXT, BATCH, WIDTH), constant=())
+    (row,) = (row for row in find([reveals_table(design, sensitivity)], "What") if row["field"] == unit.label)
+    return row
+
+
+def test_a_ratio_whose_other_powers_may_not_cancel_is_none() -> None:
+    square = {CONTEXT: exactly(2), BATCH: exactly(0), WIDTH: exactly(1)}
+    stepped = {CONTEXT: exactly(0), BATCH: Elasticity(value=0.02, low=0, high=0.3), WIDTH: exactly(1)}
+    row = reveal({PartCounter("a", "ffma"): square, PartCounter("b", "ffma"): stepped}, CONTEXT)
+    assert (row["part"], row["over"], row["others"]) == ("a", None, "d_model 1.00")
+    steady = {**stepped, BATCH: exactly(0)}
+    row = reveal({PartCounter("b", "ffma"): steady, PartCounter("a", "ffma"): square}, CONTEXT)
+    assert (row["part"], row["over"], row["power"], row["others"]) == ("a", "b: ffma", "2.00", "nothing")
+
+
+def test_a_time_reveals_nothing_and_neither_does_what_is_half_known() -> None:
+    alone = {CONTEXT: exactly(3), BATCH: exactly(0), WIDTH: exactly(0)}
+    assert reveal({PartCounter("a", "duration_ns"): alone}, CONTEXT)["others"] == "no counter follows it"
+    row = reveal({PartCounter("a", "ffma"): {CONTEXT: exactly(3), WIDTH: exactly(0)}}, CONTEXT)
+    assert (row["others"], row["alone"]) == ("batch, unknown", 0)
