@@ -19,6 +19,7 @@ from stepscope.explain.kernel_names.vocabulary import (
     explain_layout,
     explain_tile,
     find_dtype,
+    first_match,
     join,
     part,
     spell_direction,
@@ -150,22 +151,22 @@ def _decode_ck(anatomy: Anatomy) -> KernelName:
         else anatomy.base
     )
     dtype = _find_ck_dtype(anatomy)
-    for pattern, kernel_class, operation in _CK:
-        if pattern.search(what):
-            direction = _find_direction(what)
-            # A batched product named `bwd_weight` is how CK runs the filter's gradient.
-            tensor_cores = True if re.search(r"xdl|mfma", anatomy.text[:2000], re.IGNORECASE) else None
-            return build(
-                anatomy,
-                "CK",
-                kernel_class,
-                operation,
-                join(dtype, _SHORTER.get(operation, operation), spell_direction(direction), "(CK)"),
-                direction=direction,
-                dtype=dtype,
-                tensor_cores=tensor_cores,
-                parts=(part(what, f"{operation}, from AMD's Composable Kernel"),),
-            )
+    if found := first_match(_CK, what):
+        _, kernel_class, operation = found
+        direction = _find_direction(what)
+        # A batched product named `bwd_weight` is how CK runs the filter's gradient.
+        tensor_cores = True if re.search(r"xdl|mfma", anatomy.text[:2000], re.IGNORECASE) else None
+        return build(
+            anatomy,
+            "CK",
+            kernel_class,
+            operation,
+            join(dtype, _SHORTER.get(operation, operation), spell_direction(direction), "(CK)"),
+            direction=direction,
+            dtype=dtype,
+            tensor_cores=tensor_cores,
+            parts=(part(what, f"{operation}, from AMD's Composable Kernel"),),
+        )
     return build(anatomy, "CK", "other", "Composable Kernel of unknown kind", f"{what} (CK)")
 
 
@@ -327,10 +328,8 @@ def _decode_afterwork(anatomy: Anatomy, match: re.Match[str]) -> KernelName | No
 
 
 def _decode_handwritten(anatomy: Anatomy) -> KernelName | None:
-    for pattern, kernel_class, operation in _HANDWRITTEN:
-        if pattern.search(anatomy.base):
-            dtype, parts = find_dtype(anatomy.template), (part(anatomy.base, operation),)
-            return build(
-                anatomy, "rocBLAS", kernel_class, operation, f"{operation} (rocBLAS)", dtype=dtype, parts=parts
-            )
+    if found := first_match(_HANDWRITTEN, anatomy.base):
+        _, kernel_class, operation = found
+        dtype, parts = find_dtype(anatomy.template), (part(anatomy.base, operation),)
+        return build(anatomy, "rocBLAS", kernel_class, operation, f"{operation} (rocBLAS)", dtype=dtype, parts=parts)
     return None

@@ -14,6 +14,7 @@ from stepscope.explain.kernel_names.vocabulary import (
     build,
     compile_rows,
     find_dtype,
+    first_match,
     join,
     name_architecture,
     part,
@@ -24,6 +25,11 @@ _FMHA = re.compile(
     r"fmha_cutlass(?P<way>[FB])_(?P<type>f32|f16|bf16)_(?P<aligned>aligned|notaligned)_(?P<tile>\d+x\d+)"
     r"(?:_(?P<rest>\w*?))?_sm(?P<architecture>\d+)"
 )
+_FMHA_WORDS = {
+    "rf": "the result stays in registers until it is done",
+    "gmem": "the result is added up in global memory: the head is too wide for registers",
+    "dropout": "can drop attention weights",
+}
 _CUDNN = re.compile(r"cudnn_generated_fort_native_(?:sdpa|mha)_sm(?P<architecture>\d+)_(?P<rest>\w+)")
 _TRAITS = re.compile(r"Flash_(?:fwd|bwd)_kernel_traits(?:<|, )(\d+), (\d+), (\d+)")
 _BOOLEAN = re.compile(r"\b(true|false)\b")
@@ -112,12 +118,12 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
     text = anatomy.body[:3000]
     if "flash" in text.lower() and (found := _decode_flash(anatomy, text)):
         return found
-    for pattern, library, operation, direction in _OTHERS:
-        if match := pattern.search(text):
-            fields = {"direction": direction, "dtype": find_dtype(anatomy.template)}
-            library = "AITER" if anatomy.scope == "aiter" else library
-            short = f"{operation} ({library})" if library != "unknown" else operation
-            return build(anatomy, library, "attention", operation, short, parts=(part(match[0], operation),), **fields)
+    if other := first_match(_OTHERS, text):
+        match, library, operation, direction = other
+        fields = {"direction": direction, "dtype": find_dtype(anatomy.template)}
+        library = "AITER" if anatomy.scope == "aiter" else library
+        short = f"{operation} ({library})" if library != "unknown" else operation
+        return build(anatomy, library, "attention", operation, short, parts=(part(match[0], operation),), **fields)
     return None
 
 
@@ -137,12 +143,8 @@ def _decode_memory_efficient(anatomy: Anatomy, match: re.Match[str]) -> KernelNa
         part(match["tile"], f"a block takes {rows} queries and walks over the keys {columns} at a time"),
     ]
     for word in (match["rest"] or "").split("_"):
-        if word == "rf":
-            parts.append(part(word, "the result stays in registers until it is done"))
-        elif word == "gmem":
-            parts.append(part(word, "the result is added up in global memory: the head is too wide for registers"))
-        elif word == "dropout":
-            parts.append(part(word, "can drop attention weights"))
+        if word in _FMHA_WORDS:
+            parts.append(part(word, _FMHA_WORDS[word]))
         elif re.fullmatch(r"k\d{1,6}", word):
             parts.append(part(word, f"for head dimensions up to {word[1:]}"))
     parts.append(

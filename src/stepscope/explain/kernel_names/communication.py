@@ -4,7 +4,7 @@ directly; copies and fills that are no kernels, and AMD's kernels that stand in 
 import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.vocabulary import KernelName, NamePart, build, compile_rows, join, part
+from stepscope.explain.kernel_names.vocabulary import KernelName, NamePart, build, compile_rows, first_match, join, part
 
 _NCCL = re.compile(r"(?:nccl|rccl|msccl)(?:Dev)?(?:Symk?Dev)?Kernel(?:Debug)?_(\w+)", re.IGNORECASE)
 _COLLECTIVES = {
@@ -78,15 +78,14 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
     if match := _NCCL.match(anatomy.base):
         return _decode_nccl(anatomy, match[1])
     text = anatomy.body[:1000]
-    for pattern, library, operation in _OTHERS:
-        if match := pattern.search(text):
-            short = f"{operation} ({library})"
-            return build(anatomy, library, "communication", operation, short, parts=(part(match[0], operation),))
+    if other := first_match(_OTHERS, text):
+        match, library, operation = other
+        short = f"{operation} ({library})"
+        return build(anatomy, library, "communication", operation, short, parts=(part(match[0], operation),))
     if "gemm" in text.lower():  # a product that overlaps with its collective is decoded as the product
         return None
-    for pattern, operation in _WORDS:
-        if match := pattern.search(anatomy.base):
-            return build(anatomy, "unknown", "communication", operation, parts=(part(match[0], operation),))
+    if found := first_match(_WORDS, anatomy.base):
+        return build(anatomy, "unknown", "communication", found[1], parts=(part(found[0][0], found[1]),))
     return None
 
 

@@ -18,6 +18,7 @@ from stepscope.explain.kernel_names.vocabulary import (
     explain_slab,
     explain_tile,
     find_dtype,
+    first_match,
     join,
     name_architecture,
     part,
@@ -95,15 +96,9 @@ def _decode_nvjet(anatomy: Anatomy) -> KernelName:
     if match is None:
         return build(anatomy, "cuBLAS", "gemm", "matrix product", "gemm (cuBLAS nvjet)")
     types, rest = match["types"], match["rest"].split("_")
-    architecture, parts = (
-        None,
-        [
-            part(
-                "nvjet",
-                "cuBLAS's kernels for Hopper and newer. The naming is not published: this is its common reading",
-            )
-        ],
-    )
+    architecture = None
+    meaning = "cuBLAS's kernels for Hopper and newer. The naming is not published: this is its common reading"
+    parts = [part("nvjet", meaning)]
     if match["architecture"]:
         architecture, generation = name_architecture(match["architecture"].removeprefix("sm"))
         parts.append(explain_architecture(match["architecture"], architecture, generation))
@@ -192,10 +187,10 @@ def _decode_small(anatomy: Anatomy) -> KernelName | None:
         parts = (part(anatomy.base, "matrix times vector: reads each element once, so memory sets the pace"),)
         fields = {"dtype": dtype, "tensor_cores": False, "parts": parts}
         return build(anatomy, "cuBLAS", "gemm", "matrix times vector", "gemv (cuBLAS)", **fields)
-    for pattern, kernel_class, operation in _VECTORS:
-        if pattern.search(anatomy.base):
-            parts = (part(anatomy.base, f"{operation}: memory sets the pace"),)
-            return build(anatomy, "cuBLAS", kernel_class, operation, f"{operation} (cuBLAS)", dtype=dtype, parts=parts)
+    if found := first_match(_VECTORS, anatomy.base):
+        _, kernel_class, operation = found
+        parts = (part(anatomy.base, f"{operation}: memory sets the pace"),)
+        return build(anatomy, "cuBLAS", kernel_class, operation, f"{operation} (cuBLAS)", dtype=dtype, parts=parts)
     if _SMALL.match(anatomy.base):
         layout = re.search(r"_([NT]{2})_", anatomy.base)
         spelled = layout[1].lower() if layout else None

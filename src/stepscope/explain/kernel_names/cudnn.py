@@ -11,6 +11,7 @@ from stepscope.explain.kernel_names.vocabulary import (
     build,
     compile_rows,
     find_dtype,
+    first_match,
     join,
     part,
     spell_direction,
@@ -133,10 +134,8 @@ def _decode_engine(anatomy: Anatomy) -> KernelName | None:
 
 
 def _decode_around(anatomy: Anatomy) -> KernelName | None:
-    for pattern, kernel_class, operation, short in _AROUND:
-        match = pattern.search(anatomy.base)
-        if match is None:
-            continue
+    if found := first_match(_AROUND, anatomy.base):
+        _, kernel_class, operation, short = found
         direction: Direction | None = None
         if kernel_class in ("norm", "softmax", "reduction"):
             if re.search(r"_bw_|bwd|Bwd|backward|_bw", anatomy.base):

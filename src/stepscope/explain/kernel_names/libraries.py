@@ -17,6 +17,7 @@ from stepscope.explain.kernel_names.vocabulary import (
     compile_rows,
     explain_tile,
     find_dtype,
+    first_match,
     join,
     part,
     spell_direction,
@@ -184,10 +185,8 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
 
 
 def _find_owner(text: str, anatomy: Anatomy) -> str:
-    for pattern, owner in _OWNERS:
-        if pattern.search(text):
-            return owner
-    return _find_language(anatomy)
+    found = first_match(_OWNERS, text)
+    return found[1] if found else _find_language(anatomy)
 
 
 def _find_language(anatomy: Anatomy) -> str:

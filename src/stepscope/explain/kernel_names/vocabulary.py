@@ -181,6 +181,14 @@ def compile_rows(*rows: tuple[str, *Ts]) -> tuple[tuple[re.Pattern[str], *Ts], .
     return tuple((re.compile(row[0]), *row[1:]) for row in rows)
 
 
+def first_match(rows: tuple[tuple[re.Pattern[str], *Ts], ...], text: str) -> tuple[re.Match[str], *Ts] | None:
+    """What was found, and the rest of the first row whose pattern is in a text."""
+    for row in rows:
+        if match := row[0].search(text):
+            return match, *row[1:]
+    return None
+
+
 def build(
     anatomy: Anatomy, library: str, kernel_class: KernelClass, operation: str, short: str = "", **fields: Any
 ) -> KernelName:
