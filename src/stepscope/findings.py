@@ -14,7 +14,7 @@ Where something is of one run or of two side by side, `runs` names them (`("",)`
 values come one a run in that order.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -63,6 +63,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     fix: str
     saving_ns: int | None = None
     share: float | None = None  # of the step's wall time
+
+    @property
+    def saving_ms(self) -> float | None:
+        return None if self.saving_ns is None else self.saving_ns / 1e6
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +201,23 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     why: str
     command: str = ""
+
+
+class StageText(NamedTuple):
+    """What a stage of a report makes, and what it shows on the page."""
+
+    makes: str
+    shows: str
+
+
+# The stages of a report, in the order in which they run.
+STAGES: dict[str, StageText] = {
+    "bench": StageText("step times", "step times"),
+    "profile": StageText("a recording of the step", "the kernels of a step"),
+    "memory": StageText("a recording of memory", "memory over time"),
+    "precision": StageText("precisions compared", "dtypes and errors of low precision"),
+    "attention": StageText("implementations of attention compared", "attention alone, in several implementations"),
+}
 
 
 # --- Parts: what a section shows, beside tables and the figures of `pieces` -------------------------------------------

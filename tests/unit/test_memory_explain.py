@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.api.run import Opened, Run
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import MemoryProfile, make_memory_profile, timeline
 from stepscope.explain.memory.answers import answer_memory
@@ -17,7 +18,6 @@ from stepscope.explain.memory.categories import stage_of_stack
 from stepscope.explain.memory.memory_tables import PARTS, headline, leaks_table, make_part, memory_page
 from stepscope.explain.memory.timeline import memory_timeline
 from stepscope.findings import Timeline
-from stepscope.jobs.experiments.memory_view import draw_profile
 from stepscope.recording import tables
 from stepscope.recording.memory import reader as memory
 from stepscope.recording.readers.formats import open_recording
@@ -411,16 +411,22 @@ def test_the_picture_of_our_recording_has_its_peak(ours: MemoryProfile, by: time
     assert ({"layer 0", "layer 1", "lm_head"} if by == "module" else {"parameters", "activations"}) <= names
 
 
+def draw_step(profile: MemoryProfile, step: str) -> Timeline:
+    figure = Run([Opened(Path("memory"), profile.recording, None)]).figure(step=step).figure
+    assert isinstance(figure, Timeline)
+    return figure
+
+
 def test_a_step_is_chosen_as_people_count(tmp_path: Path, ours: MemoryProfile) -> None:
-    assert draw_profile(ours, by="category", step="1") == memory_timeline(ours, step=0)
-    assert draw_profile(ours, by="category", step="all") == memory_timeline(ours)
+    assert draw_step(ours, "1") == memory_timeline(ours, step=0)
+    assert draw_step(ours, "all") == memory_timeline(ours)
     for step in ("0", "5", "99", "first", "-1"):
         with pytest.raises(StepscopeError, match=f"there is no step `{step}`"):
-            draw_profile(ours, by="category", step=step)
+            draw_step(ours, step)
     foreign = Training().run(2).profile(tmp_path)
-    assert draw_profile(foreign, by="category", step="last") == memory_timeline(foreign)
+    assert draw_step(foreign, "last") == memory_timeline(foreign)
     with pytest.raises(StepscopeError, match="no steps are marked"):
-        draw_profile(foreign, by="category", step="2")
+        draw_step(foreign, "2")
 
 
 def test_a_snapshot_without_a_clock_is_drawn_by_its_events(tmp_path: Path) -> None:

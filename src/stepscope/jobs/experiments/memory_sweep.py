@@ -115,5 +115,6 @@ def _study_grid(grid: Grid) -> Grid:
             "`--checkpoint-study` is of one workload, and chooses --checkpoint itself",
             hint="one value for each setting, without --checkpoint",
         )
-    values = study_values(cases[0].workload)
-    return grid.override(grid_from_flags({"checkpoint": ",".join(values)}))
+    replace, case = msgspec.structs.replace, cases[0]
+    workloads = (replace(case.workload, checkpoint=value) for value in study_values(case.workload))
+    return Grid(listed=tuple(replace(case, workload=one) for one in workloads))

@@ -13,7 +13,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -110,6 +110,27 @@ class SweepListener(Protocol):
     def stage(self, name: str) -> None: ...
 
     def finish(self, row: Row) -> None: ...
+
+
+class TextListener:
+    """Tells one function what is being done, a text at a time, with `describe` of the case before it."""
+
+    def __init__(self, tell: Callable[[str], None], describe: Callable[[Any], str] = lambda _: "") -> None:
+        self._tell = tell
+        self._describe = describe
+        self._case = ""
+
+    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
+        pass
+
+    def start(self, planned: PlannedCase[Any]) -> None:
+        self._case = self._describe(planned.case)
+
+    def stage(self, name: str) -> None:
+        self._tell(f"{self._case}: {name}" if self._case else name)
+
+    def finish(self, row: Row) -> None:
+        pass
 
 
 class Results(Protocol[R]):

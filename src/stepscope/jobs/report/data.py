@@ -26,9 +26,6 @@ STATE_NAME = "report.json"
 
 _KEY = re.compile(r"[\w-]{1,64}")  # names of files, of which none leads out of the folder
 
-# The stages of a report, in the order in which they run.
-STAGES = ("bench", "profile", "memory", "precision", "attention")
-
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """`done` has for each finished stage the keys of what it made, `absent` why there is nothing of another."""

@@ -1,8 +1,8 @@
 """Files for a report: what each is, and which run it belongs to.
 
 Recordings of time make the runs: one, or two that are compared, or the ranks of one. A folder of an earlier report is a
-run by itself. Everything else goes to the first run that has none of its kind yet. What could be meant in two ways is
-an error that says what to type.
+run by itself, and so is a run that was loaded in Python. Everything else goes to the first run that has none of its
+kind yet. What could be meant in two ways is an error that says what to type.
 """
 
 import re
@@ -13,27 +13,23 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from stepscope.api.measure import MemoryResults
+from stepscope.api.run import Run, open_file
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
-from stepscope.explain.memory import make_memory_profile
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.sources import Materials
-from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Missing
-from stepscope.jobs.experiments.memory_view import load_profile
 from stepscope.jobs.experiments.sweep import RESULTS_NAME
-from stepscope.jobs.explain import Opened
 from stepscope.jobs.report import stages as report_stages
 from stepscope.jobs.report.data import is_data, read_state
-from stepscope.recording.cache import read_cached
-from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.rows import attention_case as attention
 from stepscope.recording.rows import bench
 from stepscope.recording.rows import memory_summary as memory_row
 from stepscope.recording.rows import precision_report as precision
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow, CaseRow
-from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import read_rows_of
 from stepscope.recording.store import Manifest
@@ -73,11 +69,11 @@ class _Given:
 
     path: Path
     kind: Kind
-    opened: Opened | None = None  # of a recording
+    run: Run | None = None  # of a recording
 
 
 @dataclass(kw_only=True)
-class _Run:
+class _RunFiles:
     """The files of one run."""
 
     data: _Given | None = None
@@ -85,10 +81,10 @@ class _Run:
     others: dict[str, _Given] = field(default_factory=dict)  # by stage
 
 
-def read_runs(paths: Sequence[Path], *, command: str, cached: bool) -> list[Materials]:
-    """What the files tell of one run, or of two."""
-    _refuse_twice(paths)
-    runs = _sort([_look_at(path, cached=cached) for path in paths])
+def read_runs(sources: Sequence[Path | Run], *, command: str, cached: bool) -> list[Materials]:
+    """What files, and runs that are loaded already, tell of one run, or of two."""
+    _refuse_twice([source for source in sources if isinstance(source, Path)])
+    runs = _sort([_look_at(source, cached=cached) for source in sources])
     named = [replace(_read_run(run), command=command) for run in runs]
     if len({one.name for one in named}) < len(named):
         named = [replace(one, name=str(_first(run).path)) for one, run in zip(named, runs, strict=True)]
@@ -106,7 +102,10 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
 # --- What a file is -------------------------------------------------------------------------------------------------
 
 
-def _look_at(path: Path, *, cached: bool) -> _Given:
+def _look_at(source: Path | Run, *, cached: bool) -> _Given:
+    if isinstance(source, Run):
+        return _Given(path=source.files[0], kind="memory" if source.is_of_memory else "time", run=source)
+    path = source
     if is_data(path):
         return _Given(path=path, kind="data")
     if path.is_dir() and (path / RESULTS_NAME).is_file():
@@ -114,13 +113,12 @@ def _look_at(path: Path, *, cached: bool) -> _Given:
     if kind := _find_kind(path):
         return _Given(path=path, kind=kind)
     try:
-        recording, folder = read_cached(path, open_recording) if cached else (open_recording(path), None)
+        opened = open_file(path, cached=cached)
     except StepscopeError as error:
         raise _also_taken(error) from None
-    if not recording.manifest.file:
-        recording = recording.with_manifest(file=path.name)
-    opened = Opened(recording, folder)
-    return _Given(path=path, kind="memory" if opened.is_of_memory else "time", opened=opened)
+    if not opened.recording.manifest.file:
+        opened = opened._replace(recording=opened.recording.with_manifest(file=path.name))
+    return _look_at(Run([opened]), cached=cached)
 
 
 def _also_taken(error: StepscopeError) -> StepscopeError:
@@ -154,7 +152,7 @@ def _find_kind(path: Path) -> Kind | None:
 # --- Which run it belongs to ----------------------------------------------------------------------------------------
 
 
-def _sort(given: Sequence[_Given]) -> list[_Run]:
+def _sort(given: Sequence[_Given]) -> list[_RunFiles]:
     runs = _make_runs(given)
     for one in given:
         if one.kind in ("data", "time"):
@@ -162,7 +160,7 @@ def _sort(given: Sequence[_Given]) -> list[_Run]:
         name, stage = _NAMES[one.kind]
         free = [run for run in runs if stage not in run.others and not _has(run, stage)]
         if not free and len(runs) < _MOST_RUNS and not any(run.data or run.recordings for run in runs):
-            free = [_Run()]
+            free = [_RunFiles()]
             runs += free
         if not free:
             raise StepscopeError(
@@ -174,14 +172,14 @@ def _sort(given: Sequence[_Given]) -> list[_Run]:
     return runs
 
 
-def _make_runs(given: Sequence[_Given]) -> list[_Run]:
+def _make_runs(given: Sequence[_Given]) -> list[_RunFiles]:
     """From recordings of time and folders of reports, in the order in which they were named."""
     recordings = [one for one in given if one.kind == "time"]
     folders = [one for one in given if one.kind == "data"]
     if _are_ranks(recordings) and not folders:
-        return [_Run(recordings=recordings)]
+        return [_RunFiles(recordings=recordings)]
     runs = [
-        _Run(data=one) if one.kind == "data" else _Run(recordings=[one])
+        _RunFiles(data=one) if one.kind == "data" else _RunFiles(recordings=[one])
         for one in given
         if one.kind in ("data", "time")
     ]
@@ -191,7 +189,7 @@ def _make_runs(given: Sequence[_Given]) -> list[_Run]:
             detail=_say_ranks(recordings),
             hint="stepscope report A B, or the files of all ranks of one run",
         )
-    return runs or [_Run()]
+    return runs or [_RunFiles()]
 
 
 def _are_ranks(recordings: Sequence[_Given]) -> bool:
@@ -214,19 +212,19 @@ def _say_ranks(recordings: Sequence[_Given]) -> str:
 
 
 def _manifest(one: _Given) -> Manifest:
-    assert one.opened is not None
-    return one.opened.recording.manifest
+    assert one.run is not None
+    return one.run.opened[0].recording.manifest
 
 
-def _has(run: _Run, stage: str) -> bool:
+def _has(run: _RunFiles, stage: str) -> bool:
     return run.data is not None and stage in read_state(run.data.path).done
 
 
-def _first(run: _Run) -> _Given:
+def _first(run: _RunFiles) -> _Given:
     return next(_all(run))
 
 
-def _all(run: _Run) -> Iterator[_Given]:
+def _all(run: _RunFiles) -> Iterator[_Given]:
     if run.data is not None:
         yield run.data
     yield from run.recordings
@@ -236,7 +234,7 @@ def _all(run: _Run) -> Iterator[_Given]:
 # --- What a run has -------------------------------------------------------------------------------------------------
 
 
-def _read_run(run: _Run) -> Materials:
+def _read_run(run: _RunFiles) -> Materials:
     materials = _read_data(run.data.path) if run.data else Materials(name=_name(_first(run)))
     if run.recordings:
         profiles = _make_profiles(run.recordings)
@@ -280,9 +278,8 @@ def _devices(materials: Materials) -> Iterator[str]:
 
 
 def _make_profiles(recordings: Sequence[_Given]) -> tuple[Profile, ...]:
-    opened = [one.opened for one in recordings if one.opened is not None]
-    by_rank = sorted(opened, key=lambda one: one.recording.manifest.rank or 0)
-    return tuple(make_profile(one.recording, one.folder) for one in by_rank)
+    profiles = [rank.require_kernels() for one in recordings if one.run is not None for rank in one.run.ranks]
+    return tuple(sorted(profiles, key=lambda one: one.recording.manifest.rank or 0))
 
 
 def _read_data(folder: Path) -> Materials:
@@ -305,10 +302,11 @@ def _read_data(folder: Path) -> Materials:
 
 
 def _add_memory(one: _Given, materials: Materials) -> Materials:
-    if one.opened is not None:
-        return replace(materials, memory=make_memory_profile(one.opened.recording))
-    row = _choose_row(read_rows_of(one.path, MemoryRow)[0], one.path, find_case(materials))
-    return replace(materials, memory=load_profile(one.path.parent, row))
+    if one.run is not None:
+        return replace(materials, memory=one.run.memory)
+    results = MemoryResults.read(one.path)
+    row = _choose_row(results.rows, one.path, find_case(materials))
+    return replace(materials, memory=results.run(results.rows.index(row)).memory)
 
 
 def _add_bench(one: _Given, materials: Materials) -> Materials:
@@ -358,7 +356,4 @@ def _list_cases(rows: Sequence[CaseRow]) -> str:
 
 
 def _name(one: _Given) -> str:
-    if one.opened is None:
-        return one.path.name
-    manifest = one.opened.recording.manifest
-    return describe_case(manifest.case) if manifest.case is not None else manifest.file or one.path.name
+    return one.path.name if one.run is None else one.run.name

@@ -1,4 +1,4 @@
-"""A profile of memory on the terminal, for the two verbs that have one: `memory` and `explain`."""
+"""A run on the terminal, for the verbs that show one: `explain` and `memory`."""
 
 import re
 from enum import StrEnum
@@ -10,24 +10,11 @@ from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 
 if TYPE_CHECKING:
-    from stepscope.explain.memory import MemoryProfile
+    from stepscope.api.display import RunPart
+    from stepscope.api.run import Run
 
 DEFAULT_DETAIL = 0.1
 SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%?")
-
-
-class MemoryPart(StrEnum):
-    """The parts of a page on memory."""
-
-    CATEGORIES = "categories"
-    PHASES = "phases"
-    STEPS = "steps"
-    MODULES = "modules"
-    LAYERS = "layers"
-    LARGEST = "largest"
-    FREED = "freed"
-    LEAKS = "leaks"
-    SAVED = "saved"
 
 
 class Stacked(StrEnum):
@@ -59,44 +46,37 @@ def parse_detail(text: str | None) -> float:
 
 
 def draw(
-    profile: "MemoryProfile",
-    path: Path,
-    *,
-    by: Literal["category", "module"],
-    step: str,
-    detail: str | None,
-    force: bool,
+    run: "Run", path: Path, *, by: Literal["category", "module"], step: str, detail: str | None, force: bool
 ) -> None:
-    from stepscope.jobs.experiments import memory_view
     from stepscope.report.figures import check_figure, save
 
     check_figure(path, force=force)
-    save(memory_view.draw_profile(profile, by=by, step=step), path, detail=parse_detail(detail))
+    save(run.figure(by=by, step=step).figure, path, detail=parse_detail(detail))
     say(f"picture: {path}")
 
 
-def print_profile(
-    profile: "MemoryProfile", format_: Format, *, part: str | None, top: int, questions: bool, detail: str | None
+def show_run(
+    run: "Run", format_: Format, *, part: "RunPart | None", top: int, questions: bool, detail: str | None
 ) -> None:
     """The page, one part of it, or the answers."""
-    from stepscope.explain.memory.memory_tables import make_part, memory_page
-    from stepscope.jobs.experiments import memory_view
     from stepscope.report.terminal import render_page
 
-    width = terminal_width()
     if questions:
-        words = format_ is Format.TEXT
-        text, tables = memory_view.answer_profile(profile, width, words=words, evidence=detail is not None)
-        show(text)
-        show_tables(tables, format_)
+        answers = run.questions()
+        if format_ is Format.TEXT:
+            show(answers.text(terminal_width()))
+        tables = [] if format_ is Format.TEXT else [answers.table]
+        show_tables([*tables, *(answers.evidence if detail is not None else ())], format_)
     elif part is not None:
-        table = make_part(profile, part, top=top)
-        show_tables([table], format_, detail=detail == "yes")
+        # One table for each file, or one for all where ranks are compared.
+        runs = [run] if part == "ranks" else run.ranks
+        show_tables([one.table(part, top=top) for one in runs], format_, detail=detail == "yes")
     elif format_ is Format.JSON:
-        show(memory_view.encode_profile(profile))
+        show(run.to_json())
     elif format_ is Format.TEXT:
-        show(render_page(memory_page(profile), width=width))
+        show(render_page(run.page(), width=terminal_width()))
     else:
+        table = "categories" if run.is_of_memory else "classes"
         raise StepscopeError(
-            f"the page is text or json, not `{format_.value}`", hint=f"--table categories --format {format_.value}"
+            f"the page is text or json, not `{format_.value}`", hint=f"--table {table} --format {format_.value}"
         )
