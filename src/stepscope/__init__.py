@@ -1,7 +1,98 @@
-"""stepscope shows where one training step of a Transformer spends its time and memory, and says why."""
+"""stepscope shows where one training step of a Transformer spends its time and memory, and says why.
+
+    run = stepscope.load("trace.json.gz")
+    run.step_ms, run.classes, run.findings
+    stepscope.report(run, "report.html")
+
+Names are imported when they are first used, so that `import stepscope` takes milliseconds and never imports torch:
+`stepscope.annotate` belongs in training code, which needs nothing else of this.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from stepscope.annotate import annotate
 
-__all__ = ["__version__", "annotate"]
+if TYPE_CHECKING:
+    from stepscope.api.display import DataTable, Picture
+    from stepscope.api.measure import (
+        BenchResults,
+        MemoryResults,
+        PrecisionResult,
+        bench,
+        grid,
+        memory,
+        precision,
+        profile,
+        workload,
+    )
+    from stepscope.api.report import ReportPage, report
+    from stepscope.api.run import Answers, Run, RunComparison, load
+    from stepscope.errors import StepscopeError
+    from stepscope.spec import ModelShape, Workload
+
+__all__ = [
+    "Answers",
+    "BenchResults",
+    "DataTable",
+    "MemoryResults",
+    "ModelShape",
+    "Picture",
+    "PrecisionResult",
+    "ReportPage",
+    "Run",
+    "RunComparison",
+    "StepscopeError",
+    "Workload",
+    "__version__",
+    "annotate",
+    "bench",
+    "grid",
+    "load",
+    "memory",
+    "precision",
+    "profile",
+    "report",
+    "workload",
+]
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "stepscope.api.display": ("DataTable", "Picture"),
+    "stepscope.api.measure": (
+        "BenchResults",
+        "MemoryResults",
+        "PrecisionResult",
+        "bench",
+        "grid",
+        "memory",
+        "precision",
+        "profile",
+        "workload",
+    ),
+    "stepscope.api.report": ("ReportPage", "report"),
+    "stepscope.api.run": ("Answers", "Run", "RunComparison", "load"),
+    "stepscope.errors": ("StepscopeError",),
+    "stepscope.spec": ("ModelShape", "Workload"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+# A package is bound to its parent's name when it is first imported. `stepscope.report` is the function, so the package
+# that draws is imported now, while it can still be unbound: it imports nothing itself.
+import_module("stepscope.report")
+del globals()["report"]
+
+
+if not TYPE_CHECKING:  # it would have every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

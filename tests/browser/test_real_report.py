@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from stepscope.api.inputs import read_runs
 from stepscope.explain.story import tell
-from stepscope.jobs.report.files import read_runs
 from stepscope.report.site import write_site
 from tests.browser.chart_views import CANVASES, DRAWINGS
 from tests.browser.conftest import OpenFile, wait_for_frame

@@ -1,17 +1,19 @@
 """The commands in the documentation run, in the order in which a reader would type them.
 
 A fence marked `console` holds commands after `$ `; one marked with `title=NAME` is a file that they need. Commands that
-take a GPU or hours stand in fences marked `sh`.
+take a GPU or hours stand in fences marked `sh`. The Python of `python.md` is one script.
 """
 
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import stepscope
+from tests.cli.command import PATIENCE_S, stepscope
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,6 +47,20 @@ def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     for command in commands(page):
         done = stepscope(tmp_path, *shlex.split(command)[1:])
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.timeout(600)
+def test_python_of_its_page_runs(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs/examples", tmp_path / "docs/examples")
+    page = (ROOT / "docs/python.md").read_text()
+    script = "\n".join(body for kind, title, body in FENCE.findall(page) if kind == "python" and not title)
+    assert script.startswith("import stepscope")
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("*.html")} == {"report.html", "both.html"}
+    assert (tmp_path / "runs/bench/results.jsonl").exists()
 
 
 def test_every_verb_has_a_page_with_commands() -> None:

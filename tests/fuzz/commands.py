@@ -1,14 +1,14 @@
 """The command lines that an input is given to: every verb that reads a file and needs no torch."""
 
 from random import Random
+from typing import get_args
 
-from stepscope.cli.explain import Part
-from stepscope.cli.memory_output import MemoryPart
+from stepscope.api.display import MemoryPart, RunPart
 from tests.fuzz.seeds import Seed
 
 _FORMATS = ("text", "md", "latex", "csv", "json")
-_PARTS = tuple(part.value for part in Part)
-_MEMORY_PARTS = tuple(part.value for part in MemoryPart)
+_PARTS = get_args(RunPart)
+_MEMORY_PARTS = get_args(MemoryPart)
 _GOOD = ("small.json", "good.json", "good.csv")
 
 

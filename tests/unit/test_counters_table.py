@@ -1,16 +1,16 @@
 """Hardware counters as tables: what each kernel did, and a grid's counters beside the textbook."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 
+from stepscope.api.run import Run
 from stepscope.errors import StepscopeError
 from stepscope.explain.trace.counters import CountedCase, cases_table, choose_classes, has_counters, kernels_table
-from stepscope.explain.trace.profile import make_profile
 from stepscope.findings import Table
-from stepscope.jobs.explain import make_page, make_part
 from stepscope.recording import tables
 from stepscope.recording.readers import ncu
 from stepscope.recording.readers.counter_metrics import L2_HIT_RATE
@@ -205,9 +205,9 @@ def test_classes_are_known_words() -> None:
 
 
 def test_explain_shows_them_on_its_page_and_alone(recording: Recording) -> None:
-    profile = make_profile(recording)
-    assert make_page([profile]).tables[-1] == kernels_table(recording, top=12)
-    assert make_part([profile], "counters", top=4) == [kernels_table(recording, top=4)]
+    run = Run.of(recording, Path("counted"))
+    assert run.page().tables[-1].rows == kernels_table(recording, top=12).rows
+    assert run.table("counters", top=4).rows == kernels_table(recording, top=4).rows
 
 
 def test_a_recording_with_other_counters_or_none_has_no_such_table(recording: Recording) -> None:
@@ -215,10 +215,10 @@ def test_a_recording_with_other_counters_or_none_has_no_such_table(recording: Re
     for counters in (others, tables.empty("counters")):
         without = replace(recording, counters=counters)
         assert not has_counters(without)
-        profile = make_profile(without)
-        assert "Counters by kernel" not in [table.title for table in make_page([profile]).tables]
+        run = Run.of(without, Path("counted"))
+        assert "Counters by kernel" not in [table.title for table in run.page().tables]
         with pytest.raises(StepscopeError, match="no hardware counters"):
-            make_part([profile], "counters", top=4)
+            run.table("counters", top=4)
 
 
 def test_a_hit_rate_above_one_is_no_rate(recording: Recording) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stepscope.api.inputs import read_runs
 from stepscope.errors import StepscopeError
 from stepscope.explain.story.sources import Materials
 from stepscope.jobs.report.data import State, write_state
-from stepscope.jobs.report.files import read_runs
 from stepscope.recording import store
 from stepscope.recording.rows.bench import Row
 from stepscope.recording.store import Recording

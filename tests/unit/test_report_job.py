@@ -17,13 +17,13 @@ from rich.console import Console
 from stepscope.cli.report_progress import Display, Forecast
 from stepscope.errors import StepscopeError
 from stepscope.explain.story.sources import Materials
+from stepscope.findings import STAGES
 from stepscope.jobs.experiments.sweep import Planned
-from stepscope.jobs.report import page as report_page
 from stepscope.jobs.report import run as report
 from stepscope.jobs.report import stages as report_stages
-from stepscope.jobs.report.data import STAGES, is_data, read_state, write_state
+from stepscope.jobs.report.data import is_data, read_state, write_state
 from stepscope.jobs.report.run import Ending, Interrupted, Made, ReportJob, parse_stages, without_flags
-from stepscope.jobs.report.stages import UnavailableError, Work
+from stepscope.jobs.report.stages import StageWork, UnavailableError
 from stepscope.jobs.workers.messages import Failed, Probed, ProbedModel
 from stepscope.jobs.workers.process import InputRefusedError, Workers
 from stepscope.spec import Grid, Scalar, build_case, grid_from_flags
@@ -41,15 +41,15 @@ class FakeStage:
         self.error: BaseException | None = None
         self.runs = 0
 
-    def keys(self, work: Work) -> tuple[str, ...]:
+    def keys(self, work: StageWork) -> tuple[str, ...]:
         if isinstance(self.error, UnavailableError):
             raise self.error
         return (f"{self.name}-{work.planned.key}",)
 
-    def command(self, work: Work) -> str:
+    def command(self, work: StageWork) -> str:
         return f"stepscope {self.name} --size {work.planned.case.workload.model.name}"
 
-    def expected_s(self, _work: Work) -> float:
+    def expected_s(self, _work: StageWork) -> float:
         return 1.0
 
     def load(self, folder: Path, _keys: Sequence[str], materials: Materials, /) -> Materials:
@@ -57,7 +57,7 @@ class FakeStage:
             raise StepscopeError("gone")
         return replace(materials, bench=(*materials.bench, row()))
 
-    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+    def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         self.runs += 1
         if self.error is not None:
             raise self.error
@@ -344,19 +344,19 @@ def test_a_command_is_typed_again_without_some_flags() -> None:
 def test_a_page_that_cannot_be_is_refused_early(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(StepscopeError, match=says):
-        report_page.check_page(tmp_path / name, force=True)
+        report.check_page(tmp_path / name, force=True)
 
 
 def test_only_a_page_of_ours_is_replaced_without_force(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<html>mine</html>")
     with pytest.raises(StepscopeError, match="not a file that stepscope wrote"):
-        report_page.check_page(page, force=False)
-    report_page.check_page(page, force=True)
+        report.check_page(page, force=False)
+    report.check_page(page, force=True)
     with pytest.raises(StepscopeError, match="a file it reads"):
-        report_page.check_page(page, force=True, inputs=[page])
-    report_page.write_page(page, [Materials(name="a run", bench=(row(),))])
-    report_page.check_page(page, force=False)
+        report.check_page(page, force=True, inputs=[page])
+    report.write_page(page, [Materials(name="a run", bench=(row(),))])
+    report.check_page(page, force=False)
 
 
 def test_a_full_disk_leaves_the_old_page(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_a_full_disk_leaves_the_old_page(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(StepscopeError, match="cannot write to"):
-            report_page.write_page(page, [Materials(name="a run", bench=(row(),))])
+            report.write_page(page, [Materials(name="a run", bench=(row(),))])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert page.read_text() == "the old one"
@@ -431,11 +431,11 @@ def test_the_time_left_goes_by_how_long_stages_took() -> None:
 # --- Stages ----------------------------------------------------------------------------------------------------------
 
 
-def work_on(**settings: Scalar) -> Work:
+def work_on(**settings: Scalar) -> StageWork:
     case = build_case(settings)
     environment = msgspec.structs.replace(ENVIRONMENT, device=case.workload.device)
     planned = Planned(case=case, environment=environment, source=None)
-    return Work(
+    return StageWork(
         folder=Path("data"),
         command="stepscope report",
         planned=planned,

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,9 @@ from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, takes_slurm, 
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
+
+if TYPE_CHECKING:
+    from stepscope.api.measure import BenchResults
 
 
 @takes_grid
@@ -48,8 +51,9 @@ def bench(
     Every setting from --size on may take several values, comma-separated; the cases are their product. Each case runs
     in its own process and is kept as soon as it is done: run the same command again to go on.
     """
-    from stepscope.explain.experiments.bench_tables import bench_figure, bench_table, sizes_table
-    from stepscope.report.figures import check_figure, save
+    from stepscope.api.measure import BenchResults
+    from stepscope.explain.experiments.bench_tables import sizes_table
+    from stepscope.report.figures import check_figure
 
     if list_:
         refuse_settings(grid, "--list shows the named sizes")
@@ -58,36 +62,49 @@ def bench(
         return
     if plot is not None:
         check_figure(plot, force=force)
-    rows: tuple[BenchRow, ...] | None
+    results: BenchResults | None
     if from_ is not None:
         refuse_settings(grid, "--from shows a file as it is")
         refuse_slurm(slurm, "--from shows a file as it is")
-        rows = read_results(from_, BenchRow)
+        results = BenchResults(read_results(from_, BenchRow))
+    elif slurm is not None:
+        results = _submit(grid, slurm, folder=out, retry=retry, fresh=fresh, timeout_s=timeout)
     else:
-        rows = _run(grid, slurm, folder=out, command=typed_command(), retry=retry, fresh=fresh, timeout_s=timeout)
-    if rows is None:
+        results = _measure(grid, out=out, retry=retry, fresh=fresh, timeout_s=timeout)
+    if results is None:
         return
-    show_tables([bench_table(rows)], format_, detail=detail)
+    show_tables([results.table], format_, detail=detail)
     if plot is not None:
-        save(bench_figure(rows), plot)
+        results.figure.save(plot, force=True)
         say(f"chart: {plot}")
     elif from_ is None:
         say(f"next: stepscope bench --from {shlex.quote(str(out / 'results.jsonl'))} --plot bench.png")
 
 
-def _run(grid: Grid, slurm: SlurmChoice | None, **how: Any) -> tuple[BenchRow, ...] | None:
-    """None where the script was only shown, or rows are still to come and nobody waits."""
+def _measure(grid: Grid, **how: Any) -> "BenchResults":
+    from stepscope.api.measure import bench as measure
     from stepscope.explain.experiments.bench_tables import outcome_of
-    from stepscope.jobs.experiments.sweep import BenchExperiment, Sweep
 
-    experiment = BenchExperiment(grid=grid)
-    if slurm is None:
-        return watch_sweep(Sweep(experiment=experiment, **how).run, outcome_of)
+    return watch_sweep(lambda listener: measure(grid, progress=listener, command=typed_command(), **how), outcome_of)
+
+
+def _submit(grid: Grid, slurm: SlurmChoice, **how: Any) -> "BenchResults | None":
+    """None where the script was only shown, or rows are still to come and nobody waits."""
+    from stepscope.api.measure import BenchResults
+    from stepscope.explain.experiments.bench_tables import outcome_of
+    from stepscope.jobs.experiments.sweep import BenchExperiment
     from stepscope.jobs.slurm.sweep_jobs import SlurmSweep
 
-    sweep = SlurmSweep(experiment=experiment, resources=slurm.resources, array=slurm.array, **how)
+    sweep = SlurmSweep(
+        experiment=BenchExperiment(grid=grid),
+        resources=slurm.resources,
+        array=slurm.array,
+        command=typed_command(),
+        **how,
+    )
     if slurm.print_only:
         show(sweep.script())
         return None
     with watching_jobs(outcome_of) as watcher:
-        return sweep.run_jobs(watcher, wait=slurm.wait)
+        rows = sweep.run_jobs(watcher, wait=slurm.wait)
+    return None if rows is None else BenchResults(rows)

@@ -3,8 +3,7 @@
 import shlex
 from pathlib import Path
 
-from stepscope.cli.output import say, show_tables
-from stepscope.cli.stages import showing_stages
+from stepscope.cli.output import say, show_tables, showing_stages
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
 

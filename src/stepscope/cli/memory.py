@@ -1,16 +1,19 @@
 """`stepscope memory`: where does the memory of a step go, and when is it most?"""
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from stepscope.api.display import MemoryPart
 from stepscope.cli.experiment import ForceFlag, FromFlag, TimeoutFlag, read_results, typed_command, watch_sweep
-from stepscope.cli.memory_output import MemoryPart, Stacked, check_view, draw, print_profile
 from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show_tables
+from stepscope.cli.run_output import Stacked, check_view, draw, show_run
 from stepscope.errors import StepscopeError
+from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
 
@@ -57,49 +60,49 @@ def memory(
     Records every allocation of --steps steps, from the first after the model was built. One case is shown in full;
     several, comma-separated settings, as a table of peaks. Run the same command again to go on.
     """
-    from stepscope.explain.memory.grid import grid_figure, outcome_of
-    from stepscope.jobs.experiments import memory_view
-    from stepscope.jobs.experiments.memory_sweep import recording_folder
-    from stepscope.report.figures import check_figure, save
+    from stepscope.api.measure import MemoryResults
+    from stepscope.api.measure import memory as record_memory
+    from stepscope.report.figures import check_figure
 
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
         check_figure(plot, force=force)
-    alone = "--questions" if questions else f"--table {table}" if table not in (None, MemoryPart.SAVED) else ""
+    alone = "--questions" if questions else f"--table {table}" if table not in (None, "saved") else ""
     if alone and (checkpoint_study or len(grid.cases()) > 1):
         raise StepscopeError(f"`{alone}` needs a single case; got several", hint="leave it out")
     if from_ is not None:
         refuse_settings(grid, "--from shows a file as it is")
-        from stepscope.recording.rows.memory import MemoryRow
-
-        out = from_.parent
-        rows = read_results(from_, MemoryRow)
+        results = MemoryResults(read_results(from_, MemoryRow), from_.parent)
     else:
-        from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, choose_grid
-        from stepscope.jobs.experiments.sweep import Sweep
+        from stepscope.explain.memory.grid import outcome_of
 
-        experiment = MemoryExperiment(grid=choose_grid(grid, study=checkpoint_study), snapshots=snapshots)
-        sweep = Sweep(
-            experiment=experiment, folder=out, command=typed_command(), retry=retry, fresh=fresh, timeout_s=timeout
+        record = partial(
+            record_memory,
+            grid,
+            checkpoint_study=checkpoint_study,
+            snapshots=snapshots,
+            out=out,
+            retry=retry,
+            fresh=fresh,
+            timeout_s=timeout,
+            command=typed_command(),
         )
-        rows = watch_sweep(sweep.run, outcome_of)
-    if len(rows) == 1 and rows[0].status == "ok" and not checkpoint_study:
-        profile = memory_view.load_profile(out, rows[0])
-        print_profile(profile, format_, part=table, top=top, questions=questions, detail=detail)
+        results = watch_sweep(lambda listener: record(progress=listener), outcome_of)
+    if len(results) == 1 and results[0].status == "ok" and not checkpoint_study:
+        run = results.run()
+        show_run(run, format_, part=table, top=top, questions=questions, detail=detail)
         if plot is not None:
-            draw(profile, plot, by=by.value, step=step, detail=detail, force=force)
-        say(f"recording: {recording_folder(out, rows[0].key)}")
-        next_ = f"stepscope explain {shlex.quote(str(recording_folder(out, rows[0].key)))} --questions"
+            draw(run, plot, by=by.value, step=step, detail=detail, force=force)
+        say(f"recording: {run.files[0]}")
+        next_ = f"stepscope explain {shlex.quote(str(run.files[0]))} --questions"
     else:
-        if alone and len(rows) > 1:
-            raise StepscopeError(f"`{alone}` needs a single case; got {len(rows)}", hint="leave it out")
+        if alone and len(results) > 1:
+            raise StepscopeError(f"`{alone}` needs a single case; got {len(results)}", hint="leave it out")
         if alone:
             say(f"nothing to show for `{alone}`: the case failed")
-        chosen = memory_view.show_saved(out, rows) if table == MemoryPart.SAVED else None
-        tables = chosen or memory_view.show_rows(rows, study=checkpoint_study)
-        show_tables(tables, format_, detail=detail == "yes")
+        show_tables(results.compare_saved() if table == "saved" else results.tables, format_, detail=detail == "yes")
         if plot is not None:
-            save(grid_figure(rows), plot)
+            results.figure.save(plot, force=True)
             say(f"picture: {plot}")
         next_ = f"stepscope memory --from {shlex.quote(str(from_ or out / 'results.jsonl'))} --plot peaks.png"
     say(f"next: {next_}")

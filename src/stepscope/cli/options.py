@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stepscope.cli.memory_output import SHARE
+from stepscope.cli.run_output import SHARE
 from stepscope.errors import StepscopeError
 from stepscope.recording.rows.bench import Retry
 from stepscope.spec import (

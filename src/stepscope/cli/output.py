@@ -4,8 +4,8 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import StepscopeError
@@ -94,3 +94,15 @@ def say(text: str) -> None:
 def terminal_width() -> int | None:
     """None where the output is not a terminal: tables then take the width they need."""
     return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
+
+
+@contextmanager
+def showing_stages() -> Iterator[Callable[[str], None]]:
+    """What is being done right now, for verbs that do one thing at a time: on a terminal, and only there."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True, highlight=False).status("looking at the device") as status:
+        yield status.update

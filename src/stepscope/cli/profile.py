@@ -1,15 +1,14 @@
 """`stepscope profile`: record one step, with what ran where and for how long; or count what its kernels did."""
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from stepscope.cli.experiment import typed_command
 from stepscope.cli.options import takes_grid
-from stepscope.cli.output import say, show, terminal_width
-from stepscope.cli.stages import showing_stages
+from stepscope.cli.output import say, show, showing_stages, terminal_width
 from stepscope.errors import StepscopeError
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
@@ -75,7 +74,7 @@ def profile(
             "": {"--stacks": stacks} | ({"--annotate": annotate} if counters else {}),
         },
     )
-    command = shlex.join(["stepscope", *sys.argv[1:]])
+    command = typed_command()
     if counters:
         from stepscope.cli.counters import count
 
@@ -90,41 +89,50 @@ def profile(
             format_=format_,
         )
         return
-    from stepscope.jobs.explain import document_fresh, explain_fresh
-    from stepscope.jobs.recorders.profile import NsysJob, ProfileJob
-    from stepscope.report.terminal import render_page
-
     if format_ not in (Format.TEXT, Format.JSON):
         raise StepscopeError(f"the page is text or json, not `{format_.value}`", hint="--format json")
-    functions = tuple(annotate or ())
     folder, steps = out or Path("runs/profile"), record_steps or 3
     try:
         with showing_stages() as on_stage:
             if nsys:
+                from stepscope.api.run import Run
+                from stepscope.jobs.recorders.recording_job import NsysJob
+
                 under_nsys = NsysJob(
                     folder=folder,
                     command=command,
                     force=force,
                     steps=steps,
-                    functions=functions,
+                    functions=tuple(annotate or ()),
                     python_backtrace=python_backtrace,
                     pytorch=pytorch,
                 )
-                recording, run = under_nsys.run(grid, on_stage)
-                say(f"nsys was run as: {run.typed}")
-                say(f"its report: {run.report}")
+                recording, nsys_run = under_nsys.run(grid, on_stage)
+                say(f"nsys was run as: {nsys_run.typed}")
+                say(f"its report: {nsys_run.report}")
+                run = Run.of(recording, folder)
             else:
-                job = ProfileJob(
-                    folder=folder, command=command, force=force, steps=steps, functions=functions, stacks=stacks
+                from stepscope.api.measure import profile as record
+
+                run = record(
+                    grid,
+                    record_steps=steps,
+                    annotate=annotate or (),
+                    stacks=stacks,
+                    out=folder,
+                    force=force,
+                    progress=on_stage,
+                    command=command,
                 )
-                recording = job.run(grid, on_stage)
     except KeyboardInterrupt:
         say("interrupted: nothing was kept")
         raise
     if format_ is Format.JSON:
-        show(document_fresh(recording, folder.name))
+        show(run.to_json())
     else:
-        show(render_page(explain_fresh(recording, folder.name), width=terminal_width()))
+        from stepscope.report.terminal import render_page
+
+        show(render_page(run.page(overhead=True), width=terminal_width()))
     say(f"recording: {folder}")
     say(f"next: stepscope explain {shlex.quote(str(folder))} --questions")
 

@@ -10,10 +10,11 @@ import typer
 from stepscope.cli.options import refuse_settings, takes_grid
 from stepscope.cli.output import say, show
 from stepscope.errors import Exit, StepscopeError
+from stepscope.findings import STAGES
 from stepscope.spec import Grid
 
 if TYPE_CHECKING:
-    from stepscope.findings import Report
+    from stepscope.api.report import ReportPage
 
 
 @takes_grid
@@ -38,7 +39,7 @@ def report(
     ] = None,
     without: Annotated[
         str | None,
-        typer.Option(metavar="STAGE,…", help="Leave out some of bench, profile, memory, precision, attention."),
+        typer.Option(metavar="STAGE,…", help=f"Leave out some of {', '.join(STAGES)}."),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run everything again.")] = False,
     force: Annotated[
@@ -52,9 +53,6 @@ def report(
     Runs bench, profile, memory, precision and attention on the one case that the settings from --size on make. Ctrl-C
     leaves a page of what is done; the same command goes on. With files, nothing is run.
     """
-    from stepscope.jobs.report.page import check_page
-
-    check_page(out, force=force, inputs=files or ())
     if export is not None:
         from stepscope.report.export import check_folder
 
@@ -62,9 +60,9 @@ def report(
     if files:
         _refuse_flags({"--data": data, "--without": without, "--fresh": fresh})
         refuse_settings(grid, "the report is of the files, and nothing is run")
-        _read(files, out, export, cached=cache)
+        _read(files, out, export, force=force, cached=cache)
     else:
-        _run(grid, out, export, data=data, without=without, fresh=fresh)
+        _run(grid, out, export, data=data, without=without, fresh=fresh, force=force)
 
 
 def _refuse_flags(flags: dict[str, object]) -> None:
@@ -74,50 +72,53 @@ def _refuse_flags(flags: dict[str, object]) -> None:
         )
 
 
-def _read(files: list[Path], out: Path, export: Path | None, *, cached: bool) -> None:
-    from stepscope.jobs.report.files import read_runs
-    from stepscope.jobs.report.page import write_page
+def _read(files: list[Path], out: Path, export: Path | None, *, force: bool, cached: bool) -> None:
+    from stepscope.api.report import report as make_report
 
-    runs = read_runs(files, command=shlex.join(_words()), cached=cached)
+    page = make_report(files, out, force=force, cache=cached, command=_words())
     next_ = f"{shlex.join(_words())} --export figures" if export is None else "stepscope report --help"
-    _end(write_page(out, runs), out, export, next_=next_)
+    _end(page, export, next_=next_)
 
 
-def _run(grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, fresh: bool) -> None:
+def _run(
+    grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, fresh: bool, force: bool
+) -> None:
+    from stepscope.api.report import NothingMeasuredError
+    from stepscope.api.report import report as make_report
     from stepscope.cli.report_progress import watching
-    from stepscope.jobs.report.run import Interrupted, ReportJob, parse_stages
+    from stepscope.jobs.report.run import Interrupted, parse_stages
 
-    job = ReportJob(
-        page=out, words=_words(), data=data, fresh=fresh, without=parse_stages(without) if without is not None else ()
-    )
+    left_out = parse_stages(without) if without is not None else ()
     try:
         with watching() as watcher:
-            made = job.run(grid, watcher)
+            page = make_report(
+                grid, out, force=force, data=data, without=left_out, fresh=fresh, progress=watcher, command=_words()
+            )
     except Interrupted as interrupted:
         where = f"the page so far is {interrupted.page}" if interrupted.page else f"{out} is as it was"
         say(f"interrupted: {where}; to go on: {interrupted.go_on}")
         raise
-    if made.report is None:
-        say(f"every stage failed; {out} is as it was")
-        raise typer.Exit(Exit.GATE_FAILED)
-    folder, page = shlex.quote(str(made.data)), shlex.quote(str(out))
+    except NothingMeasuredError as error:
+        say(error.message)
+        raise typer.Exit(Exit.GATE_FAILED) from None
+    folder = shlex.quote(str(page.data))
     next_ = (
-        f"report {folder} --out {page} --export figures" if export is None else f"explain {folder}/profile --questions"
+        f"report {folder} --out {shlex.quote(str(out))} --export figures"
+        if export is None
+        else f"explain {folder}/profile --questions"
     )
-    if made.num_done:
-        _end(made.report, out, export, next_=f"stepscope {next_}")
+    if page.num_done:
+        _end(page, export, next_=f"stepscope {next_}")
     else:
         say("every stage failed, and the page says why")
-        _end(made.report, out, export, next_="stepscope doctor")
+        _end(page, export, next_="stepscope doctor")
         raise typer.Exit(Exit.GATE_FAILED)
 
 
-def _end(report: "Report", out: Path, export: Path | None, *, next_: str) -> None:
-    show(f"{out}\n")
+def _end(page: "ReportPage", export: Path | None, *, next_: str) -> None:
+    show(f"{page.path}\n")
     if export is not None:
-        from stepscope.report.export import export as write_files
-
-        say(f"exported: {len(write_files(report, export))} files in {export}")
+        say(f"exported: {len(page.export(export))} files in {export}")
     say(f"next: {next_}")
 
 

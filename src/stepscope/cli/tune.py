@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.output import say, show, terminal_width
-from stepscope.cli.stages import showing_stages
+from stepscope.cli.output import say, show, showing_stages, terminal_width
 from stepscope.report.formats import Format
 from stepscope.spec import Precision
 

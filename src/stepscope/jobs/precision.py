@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.precision.tables import find_speeds
+from stepscope.explain.precision.precision_tables import find_speeds
 from stepscope.files import check_target
 from stepscope.jobs.experiments.sweep import Planned, look_at
-from stepscope.jobs.recorders.profile import explain_failure, plan_case
+from stepscope.jobs.recorders.recording_job import explain_failure, plan_case
 from stepscope.jobs.workers.messages import ComparePrecisions, PrecisionsCompared
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.recording.rows.bench import BenchRow
-from stepscope.recording.rows.precision import PrecisionReport, write_report
+from stepscope.recording.rows.precision_report import PrecisionReport, write_report
 from stepscope.spec import SETTINGS, Case, Grid, Precision, Scalar, flag_of
 
 # In the order of the tables.
@@ -37,7 +37,7 @@ class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
     force: bool = False
     bench_rows: tuple[BenchRow, ...] = ()
 
-    def run(self, grid: Grid, on_stage: OnStage) -> PrecisionReport:
+    def run(self, grid: Grid, on_stage: OnStage, *, precisions: Collection[Precision] = ()) -> PrecisionReport:
         require_torch()
         check_settings(grid)
         if self.out is not None:
@@ -45,7 +45,8 @@ class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
         asked, rest = _take_precisions(grid)
         with Workers() as workers:
             planned = _plan(rest, workers)
-            return self.run_planned(planned, choose_precisions(asked, planned.case), workers, on_stage)
+            chosen = choose_precisions(asked or precisions, planned.case)
+            return self.run_planned(planned, chosen, workers, on_stage)
 
     def run_planned(
         self, planned: Planned, precisions: tuple[Precision, ...], workers: Workers, on_stage: OnStage
@@ -84,20 +85,21 @@ def check_settings(grid: Grid) -> None:
 def _take_precisions(grid: Grid) -> tuple[set[Scalar | None], Grid]:
     """The precisions that were asked for, and the grid without them: the one setting that may have several values."""
     asked = {value for name, values in grid.axes if name == "precision" for value in values}
-    return asked, Grid(axes=tuple(axis for axis in grid.axes if axis[0] != "precision"), arguments=grid.arguments)
+    axes = tuple(axis for axis in grid.axes if axis[0] != "precision")
+    return asked, msgspec.structs.replace(grid, axes=axes)
 
 
 def _plan(grid: Grid, workers: Workers) -> Planned:
     """A CPU gets a short context unless one was set, or the model is a factory's or has no tokens."""
     names = [name for name, _ in grid.axes]
-    if "context" not in names and "model" not in names:
+    if "context" not in names and "model" not in names and not grid.listed:
         found = look_at(grid.cases()[:1], workers, None)
         if found.environment.device == "cpu" and found.models[0].takes_context:
             return plan_case(grid.override(Grid(axes=(("context", (CONTEXT_ON_CPU,)),))), workers)
     return plan_case(grid, workers)
 
 
-def choose_precisions(asked: Collection[Scalar | None], case: Case) -> tuple[Precision, ...]:
+def choose_precisions(asked: Collection[Scalar | Precision | None], case: Case) -> tuple[Precision, ...]:
     """Every one that the device has, unless some were asked for. Asking a CPU for tf32 is refused where workloads are
     checked, as everywhere."""
     on_cpu = case.workload.device == "cpu"

@@ -102,14 +102,16 @@ def check_names(settings: Iterable[str]) -> None:
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings with one or more values each; the cases are their product, the first axis turning slowest."""
+    """Settings with one or more values each; the cases are their product, the first axis turning slowest. Cases that
+    were made in Python are `listed` in place of settings."""
 
     axes: tuple[tuple[str, tuple[Scalar | None, ...]], ...] = ()
     arguments: tuple[tuple[str, tuple[Scalar, ...]], ...] = ()
+    listed: tuple[Case, ...] = ()
 
     def cases(self) -> tuple[Case, ...]:
         """Every case once, in order; a value given twice counts once."""
-        return tuple(dict.fromkeys(build_case(settings) for settings in self._points()))
+        return tuple(dict.fromkeys(self.listed or (build_case(settings) for settings in self._points())))
 
     def _points(self) -> Iterator[dict[str, Scalar | Mapping[str, Scalar] | None]]:
         names = [name for name, _ in self.axes]
@@ -123,6 +125,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     def override(self, other: "Grid") -> "Grid":
         """This grid with `other`'s axes in place of its own: flags over a file."""
+        assert not self.listed, "cases that are listed have no axes"
         return Grid(
             axes=tuple((dict(self.axes) | dict(other.axes)).items()),
             arguments=tuple((dict(self.arguments) | dict(other.arguments)).items()),
@@ -151,12 +154,19 @@ def grid_from_toml(path: Path) -> Grid:
         raise SpecError(f"cannot read the settings file: `{path}`", detail=error.strerror or "") from None
     except (ValueError, RecursionError) as error:
         raise SpecError(f"not a TOML file: `{path}`", detail=str(error)) from None
-    check_names(fields)
-    arguments = fields.pop("set", {})
-    if not isinstance(arguments, dict):
+    if not isinstance(fields.get("set", {}), dict):
         raise SpecError(f"`set` in `{path}` is not a table", hint="[set]")
+    return grid_from_settings(fields)
+
+
+def grid_from_settings(settings: Mapping[str, object]) -> Grid:
+    """A grid from settings by name, a list for several values; `set` is a mapping of a model's arguments."""
+    check_names(settings)
+    arguments = settings.get("set", {})
+    if not isinstance(arguments, Mapping):
+        raise SpecError(f"`set` is not a mapping of arguments: `{arguments}`")
     return Grid(
-        axes=tuple((name, _toml_values(name, value)) for name, value in fields.items()),
+        axes=tuple((name, _toml_values(name, value)) for name, value in settings.items() if name != "set"),
         arguments=tuple((name, _as_scalars(name, value)) for name, value in arguments.items()),
     )
 
@@ -173,7 +183,7 @@ def _toml_values(name: str, value: object) -> tuple[Scalar | None, ...]:
 
 
 def _as_scalars(name: str, value: object) -> tuple[Scalar, ...]:
-    items = value if isinstance(value, list) else [value]
+    items = value if isinstance(value, list | tuple) else [value]
     for item in items:
         if not isinstance(item, bool | int | float | str):
             raise SpecError(f"`{name}` has a value that is neither a word nor a number: `{item}`")

@@ -4,18 +4,11 @@ from typing import Literal
 
 from stepscope.explain.story.commands import find_case, write_command
 from stepscope.explain.story.sources import Materials
-from stepscope.findings import Missing
+from stepscope.findings import STAGES, Missing
 from stepscope.spec import Case, for_precisions
 
 Stage = Literal["profile", "memory", "precision", "attention"]
 _OWN = "--model my_model:build"  # how a model of one's own is named
-
-_WHAT: dict[Stage, str] = {
-    "profile": "the kernels of a step",
-    "memory": "memory over time",
-    "precision": "dtypes and errors of low precision",
-    "attention": "attention alone, in several implementations",
-}
 
 
 def explain_absence(materials: Materials, stage: Stage, what: str = "") -> Missing:
@@ -23,7 +16,7 @@ def explain_absence(materials: Materials, stage: Stage, what: str = "") -> Missi
     found = materials.absent.get(stage)
     if found is not None:
         return Missing(what=what, why=found.why, command=found.command) if what else found
-    return Missing(what=what or _WHAT[stage], why=_why(materials, stage), command=command_for(materials, stage))
+    return Missing(what=what or STAGES[stage].shows, why=_why(materials, stage), command=command_for(materials, stage))
 
 
 def _why(materials: Materials, stage: Stage) -> str:

@@ -13,7 +13,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -112,6 +112,27 @@ class SweepListener(Protocol):
     def finish(self, row: Row) -> None: ...
 
 
+class TextListener:
+    """Tells one function what is being done, a text at a time, with `describe` of the case before it."""
+
+    def __init__(self, tell: Callable[[str], None], describe: Callable[[Any], str] = lambda _: "") -> None:
+        self._tell = tell
+        self._describe = describe
+        self._case = ""
+
+    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
+        pass
+
+    def start(self, planned: PlannedCase[Any]) -> None:
+        self._case = self._describe(planned.case)
+
+    def stage(self, name: str) -> None:
+        self._tell(f"{self._case}: {name}" if self._case else name)
+
+    def finish(self, row: Row) -> None:
+        pass
+
+
 class Results(Protocol[R]):
     """Where rows are kept. `damaged_bytes` is how much of a cut line was set aside."""
 
@@ -192,6 +213,7 @@ class Sweep(Generic[C, R]):
         for group in self.experiment.groups(waiting):
             turn.waiting.extend(group)
             self.experiment.run_group(turn, workers)
+            assert not turn.waiting, "a group was left before its last case"
         turn.keep_refused()
         return tuple(rows[one.key] for one in planned)
 
@@ -211,7 +233,7 @@ class Turn(Generic[C, R]):
         self._started, self._clock = datetime.now(UTC), time.monotonic()
         self.listener.start(self.waiting[0])
 
-    def take(self, outcome: "CaseOutcome[Any]") -> None:
+    def take(self, outcome: CaseOutcome[Any]) -> None:
         """The case that runs is done, and its process goes on with the next."""
         self.finish(outcome.status, outcome.reason, measurement=outcome.measurement, doubts=outcome.doubts)
         if self.waiting:

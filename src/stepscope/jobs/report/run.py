@@ -20,13 +20,13 @@ import msgspec
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.experiments.cases import brief, describe_case
 from stepscope.explain.story.sources import Materials
-from stepscope.findings import Missing, Report
+from stepscope.files import check_target, write_atomically, writing
+from stepscope.findings import STAGES, Missing, Report
 from stepscope.jobs.experiments.sweep import Planned, look_at, place_cases
-from stepscope.jobs.recorders.profile import only_case
+from stepscope.jobs.recorders.recording_job import only_case
 from stepscope.jobs.report import stages as report_stages
-from stepscope.jobs.report.data import STAGES, State, check_data, open_data, write_state
-from stepscope.jobs.report.page import write_page
-from stepscope.jobs.report.stages import Stage, UnavailableError, Work, other_precision
+from stepscope.jobs.report.data import State, check_data, open_data, write_state
+from stepscope.jobs.report.stages import ReportStage, StageWork, UnavailableError, other_precision
 from stepscope.jobs.workers.process import InputRefusedError, Workers, require_torch
 from stepscope.spec import Case, Grid, build_case
 
@@ -77,6 +77,43 @@ class Made:
     report: Report | None
     data: Path
     num_done: int  # stages that have something to show
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+def check_page(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
+    """A page of ours is replaced, anything else only by `force`, and what the report is made from never."""
+    if path.suffix.lower() != ".html":
+        raise StepscopeError(
+            f"a report is a page, not `{path.suffix or path.name}`: `{path}`",
+            detail="expected a name that ends in .html",
+            hint=f"--out {path.with_suffix('.html') if path.name else 'report.html'}",
+        )
+    if path.exists() and any(one.exists() and one.samefile(path) for one in inputs):
+        raise StepscopeError(f"`--out` would replace a file it reads: `{path}`", hint="another name: --out FILE.html")
+    check_target(path, force=force, flag="--out")
+
+
+def tell_runs(runs: Sequence[Materials]) -> Report:
+    """The story of one run, or of two."""
+    from stepscope.explain.story import tell, tell_both
+
+    return tell(runs[0]) if len(runs) == 1 else tell_both(*runs)
+
+
+def write_page(path: Path, runs: Sequence[Materials]) -> Report:
+    """Tells the story of one run or of two, and makes a page of it, which is there whole or as it was before."""
+    from stepscope.report.site import write_site
+
+    report = tell_runs(runs)
+    content = write_site(report).encode()
+    with writing(path, if_full="the page is as it was before", hint="--out FILE.html"):
+        write_atomically(path, content)
+    return report
+
+
+# --- The stages -------------------------------------------------------------------------------------------------------
 
 
 def parse_stages(text: str) -> tuple[str, ...]:
@@ -154,7 +191,7 @@ class ReportJob:
             folder = self.data or DATA_FOLDER / _slug(planned)
             command = shlex.join(self.words)
             with open_data(folder, planned, command=command) as state:
-                work = Work(
+                work = StageWork(
                     folder=folder,
                     command=command,
                     planned=planned,
@@ -172,7 +209,7 @@ class _Making:
     """One report while it is made: what there is so far, and what is to come."""
 
     job: ReportJob
-    work: Work
+    work: StageWork
     watcher: Watcher
     state: State
 
@@ -193,9 +230,9 @@ class _Making:
             raise Interrupted(self.job.page if written else None, self.job.go_on) from None
         return Made(report=report, data=self.work.folder, num_done=len(self._done))
 
-    def _find_waiting(self) -> list[Stage]:
+    def _find_waiting(self) -> list[ReportStage]:
         """What is done is loaded first: a page that an interruption leaves should have it, whatever its place."""
-        waiting: list[Stage] = []
+        waiting: list[ReportStage] = []
         for place, stage in enumerate(report_stages.ALL):
             self._waiting = [*waiting, *report_stages.ALL[place:]]
             if stage.name in self.job.without:
@@ -206,11 +243,11 @@ class _Making:
                 waiting.append(stage)
         return waiting
 
-    def _leave_out(self, stage: Stage, why: str, command: str) -> None:
+    def _leave_out(self, stage: ReportStage, why: str, command: str) -> None:
         self._absent[stage.name] = Missing(what=stage.what, why=why, command=command)
         self.watcher.finish(stage.name, Ending.LEFT_OUT, why)
 
-    def _is_unavailable(self, stage: Stage) -> bool:
+    def _is_unavailable(self, stage: ReportStage) -> bool:
         try:
             stage.keys(self.work)
         except UnavailableError as error:
@@ -218,7 +255,7 @@ class _Making:
             return True
         return False
 
-    def _reuse(self, stage: Stage) -> bool:
+    def _reuse(self, stage: ReportStage) -> bool:
         """The first key tells the case: a stage may have more in it than the next time would ask for."""
         keys = self.state.done.get(stage.name, ())
         if self.job.fresh or keys[:1] != stage.keys(self.work)[:1]:
@@ -231,7 +268,7 @@ class _Making:
         self.watcher.finish(stage.name, Ending.REUSED, stage.tell(self._materials))
         return True
 
-    def _run_one(self, stage: Stage) -> None:
+    def _run_one(self, stage: ReportStage) -> None:
         self.watcher.start(stage.name)
         try:
             self._materials, keys = stage.run(self.work, self._materials)
@@ -248,7 +285,7 @@ class _Making:
             self.watcher.doing("writing the page")
             self._write()
 
-    def _fail(self, stage: Stage, error: StepscopeError) -> None:
+    def _fail(self, stage: ReportStage, error: StepscopeError) -> None:
         self._has_failed = True
         why = ": ".join(part for part in (error.message, error.detail) if part)
         command = error.hint if error.hint.startswith("stepscope ") else stage.command(self.work)
@@ -257,7 +294,7 @@ class _Making:
             self._note()
         self.watcher.finish(stage.name, Ending.FAILED, brief(why))
 
-    def _keep(self, stage: Stage, keys: tuple[str, ...]) -> None:
+    def _keep(self, stage: ReportStage, keys: tuple[str, ...]) -> None:
         self.state = msgspec.structs.replace(self.state, done=self.state.done | {stage.name: keys})
         self._note()
 

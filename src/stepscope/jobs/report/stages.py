@@ -4,11 +4,11 @@ A stage puts what it made into the run's `Materials`. `load` does the same from 
 for one that is made of an earlier one's folder. All stages have their processes from one nursery.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
 
@@ -16,20 +16,21 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.attention_tables import summary_ms
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms
 from stepscope.explain.memory import make_memory_profile
-from stepscope.explain.precision.tables import find_speeds
+from stepscope.explain.precision.precision_tables import find_speeds
 from stepscope.explain.story.commands import write_command
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import make_profile
+from stepscope.findings import STAGES
 from stepscope.jobs.experiments.attention_sweep import AttentionExperiment, PlannedAttention
 from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, recording_folder
-from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, Planned, PlannedCase, Sweep
+from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, C, Experiment, Planned, Sweep, TextListener
 from stepscope.jobs.precision import CONTEXT_ON_CPU, PrecisionJob, choose_precisions
-from stepscope.jobs.recorders.profile import ProfileJob
+from stepscope.jobs.recorders.recording_job import ProfileJob
 from stepscope.jobs.workers.process import InputRefusedError, Workers
 from stepscope.recording import store
-from stepscope.recording.rows.attention import AttentionCase, AttentionRow
+from stepscope.recording.rows.attention_case import AttentionCase, AttentionRow
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
-from stepscope.recording.rows.precision import read_report
+from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import R, read_rows_of
 from stepscope.spec import Factory, ModelShape, Precision, for_precisions
 from stepscope.spec.backends import compared_on
@@ -40,7 +41,7 @@ _LITTLE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StageWork:
     """What a stage works on, and with."""
 
     folder: Path
@@ -62,61 +63,68 @@ class UnavailableError(StepscopeError):
     """A stage has nothing to do for this workload."""
 
 
-class Stage(Protocol):
+class ReportStage(ABC):
+    """One thing that a report runs. What it brings to the page is in `findings.STAGES`, under its name."""
+
     name: str
-    what: str
 
-    def keys(self, work: Work) -> tuple[str, ...]:
+    @property
+    def what(self) -> str:
+        return STAGES[self.name].makes
+
+    def keys(self, work: StageWork) -> tuple[str, ...]:
         """Under which its results are kept; the first tells whether they are of this case."""
-        ...
+        return (work.planned.key,)
 
-    def command(self, work: Work) -> str:
+    def command(self, work: StageWork) -> str:
         """Does what the stage does, by itself."""
-        ...
-
-    def expected_s(self, work: Work) -> float: ...
-
-    def load(self, folder: Path, keys: Sequence[str], materials: Materials, /) -> Materials:
-        """Raises StepscopeError where what was kept is gone or damaged."""
-        ...
-
-    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
-        """With what it made, and the keys of that. Raises StepscopeError where it failed."""
-        ...
-
-    def tell(self, materials: Materials) -> str:
-        """What came out, in a few words."""
-        ...
-
-
-class Bench:
-    name = "bench"
-    what = "step times"
-
-    def keys(self, work: Work) -> tuple[str, ...]:
-        return work.planned.key, work.other.key
-
-    def command(self, work: Work) -> str:
         return write_command(self.name, work.planned.case.workload)
 
-    def expected_s(self, work: Work) -> float:
+    def expected_s(self, work: StageWork) -> float:
+        return 5 + 20 * work.step_s
+
+    @abstractmethod
+    def load(self, folder: Path, keys: Sequence[str], materials: Materials, /) -> Materials:
+        """Raises StepscopeError where what was kept is gone or damaged."""
+
+    @abstractmethod
+    def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+        """With what it made, and the keys of that. Raises StepscopeError where it failed."""
+
+    @abstractmethod
+    def tell(self, materials: Materials) -> str:
+        """What came out, in a few words."""
+
+    def sweep(self, work: StageWork, experiment: Experiment[C, R]) -> Sweep[C, R]:
+        folder = work.folder / self.name
+        return Sweep(experiment=experiment, folder=folder, command=work.command, retry=Retry.FAILED, fresh=work.fresh)
+
+    def read_rows(self, folder: Path, kind: type[R], keys: Sequence[str]) -> tuple[R, ...]:
+        path = folder / self.name / RESULTS_NAME
+        rows = {row.key: row for row in read_rows_of(path, kind)[0]}
+        if any(key not in rows for key in keys):
+            raise StepscopeError(f"rows of this case are gone from `{path}`")
+        return tuple(rows[key] for key in keys)
+
+
+class BenchStage(ReportStage):
+    name = "bench"
+
+    def keys(self, work: StageWork) -> tuple[str, ...]:
+        return work.planned.key, work.other.key
+
+    def expected_s(self, work: StageWork) -> float:
         return work.planned.expected_s + work.other.expected_s
 
-    def load(self, folder: Path, keys: Sequence[str], materials: Materials) -> Materials:
-        return replace(materials, bench=_read_rows(folder / self.name / RESULTS_NAME, BenchRow, keys))
+    def load(self, folder: Path, keys: Sequence[str], materials: Materials, /) -> Materials:
+        return replace(materials, bench=self.read_rows(folder, BenchRow, keys))
 
-    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
-        sweep = Sweep(
-            experiment=BenchExperiment(),
-            folder=work.folder / self.name,
-            command=work.command,
-            retry=Retry.FAILED,
-            fresh=work.fresh,
-        )
-        rows = sweep.run_planned([work.planned], work.workers, _Relay(work.on_stage))
+    def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+        sweep = self.sweep(work, BenchExperiment())
+        rows = sweep.run_planned([work.planned], work.workers, TextListener(work.on_stage))
         _require_ok(rows)
         if rows[0].wall_s <= _LITTLE_S:
-            relay = _Relay(lambda text: work.on_stage(f"in {work.other.case.workload.precision}: {text}"))
+            relay = TextListener(lambda text: work.on_stage(f"in {work.other.case.workload.precision}: {text}"))
             with suppress(InputRefusedError):  # a model that cannot do the other one has no row of it
                 rows += tuple(r for r in sweep.run_planned([work.other], work.workers, relay) if r.status == "ok")
         return replace(materials, bench=rows), tuple(row.key for row in rows)
@@ -127,24 +135,17 @@ class Bench:
         return (f"{step.median:.4g} ms a step" if step else row.status) + (f", MFU {mfu:.1%}" if mfu else "")
 
 
-class Profiled:
+class ProfileStage(ReportStage):
     name = "profile"
-    what = "a recording of the step"
 
-    def keys(self, work: Work) -> tuple[str, ...]:
-        return (work.planned.key,)
-
-    def command(self, work: Work) -> str:
-        return write_command(self.name, work.planned.case.workload)
-
-    def expected_s(self, work: Work) -> float:
+    def expected_s(self, work: StageWork) -> float:
         return 4 + 20 * work.step_s
 
-    def load(self, folder: Path, _keys: Sequence[str], materials: Materials) -> Materials:
+    def load(self, folder: Path, _keys: Sequence[str], materials: Materials, /) -> Materials:
         place = folder / self.name
         return replace(materials, profile=make_profile(store.load(place), place))
 
-    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+    def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         place = work.folder / self.name
         ProfileJob(folder=place, command=work.command, force=True).run_planned(
             work.planned, work.workers, work.on_stage
@@ -161,30 +162,19 @@ class Profiled:
         return f"{count:,.0f} {what} a step{busy}"
 
 
-class Memory:
+class MemoryStage(ReportStage):
     name = "memory"
-    what = "a recording of memory"
 
-    def keys(self, work: Work) -> tuple[str, ...]:
-        return (work.planned.key,)
-
-    def command(self, work: Work) -> str:
-        return write_command(self.name, work.planned.case.workload)
-
-    def expected_s(self, work: Work) -> float:
-        return 5 + 20 * work.step_s
-
-    def load(self, folder: Path, keys: Sequence[str], materials: Materials) -> Materials:
+    def load(self, folder: Path, keys: Sequence[str], materials: Materials, /) -> Materials:
         place = recording_folder(folder / self.name, keys[0])
         if not store.is_recording(place):
             raise StepscopeError(f"the recording is gone: `{place}`")
         return replace(materials, memory=make_memory_profile(store.load(place)))
 
-    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
-        folder = work.folder / self.name
+    def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         # A row without its recording is no use here, so whatever is not loaded is recorded anew.
-        sweep = Sweep(experiment=MemoryExperiment(snapshots=True), folder=folder, command=work.command, fresh=True)
-        rows = sweep.run_planned([work.planned], work.workers, _Relay(work.on_stage))
+        sweep = replace(self.sweep(work, MemoryExperiment(snapshots=True)), fresh=True)
+        rows = sweep.run_planned([work.planned], work.workers, TextListener(work.on_stage))
         _require_ok(rows)
         work.on_stage("explaining it")
         return self.load(work.folder, self.keys(work), materials), self.keys(work)
@@ -194,23 +184,19 @@ class Memory:
         return f"peak {say_bytes(materials.memory.peak_bytes)}"
 
 
-class PrecisionStage:
+class PrecisionStage(ReportStage):
     name = "precision"
-    what = "precisions compared"
 
-    def keys(self, work: Work) -> tuple[str, ...]:
+    def keys(self, work: StageWork) -> tuple[str, ...]:
         return (self.plan(work).key,)
 
-    def command(self, work: Work) -> str:
+    def command(self, work: StageWork) -> str:
         return write_command(self.name, self.plan(work).case.workload)
 
-    def expected_s(self, work: Work) -> float:
-        return 5 + 20 * work.step_s
-
-    def load(self, folder: Path, _keys: Sequence[str], materials: Materials) -> Materials:
+    def load(self, folder: Path, _keys: Sequence[str], materials: Materials, /) -> Materials:
         return replace(materials, precision=read_report(folder / f"{self.name}.json"))
 
-    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+    def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         planned, out = self.plan(work), work.folder / f"{self.name}.json"
         job = PrecisionJob(command=work.command, out=out, force=True, bench_rows=_rows_with_speeds(materials, planned))
         report = job.run_planned(planned, choose_precisions((), planned.case), work.workers, work.on_stage)
@@ -222,7 +208,7 @@ class PrecisionStage:
         errors = [f"{run.precision} {run.gradient_error:.1e}" for run in runs if run.gradient_error is not None]
         return f"error of gradients: {', '.join(errors)}" if errors else "no finite gradients"
 
-    def plan(self, work: Work) -> Planned:
+    def plan(self, work: StageWork) -> Planned:
         """One step forward and backward, uncompiled: the settings that would change nothing are the usual ones, and a
         CPU, whose fp16 is slow, gets a short context where the model takes any."""
         workload = work.planned.case.workload
@@ -236,37 +222,31 @@ class PrecisionStage:
 _SHORTEST = 16
 
 
-class AttentionStage:
+class AttentionStage(ReportStage):
     """Attention alone, in the shape that the workload has it, at its context and at half and twice that."""
 
     name = "attention"
-    what = "implementations of attention compared"
 
-    def keys(self, work: Work) -> tuple[str, ...]:
+    def keys(self, work: StageWork) -> tuple[str, ...]:
         return tuple(one.key for one in self.plan(work))
 
-    def command(self, work: Work) -> str:
+    def command(self, work: StageWork) -> str:
         case = self.plan(work)[0].case
         lengths = ",".join(str(length) for length in dict.fromkeys(one.case.length for one in self.plan(work)))
         shape = f"--batch {case.batch} --heads {case.heads} --head-dim {case.head_dim} --length {lengths}"
         return f"stepscope {self.name} {shape} --precision {case.precision}"
 
-    def expected_s(self, work: Work) -> float:
+    def expected_s(self, work: StageWork) -> float:
         return sum(one.expected_s for one in self.plan(work))
 
-    def load(self, folder: Path, keys: Sequence[str], materials: Materials) -> Materials:
-        return replace(materials, attention=_read_rows(folder / self.name / RESULTS_NAME, AttentionRow, keys))
+    def load(self, folder: Path, keys: Sequence[str], materials: Materials, /) -> Materials:
+        return replace(materials, attention=self.read_rows(folder, AttentionRow, keys))
 
-    def run(self, work: Work, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+    def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
         planned = self.plan(work)
-        sweep = Sweep(
-            experiment=AttentionExperiment(),
-            folder=work.folder / self.name,
-            command=work.command,
-            retry=Retry.FAILED,
-            fresh=work.fresh,
-        )
-        rows = sweep.run_planned(planned, work.workers, _Relay(work.on_stage))
+        sweep = self.sweep(work, AttentionExperiment())
+        listener = TextListener(work.on_stage, lambda case: f"{case.implementation}, length {case.length}")
+        rows = sweep.run_planned(planned, work.workers, listener)
         here = tuple(row for row in rows if row.status != "unsupported")
         if all(row.status != "ok" for row in here):
             _require_ok(here or rows)
@@ -281,7 +261,7 @@ class AttentionStage:
         best = min(times, key=times.__getitem__)
         return f"fastest at length {longest}: {best}, {times[best]:.4g} ms"
 
-    def plan(self, work: Work) -> tuple[PlannedAttention, ...]:
+    def plan(self, work: StageWork) -> tuple[PlannedAttention, ...]:
         workload = work.planned.case.workload
         shape = workload.model
         if not isinstance(shape, ModelShape):
@@ -313,45 +293,18 @@ class AttentionStage:
         )
 
 
-ALL: tuple[Stage, ...] = (Bench(), Profiled(), Memory(), PrecisionStage(), AttentionStage())
+ALL: tuple[ReportStage, ...] = (BenchStage(), ProfileStage(), MemoryStage(), PrecisionStage(), AttentionStage())
+assert [stage.name for stage in ALL] == list(STAGES)
 
 
 def other_precision(precision: Precision) -> Precision:
     return "fp32" if precision in ("bf16", "fp16") else "bf16"
 
 
-class _Relay:
-    """A sweep's listener that passes on what is being done; what came out is told by the stage."""
-
-    def __init__(self, on_stage: Callable[[str], None]) -> None:
-        self._on_stage = on_stage
-        self._case = ""
-
-    def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
-        pass
-
-    def start(self, planned: PlannedCase[Any]) -> None:
-        case = planned.case
-        self._case = f"{case.implementation}, length {case.length}: " if isinstance(case, AttentionCase) else ""
-
-    def stage(self, name: str) -> None:
-        self._on_stage(self._case + name)
-
-    def finish(self, row: Row) -> None:
-        pass
-
-
 def _require_ok(rows: Sequence[Row]) -> None:
     """The first says what went wrong."""
     if rows[0].status != "ok":
         raise StepscopeError(f"{rows[0].status}: {rows[0].reason}")
-
-
-def _read_rows(path: Path, kind: type[R], keys: Sequence[str]) -> tuple[R, ...]:
-    rows = {row.key: row for row in read_rows_of(path, kind)[0]}
-    if any(key not in rows for key in keys):
-        raise StepscopeError(f"rows of this case are gone from `{path}`")
-    return tuple(rows[key] for key in keys)
 
 
 def _rows_with_speeds(materials: Materials, planned: Planned) -> tuple[BenchRow, ...]:

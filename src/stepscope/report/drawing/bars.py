@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stepscope.explain.story.dimensions import ORDERED, Totals, add_up
+from stepscope.explain.story.sections.breakdown import ORDERED, Totals, add_up
 from stepscope.findings import Bars, Breakdown, Quantity
 from stepscope.report.drawing.axes import Scale, draw_x_axis, find_ticks, name_quantity
 from stepscope.report.drawing.colours import Palette, assign_colours, colour_of

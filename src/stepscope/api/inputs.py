@@ -1,0 +1,359 @@
+"""Files for a report: what each is, and which run it belongs to.
+
+Recordings of time make the runs: one, or two that are compared, or the ranks of one. A folder of an earlier report is a
+run by itself, and so is a run that was loaded in Python. Everything else goes to the first run that has none of its
+kind yet. What could be meant in two ways is an error that says what to type.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from stepscope.api.measure import MemoryResults
+from stepscope.api.run import Run, open_file
+from stepscope.errors import StepscopeError
+from stepscope.explain.experiments.cases import describe_case
+from stepscope.explain.story.commands import find_case
+from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.profile import Profile
+from stepscope.findings import Missing
+from stepscope.jobs.experiments.sweep import RESULTS_NAME
+from stepscope.jobs.report import stages as report_stages
+from stepscope.jobs.report.data import is_data, read_state
+from stepscope.recording.rows import attention_case as attention
+from stepscope.recording.rows import bench
+from stepscope.recording.rows import memory_summary as memory_row
+from stepscope.recording.rows import precision_report as precision
+from stepscope.recording.rows.attention_case import AttentionRow
+from stepscope.recording.rows.bench import BenchRow, CaseRow
+from stepscope.recording.rows.precision_report import read_report
+from stepscope.recording.rows.results_file import read_rows_of
+from stepscope.recording.store import Manifest
+from stepscope.spec import Case
+
+R = TypeVar("R", bound=CaseRow)
+Kind = Literal["data", "time", "memory", "bench rows", "memory rows", "attention rows", "precision"]
+
+_MOST_RUNS = 2
+_SNIFFED = 4096
+_SCHEMA = re.compile(rb'\s*\{\s*"schema"\s*:\s*"([^"]{1,60})"')
+_KINDS: dict[str, Kind] = {
+    bench.SCHEMA: "bench rows",
+    memory_row.ROW_SCHEMA: "memory rows",
+    attention.SCHEMA: "attention rows",
+    precision.SCHEMA: "precision",
+}
+_ALSO_TAKEN = (
+    "results.jsonl of `stepscope bench`, `memory` or `attention`, a file of `stepscope precision --out`, or the folder "
+    "of an earlier report"
+)
+# What people call a file of a kind, and the stage whose place it takes.
+_NAMES: dict[Kind, tuple[str, str]] = {
+    "data": ("folder of a report", ""),
+    "time": ("recording of time", "profile"),
+    "memory": ("recording of memory", "memory"),
+    "bench rows": ("results file of `stepscope bench`", "bench"),
+    "memory rows": ("results file of `stepscope memory`", "memory"),
+    "attention rows": ("results file of `stepscope attention`", "attention"),
+    "precision": ("file of `stepscope precision --out`", "precision"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """A file, and what it is."""
+
+    path: Path
+    kind: Kind
+    run: Run | None = None  # of a recording
+
+
+@dataclass(kw_only=True)
+class _RunFiles:
+    """The files of one run."""
+
+    data: _Given | None = None
+    recordings: list[_Given] = field(default_factory=list)
+    others: dict[str, _Given] = field(default_factory=dict)  # by stage
+
+
+def read_runs(sources: Sequence[Path | Run], *, command: str, cached: bool) -> list[Materials]:
+    """What files, and runs that are loaded already, tell of one run, or of two."""
+    _refuse_twice([source for source in sources if isinstance(source, Path)])
+    runs = _sort([_look_at(source, cached=cached) for source in sources])
+    named = [replace(_read_run(run), command=command) for run in runs]
+    if len({one.name for one in named}) < len(named):
+        named = [replace(one, name=str(_first(run).path)) for one, run in zip(named, runs, strict=True)]
+    return named
+
+
+def _refuse_twice(paths: Sequence[Path]) -> None:
+    seen: set[Path] = set()
+    for path in paths:
+        if path.resolve() in seen:
+            raise StepscopeError(f"`{path}` is named twice", hint="name every file once")
+        seen.add(path.resolve())
+
+
+# --- What a file is -------------------------------------------------------------------------------------------------
+
+
+def _look_at(source: Path | Run, *, cached: bool) -> _Given:
+    if isinstance(source, Run):
+        return _Given(path=source.files[0], kind="memory" if source.is_of_memory else "time", run=source)
+    path = source
+    if is_data(path):
+        return _Given(path=path, kind="data")
+    if path.is_dir() and (path / RESULTS_NAME).is_file():
+        path = path / RESULTS_NAME
+    if kind := _find_kind(path):
+        return _Given(path=path, kind=kind)
+    try:
+        opened = open_file(path, cached=cached)
+    except StepscopeError as error:
+        raise _also_taken(error) from None
+    if not opened.recording.manifest.file:
+        opened = opened._replace(recording=opened.recording.with_manifest(file=path.name))
+    return _look_at(Run([opened]), cached=cached)
+
+
+def _also_taken(error: StepscopeError) -> StepscopeError:
+    """Where it says what could be read: a report takes more than that."""
+    more = f"{error.detail}; or {_ALSO_TAKEN}" if "expected" in error.detail else error.detail
+    return StepscopeError(error.message, detail=more, hint=error.hint)
+
+
+def _find_kind(path: Path) -> Kind | None:
+    """Of a document or a results file of ours, which say what they are first of all. What cannot be read is left to
+    the reader of recordings, who says what is wrong with it."""
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            found = _SCHEMA.match(file.read(_SNIFFED))
+    except OSError:
+        return None
+    if found is None:
+        return None
+    schema = found[1].decode(errors="replace")
+    if schema not in _KINDS and schema.startswith("stepscope."):
+        raise StepscopeError(
+            f"a report has no place for `{path}`",
+            detail=f"its schema is `{schema}`; expected one of {', '.join(_KINDS)}, a recording or a trace",
+            hint="stepscope report --help",
+        )
+    return _KINDS.get(schema)
+
+
+# --- Which run it belongs to ----------------------------------------------------------------------------------------
+
+
+def _sort(given: Sequence[_Given]) -> list[_RunFiles]:
+    runs = _make_runs(given)
+    for one in given:
+        if one.kind in ("data", "time"):
+            continue
+        name, stage = _NAMES[one.kind]
+        free = [run for run in runs if stage not in run.others and not _has(run, stage)]
+        if not free and len(runs) < _MOST_RUNS and not any(run.data or run.recordings for run in runs):
+            free = [_RunFiles()]
+            runs += free
+        if not free:
+            raise StepscopeError(
+                f"no run is left for the {name} `{one.path}`",
+                detail=f"of {len(runs)} run{'s' * (len(runs) > 1)} each has one already",
+                hint="one of each kind for a run; two runs are compared",
+            )
+        free[0].others[stage] = one
+    return runs
+
+
+def _make_runs(given: Sequence[_Given]) -> list[_RunFiles]:
+    """From recordings of time and folders of reports, in the order in which they were named."""
+    recordings = [one for one in given if one.kind == "time"]
+    folders = [one for one in given if one.kind == "data"]
+    if _are_ranks(recordings) and not folders:
+        return [_RunFiles(recordings=recordings)]
+    runs = [
+        _RunFiles(data=one) if one.kind == "data" else _RunFiles(recordings=[one])
+        for one in given
+        if one.kind in ("data", "time")
+    ]
+    if len(runs) > _MOST_RUNS:
+        raise StepscopeError(
+            f"{len(runs)} runs, and a report is of one or compares two",
+            detail=_say_ranks(recordings),
+            hint="stepscope report A B, or the files of all ranks of one run",
+        )
+    return runs or [_RunFiles()]
+
+
+def _are_ranks(recordings: Sequence[_Given]) -> bool:
+    """Several files with ranks of their own, of one number of ranks."""
+    ranks = [rank for one in recordings if (rank := _manifest(one).rank) is not None]
+    worlds = {_manifest(one).world_size for one in recordings}
+    if len(recordings) < 2 or len(set(ranks)) < len(recordings) or len(worlds) > 1:
+        return False
+    (world,) = worlds
+    return world is None or max(ranks) < world
+
+
+def _say_ranks(recordings: Sequence[_Given]) -> str:
+    said = [
+        f"{one.path.name}: "
+        + ("no rank" if (rank := _manifest(one).rank) is None else f"rank {rank} of {_manifest(one).world_size}")
+        for one in recordings
+    ]
+    return "they are not the ranks of one run: " + ", ".join(said) if said else ""
+
+
+def _manifest(one: _Given) -> Manifest:
+    assert one.run is not None
+    return one.run.opened[0].recording.manifest
+
+
+def _has(run: _RunFiles, stage: str) -> bool:
+    return run.data is not None and stage in read_state(run.data.path).done
+
+
+def _first(run: _RunFiles) -> _Given:
+    return next(_all(run))
+
+
+def _all(run: _RunFiles) -> Iterator[_Given]:
+    if run.data is not None:
+        yield run.data
+    yield from run.recordings
+    yield from run.others.values()
+
+
+# --- What a run has -------------------------------------------------------------------------------------------------
+
+
+def _read_run(run: _RunFiles) -> Materials:
+    materials = _read_data(run.data.path) if run.data else Materials(name=_name(_first(run)))
+    if run.recordings:
+        profiles = _make_profiles(run.recordings)
+        materials = replace(materials, profile=profiles[0], ranks=profiles if len(profiles) > 1 else ())
+    # In this order: a recording says which of a results file's cases the run is.
+    readers: dict[str, Callable[[_Given, Materials], Materials]] = {
+        "memory": _add_memory,
+        "bench": _add_bench,
+        "precision": lambda one, to: replace(to, precision=read_report(one.path)),
+        "attention": lambda one, to: replace(to, attention=_ok_rows(read_rows_of(one.path, AttentionRow)[0], one.path)),
+    }
+    for stage, read in readers.items():
+        if stage in run.others:
+            before, materials = materials, read(run.others[stage], materials)
+            _check_device(run.others[stage], before, materials)
+    present = {*run.others, *(["profile"] if run.recordings else [])}
+    absent = {stage: missing for stage, missing in materials.absent.items() if stage not in present}
+    return replace(materials, absent=absent)
+
+
+def _check_device(one: _Given, before: Materials, after: Materials) -> None:
+    """Files of one run name one device, as far as they name any: figures of two would make one sentence."""
+    known = set(_devices(before))
+    added = next((device for device in _devices(after) if device not in known), None)
+    if known and added is not None:
+        raise StepscopeError(
+            f"`{one.path}` is of another device than the run: `{added}`",
+            detail=f"the other files are of {', '.join(sorted(known))}",
+            hint="files of one run; two runs are compared as stepscope report A B",
+        )
+
+
+def _devices(materials: Materials) -> Iterator[str]:
+    """What the driver calls them."""
+    for profile in (materials.profile, materials.memory):
+        if profile is not None and profile.recording.manifest.device:
+            yield profile.recording.manifest.device
+    yield from (row.environment.driver_name for row in (*materials.bench, *materials.attention))
+    if materials.precision is not None:
+        yield materials.precision.environment.driver_name
+
+
+def _make_profiles(recordings: Sequence[_Given]) -> tuple[Profile, ...]:
+    profiles = [rank.require_kernels() for one in recordings if one.run is not None for rank in one.run.ranks]
+    return tuple(sorted(profiles, key=lambda one: one.recording.manifest.rank or 0))
+
+
+def _read_data(folder: Path) -> Materials:
+    """What an earlier report kept, and why there is nothing of the rest."""
+    state = read_state(folder)
+    materials = Materials(name=describe_case(state.case), absent=dict(state.absent))
+    for stage in report_stages.ALL:
+        if stage.name in state.done:
+            try:
+                materials = stage.load(folder, state.done[stage.name], materials)
+            except StepscopeError as error:
+                lost = Missing(what=stage.what, why=error.message, command=state.command)
+                materials.absent[stage.name] = lost
+        elif stage.name not in state.absent:
+            not_done = Missing(what=stage.what, why="the report was not finished", command=state.command)
+            materials.absent[stage.name] = not_done
+    if not state.done:
+        raise StepscopeError(f"no stage of the report in `{folder}` is done", hint=state.command)
+    return materials
+
+
+def _add_memory(one: _Given, materials: Materials) -> Materials:
+    if one.run is not None:
+        return replace(materials, memory=one.run.memory)
+    results = MemoryResults.read(one.path)
+    row = _choose_row(results.rows, one.path, find_case(materials))
+    return replace(materials, memory=results.run(results.rows.index(row)).memory)
+
+
+def _add_bench(one: _Given, materials: Materials) -> Materials:
+    """The row of the run, and beside it those that differ from it in precision alone."""
+    rows = _ok_rows(read_rows_of(one.path, BenchRow)[0], one.path)
+    case = find_case(materials)
+    if case is None and len({_in_fp32(row.case) for row in rows}) == 1:
+        case = rows[0].case
+    chosen = _choose_row(rows, one.path, case)
+    beside = [row for row in rows if row is not chosen and _in_fp32(row.case) == _in_fp32(chosen.case)]
+    return replace(materials, bench=(chosen, *beside))
+
+
+def _in_fp32(case: Case) -> Case:
+    return msgspec.structs.replace(case, workload=msgspec.structs.replace(case.workload, precision="fp32"))
+
+
+def _ok_rows(rows: Sequence[Any], path: Path) -> tuple[Any, ...]:
+    done = tuple(row for row in rows if row.status == "ok")
+    if not done:
+        raise StepscopeError(f"no case in `{path}` was measured", detail=f"{rows[0].status}: {rows[0].reason}")
+    return done
+
+
+def _choose_row(rows: Sequence[R], path: Path, case: Case | None) -> R:
+    """The one that is of the run: of its workload, where that is known, and else the only one there is."""
+    done: tuple[R, ...] = _ok_rows(rows, path)
+    fitting = [row for row in done if case is None or row.case.workload == case.workload]
+    if len(fitting) == 1 or (fitting and case is not None):
+        return fitting[-1]
+    if case is not None:
+        raise StepscopeError(
+            f"no case in `{path}` is the one that was recorded",
+            detail=f"it was {describe_case(case)}; the file has {_list_cases(done)}",
+            hint="leave the file out",
+        )
+    raise StepscopeError(
+        f"`{path}` has {len(done)} cases, and a report is of one",
+        detail=f"it has {_list_cases(done)}",
+        hint=f"stepscope report RECORDING {path}, with a recording of the one that is meant",
+    )
+
+
+def _list_cases(rows: Sequence[CaseRow]) -> str:
+    shown = [describe_case(row.case) for row in rows[:3]]
+    return "; ".join(shown) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
+
+
+def _name(one: _Given) -> str:
+    return one.path.name if one.run is None else one.run.name

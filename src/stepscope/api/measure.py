@@ -1,0 +1,438 @@
+"""Measuring from Python: `bench`, `profile`, `memory` and `precision` run workloads and return what came out.
+
+A workload is made of the settings that the command line has as flags:
+
+    stepscope.bench(stepscope.workload(size="small", context=1024, precision="bf16"))
+    stepscope.bench(stepscope.grid(size="small", context=[256, 1024]), out="runs/bench")
+
+Models run in processes of their own, so that torch is never imported here and an out-of-memory error costs one case.
+Nothing is printed. `progress` is told what is going on: a function gets a line of text; what watches a sweep case by
+case is a `SweepListener`. Nothing is kept unless `out` names a place, where the same call resumes.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+
+import msgspec
+
+from stepscope.api.display import DataTable, Picture, PrecisionPart, StrPath, encode_document, write_table
+from stepscope.errors import StepscopeError
+from stepscope.explain.experiments.bench_tables import bench_figure, bench_table
+from stepscope.explain.experiments.cases import describe_case
+from stepscope.files import scratch_folder
+from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, choose_grid, recording_folder
+from stepscope.jobs.experiments.sweep import BenchExperiment, Sweep, SweepListener, TextListener
+from stepscope.recording.rows.bench import BenchRow, Retry, Row
+from stepscope.recording.rows.memory_summary import MemoryRow
+from stepscope.recording.rows.precision_report import PrecisionReport, read_report
+from stepscope.recording.rows.results_file import read_rows_of
+from stepscope.spec import (
+    TIMING_SETTINGS,
+    Case,
+    Grid,
+    Precision,
+    SpecError,
+    Timing,
+    Workload,
+    for_precisions,
+    grid_from_settings,
+)
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from stepscope.api.run import Run
+    from stepscope.findings import Page
+
+OnStage = Callable[[str], None]
+RetryChoice = Retry | Literal["failed", "doubtful"]
+Progress = SweepListener | OnStage
+# What a measuring function takes; a `Grid` is what the command line makes of flags.
+Workloads = Workload | Iterable[Workload] | Grid | None
+
+R = TypeVar("R", bound=Row)
+
+
+# --- Workloads --------------------------------------------------------------------------------------------------------
+
+
+def workload(**settings: object) -> Workload:
+    """A workload from the settings of the command line: `workload(size="small", context=1024, precision="bf16")`, or of
+    one's own model: `workload(model="my_model.py:build", set={"depth": 4})`. `None` is a setting that was not given."""
+    made = grid(**settings)
+    if len(made) > 1:
+        raise ValueError(f"these settings make {len(made)} workloads: use stepscope.grid")
+    return made[0]
+
+
+def grid(**settings: object) -> tuple[Workload, ...]:
+    """Workloads from settings of which some are lists of values: their product, the first setting turning slowest."""
+    for name in settings:
+        if name in TIMING_SETTINGS:
+            raise SpecError(
+                f"`{name}` is no setting of a workload",
+                detail="it says how a workload is timed",
+                hint=f"stepscope.bench(workload, {name}=…)",
+            )
+    given = {name: value for name, value in settings.items() if value is not None}
+    return tuple(case.workload for case in grid_from_settings(given).cases())
+
+
+def make_grid(workloads: Workloads, **timing: int | str | None) -> Grid:
+    """The cases of what somebody wants measured. None, and a grid of flags, are for the job to fill in."""
+    given = {name: value for name, value in timing.items() if value is not None}
+    if workloads is None or isinstance(workloads, Grid):
+        return (workloads or Grid()).override(grid_from_settings(given)) if given else workloads or Grid()
+    listed = (workloads,) if isinstance(workloads, Workload) else tuple(workloads)
+    if not listed:
+        raise ValueError("no workload to measure")
+    for one in listed:
+        if not isinstance(one, Workload):
+            raise ValueError(f"expected a stepscope.Workload, got {type(one).__name__}")
+    clock: Timing = grid_from_settings(given).cases()[0].timing
+    return Grid(listed=tuple(Case(workload=one, timing=clock) for one in listed))
+
+
+def make_grid_of_one(workload: Workload | Grid | None) -> Grid:
+    if workload is not None and not isinstance(workload, Workload | Grid):
+        raise ValueError(f"expected one stepscope.Workload, got {type(workload).__name__}")
+    return make_grid(workload)
+
+
+def name_command(verb: str, grid: Grid) -> str:
+    """What results say that they were made by: for one workload the command that does the same."""
+    if not grid.listed:
+        return f"stepscope {verb}"
+    if len(grid.listed) > 1:
+        return f"stepscope.{verb}(…), {len(grid.listed)} workloads"
+    from stepscope.explain.story.commands import write_command
+
+    return write_command(verb, grid.listed[0].workload)
+
+
+# --- Progress ---------------------------------------------------------------------------------------------------------
+
+
+def _listen(progress: Progress | None) -> SweepListener:
+    if progress is None or callable(progress):
+        return TextListener(progress or _tell_nobody, describe_case)
+    return progress
+
+
+def _tell_nobody(_text: str) -> None:
+    pass
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------
+
+
+class CaseResults(Sequence[R], Generic[R]):
+    """Measured cases, a row each. A row has its `case`, a `status` (`ok`, `oom`, `error`, …) with a `reason`, and what
+    was measured. `remarks` say what of a file was left out."""
+
+    def __init__(self, rows: Sequence[R], remarks: Sequence[str] = ()) -> None:
+        self.rows = tuple(rows)
+        self.remarks = tuple(remarks)
+
+    @property
+    def table(self) -> DataTable:
+        raise NotImplementedError
+
+    @property
+    def frame(self) -> "pl.DataFrame":
+        """A row per case, with every setting and every statistic."""
+        return self.table.frame
+
+    @overload
+    def __getitem__(self, index: int) -> R: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[R, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> R | tuple[R, ...]:
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        done = sum(row.status == "ok" for row in self.rows)
+        return f"<{type(self).__name__}: {done} of {len(self.rows)} cases measured>"
+
+    def _repr_html_(self) -> str:
+        return write_table(self.table)
+
+
+class BenchResults(CaseResults[BenchRow]):
+    """What `bench` measured: the time of a step and of its phases, throughput, MFU and peak memory."""
+
+    @classmethod
+    def read(cls, path: StrPath) -> "BenchResults":
+        """From a `results.jsonl` of `stepscope bench`."""
+        return cls(*read_rows_of(Path(path), BenchRow))
+
+    @property
+    def table(self) -> DataTable:
+        return DataTable.of(bench_table(self.rows))
+
+    @property
+    def figure(self) -> Picture:
+        return Picture(bench_figure(self.rows))
+
+
+class MemoryResults(CaseResults[MemoryRow]):
+    """What `memory` recorded: a row per case, and behind each that went well a recording in `folder`. A study is of one
+    workload over the ways to recompute its activations."""
+
+    def __init__(
+        self, rows: Sequence[MemoryRow], folder: Path, remarks: Sequence[str] = (), *, is_study: bool = False
+    ) -> None:
+        super().__init__(rows, remarks)
+        self.folder = folder
+        self._is_study = is_study
+
+    @classmethod
+    def read(cls, path: StrPath) -> "MemoryResults":
+        """From a `results.jsonl` of `stepscope memory`, with the recordings next to it."""
+        rows, remarks = read_rows_of(Path(path), MemoryRow)
+        return cls(rows, Path(path).parent, remarks)
+
+    def run(self, index: int = 0) -> "Run":
+        """The recording of a case."""
+        from stepscope.api.run import Opened, Run
+        from stepscope.recording import store
+
+        path = recording_folder(self.folder, self.rows[index].key)
+        if not store.is_recording(path):
+            raise StepscopeError(
+                f"the recording of this case is gone: `{path}`",
+                detail="its row is there, and says what the table shows",
+                hint="the same command with --fresh",
+            )
+        try:
+            run = Run([Opened(path, store.load(path), None)])
+            assert run.memory
+        except StepscopeError as error:
+            raise StepscopeError(
+                error.message, detail=error.detail, hint="the same command with --fresh records it again"
+            ) from None
+        return run
+
+    @property
+    def table(self) -> DataTable:
+        return self.tables[0]
+
+    @property
+    def tables(self) -> tuple[DataTable, ...]:
+        """Peaks per case; and of cases that differ in precision alone, what that saves."""
+        from stepscope.explain.memory.grid import grid_table, is_study, precision_table, study_table
+
+        if self._is_study or is_study(self.rows):
+            return (DataTable.of(study_table(self.rows)),)
+        compared = precision_table(self.rows)
+        return tuple(map(DataTable.of, [grid_table(self.rows), *([compared] if compared else [])]))
+
+    def compare_saved(self) -> tuple[DataTable, ...]:
+        """What autograd keeps, eager next to compiled, of two cases that differ in nothing else."""
+        from stepscope.explain.memory.saved import compare_saved
+
+        pair = {row.case.workload.compile: place for place, row in enumerate(self.rows) if row.status == "ok"}
+        if len(self.rows) != 2 or len(pair) != 2:
+            raise StepscopeError(
+                "`--table` is of one case, or `--table saved` of one both eager and compiled",
+                hint="--table saved --compile no,yes",
+            )
+        eager, compiled = (self.run(pair[value]).memory.recording.saved for value in (False, True))
+        return tuple(map(DataTable.of, compare_saved(eager, compiled)))
+
+    @property
+    def figure(self) -> Picture:
+        from stepscope.explain.memory.grid import grid_figure
+
+        return Picture(grid_figure(self.rows))
+
+
+class PrecisionResult:
+    """What `precision` found: the dtype of everything, and the errors of each precision against float64. `report` is
+    the document that `to_json` writes."""
+
+    def __init__(self, report: PrecisionReport) -> None:
+        self.report = report
+
+    @classmethod
+    def read(cls, path: StrPath) -> "PrecisionResult":
+        """From a file of `stepscope precision --out`."""
+        return cls(read_report(Path(path)))
+
+    def table(
+        self,
+        name: PrecisionPart = "errors",
+        *,
+        detail: bool = False,
+    ) -> DataTable:
+        """One table; `detail` has a row per module, not per role."""
+        from stepscope.explain.precision.precision_tables import make_table
+
+        return DataTable.of(make_table(self.report, name, detail=detail))
+
+    def page(self, *, detail: bool = False) -> "Page":
+        from stepscope.explain.precision.precision_tables import make_page
+
+        return make_page(self.report, detail=detail)
+
+    def to_json(self) -> str:
+        """What `stepscope precision --format json` prints."""
+        return encode_document(self.report)
+
+    def to_dict(self) -> dict[str, Any]:
+        return msgspec.json.decode(self.to_json(), type=dict[str, Any])
+
+    def with_speeds(self, timed: Sequence[BenchRow]) -> "PrecisionResult":
+        """The same with what `bench` timed of the model, in fp32 and in other precisions."""
+        from stepscope.explain.precision.precision_tables import find_speeds
+
+        return PrecisionResult(msgspec.structs.replace(self.report, speeds=find_speeds(timed, self.report.case)))
+
+    def __repr__(self) -> str:
+        runs = ", ".join(run.precision for run in self.report.comparison.runs)
+        return f"<PrecisionResult {describe_case(self.report.case)!r}: {runs}>"
+
+    def _repr_html_(self) -> str:
+        return "".join(write_table(table) for table in self.page().tables)
+
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+
+def bench(
+    workloads: Workloads = None,
+    *,
+    warmup: int | None = None,
+    steps: int | None = None,
+    memory_limit: int | str | None = None,
+    out: StrPath | None = None,
+    retry: RetryChoice | None = None,
+    fresh: bool = False,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+    command: str = "",
+) -> BenchResults:
+    """Times a step of each workload, in a process of its own.
+
+    `out` is a folder in which `results.jsonl` is kept: cases that are there are not run again unless `fresh`, or unless
+    they are of those that `retry` names. A case that fails is a row with its status; `StepscopeError` is for what would
+    fail in all.
+    """
+    wanted = make_grid(workloads, warmup=warmup, steps=steps, memory_limit=memory_limit)
+    with ExitStack() as stack:
+        folder = Path(out) if out is not None else stack.enter_context(scratch_folder())
+        sweep = Sweep(
+            experiment=BenchExperiment(grid=wanted),
+            folder=folder,
+            command=command or name_command("bench", wanted),
+            retry=Retry(retry) if retry else None,
+            fresh=fresh,
+            timeout_s=timeout_s,
+        )
+        return BenchResults(sweep.run(_listen(progress)))
+
+
+def memory(
+    workloads: Workloads = None,
+    *,
+    steps: int | None = None,
+    memory_limit: int | str | None = None,
+    checkpoint_study: bool = False,
+    snapshots: bool = False,
+    out: StrPath | None = None,
+    retry: RetryChoice | None = None,
+    fresh: bool = False,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+    command: str = "",
+) -> MemoryResults:
+    """Records every allocation of each workload's first steps.
+
+    `checkpoint_study` runs one workload over the ways to recompute its activations. Without `out`, recordings are there
+    as long as the result is.
+    """
+    wanted = make_grid(workloads, steps=steps, memory_limit=memory_limit)
+    with ExitStack() as stack:
+        folder = Path(out) if out is not None else stack.enter_context(scratch_folder())
+        sweep = Sweep(
+            experiment=MemoryExperiment(grid=choose_grid(wanted, study=checkpoint_study), snapshots=snapshots),
+            folder=folder,
+            command=command or name_command("memory", wanted),
+            retry=Retry(retry) if retry else None,
+            fresh=fresh,
+            timeout_s=timeout_s,
+        )
+        results = MemoryResults(sweep.run(_listen(progress)), folder, is_study=checkpoint_study)
+        weakref.finalize(results, stack.pop_all().close)
+        return results
+
+
+def profile(
+    workload: Workload | Grid | None = None,
+    *,
+    record_steps: int = 3,
+    annotate: Sequence[str] = (),
+    stacks: bool = False,
+    out: StrPath | None = None,
+    force: bool = False,
+    progress: OnStage | None = None,
+    command: str = "",
+) -> "Run":
+    """Records a few steps with PyTorch's profiler.
+
+    `annotate` names functions to put ranges around (`module:function`); `stacks` records Python's, which costs a lot.
+    `out` is a folder in which the recording is kept, `force` replaces one that another command made.
+    """
+    from stepscope.api.run import Run
+    from stepscope.jobs.recorders.recording_job import ProfileJob
+
+    wanted = make_grid_of_one(workload)
+    with ExitStack() as stack:
+        folder = Path(out) if out is not None else stack.enter_context(scratch_folder()) / "profile"
+        job = ProfileJob(
+            folder=folder,
+            command=command or name_command("profile", wanted),
+            force=force,
+            steps=record_steps,
+            functions=tuple(annotate),
+            stacks=stacks,
+        )
+        return Run.of(job.run(wanted, progress or _tell_nobody), folder)
+
+
+def precision(
+    workload: Workload | Grid | None = None,
+    *,
+    precisions: Sequence[Precision] = (),
+    bench: Sequence[BenchRow] = (),
+    out: StrPath | None = None,
+    force: bool = False,
+    progress: OnStage | None = None,
+    command: str = "",
+) -> PrecisionResult:
+    """Runs one step in each precision that the device has, or in `precisions`, and compares them with float64.
+
+    The step is one forward and backward pass, uncompiled: the workload's own precision, mode, compilation,
+    checkpointing and optimizer change nothing. `bench` are timings to show next to the errors.
+    """
+    from stepscope.jobs.precision import PrecisionJob
+
+    wanted = make_grid_of_one(for_precisions(workload) if isinstance(workload, Workload) else workload)
+    job = PrecisionJob(
+        command=command or name_command("precision", wanted),
+        out=None if out is None else Path(out),
+        force=force,
+        bench_rows=tuple(bench),
+    )
+    return PrecisionResult(job.run(wanted, progress or _tell_nobody, precisions=tuple(precisions)))

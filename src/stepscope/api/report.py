@@ -1,0 +1,150 @@
+"""The page of a run, or of two that are compared: `stepscope.report`."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from stepscope.api.display import StrPath, write_frame
+from stepscope.api.inputs import read_runs
+from stepscope.api.measure import OnStage, make_grid, name_command
+from stepscope.api.run import Run
+from stepscope.errors import StepscopeError
+from stepscope.findings import Report
+from stepscope.jobs.report.run import Ending, ReportJob, Watcher, check_page, tell_runs, write_page
+from stepscope.spec import Grid, Workload
+
+Source = Run | StrPath
+
+
+class NothingMeasuredError(StepscopeError):
+    """Every stage of a report failed, and the page that was there before is as it was."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ReportPage:
+    """A report as one HTML page. `report` is what it says: a sentence, facts, advice and sections. `path` is the file,
+    None where it was not written; `data` is where what was measured for it is kept."""
+
+    report: Report
+    path: Path | None = None
+    data: Path | None = None
+    num_done: int | None = None  # stages that have something to show, where the report measured
+
+    @property
+    def html(self) -> str:
+        from stepscope.report.site import write_site
+
+        return write_site(self.report)
+
+    def export(self, folder: StrPath) -> tuple[Path, ...]:
+        """Its figures and tables as files, for a paper. Replaces only an earlier export."""
+        from stepscope.report.export import check_folder, export
+
+        check_folder(Path(folder))
+        return export(self.report, Path(folder))
+
+    def __repr__(self) -> str:
+        where = f" in {str(self.path)!r}" if self.path else ""
+        return f"<ReportPage {self.report.title!r}{where}>"
+
+    def _repr_html_(self) -> str:
+        return write_frame(self.html)
+
+
+def report(
+    source: Source | Sequence[Source] | Workload | Grid,
+    out: StrPath | None = None,
+    *,
+    force: bool = False,
+    cache: bool = True,
+    data: StrPath | None = None,
+    without: Sequence[str] = (),
+    fresh: bool = False,
+    progress: Watcher | OnStage | None = None,
+    command: str | Sequence[str] = "",
+) -> ReportPage:
+    """Makes one page of everything that is known of a run.
+
+    `source` is a run, or a file that `stepscope report` reads; several files of one run make one page, and two runs are
+    compared. A `Workload` is measured: `bench`, `profile`, `memory`, `precision` and `attention` run one after the
+    other, except those in `without`. What they made is kept in `data` (`runs/report/CASE` unless it is named), and the
+    same call resumes there unless `fresh`.
+
+    `out` is an .html file, which a measured report needs. `force` replaces a file that stepscope did not write.
+    """
+    words = ["stepscope", "report"] if not command else shlex.split(command) if isinstance(command, str) else command
+    if isinstance(source, Workload | Grid):
+        return _measure(
+            source, out, force=force, data=data, without=without, fresh=fresh, progress=progress, words=words
+        )
+    several = [source] if isinstance(source, Run | str | PathLike) else list(source)
+    if not several:
+        raise ValueError("stepscope.report takes at least one run or file")
+    for one in several:
+        if not isinstance(one, Run | str | PathLike):
+            raise ValueError(f"expected a run or a file, got {type(one).__name__}")
+    sources = [one if isinstance(one, Run) else Path(one) for one in several]
+    path = None if out is None else Path(out)
+    if path is not None:
+        check_page(path, force=force, inputs=[one for one in sources if isinstance(one, Path)])
+    files = [str(path) for one in sources for path in (one.files if isinstance(one, Run) else [one])]
+    typed = shlex.join(words if command else [*words, *files])
+    runs = read_runs(sources, command=typed, cached=cache)
+    return ReportPage(report=tell_runs(runs) if path is None else write_page(path, runs), path=path)
+
+
+def _measure(
+    source: Workload | Grid,
+    out: StrPath | None,
+    *,
+    force: bool,
+    data: StrPath | None,
+    without: Sequence[str],
+    fresh: bool,
+    progress: Watcher | OnStage | None,
+    words: Sequence[str],
+) -> ReportPage:
+    if out is None:
+        raise ValueError("a report that measures is written while it is made: name its file, such as report.html")
+    path, grid = Path(out), make_grid(source)
+    check_page(path, force=force)
+    job = ReportJob(
+        page=path,
+        words=words if not grid.listed else shlex.split(name_command("report", grid)),
+        data=None if data is None else Path(data),
+        fresh=fresh,
+        without=tuple(without),
+    )
+    made = job.run(grid, _watch(progress))
+    if made.report is None:
+        raise NothingMeasuredError(f"every stage failed; {path} is as it was")
+    return ReportPage(report=made.report, path=path, data=made.data, num_done=made.num_done)
+
+
+class _TextWatcher:
+    """Tells everything to one function, a line at a time."""
+
+    def __init__(self, tell: OnStage) -> None:
+        self._tell = tell
+        self._stage = ""
+
+    def plan(self, expected_s: Mapping[str, float]) -> None:
+        pass
+
+    def start(self, stage: str) -> None:
+        self._stage = f"{stage}: "
+
+    def doing(self, text: str) -> None:
+        self._tell(self._stage + text)
+
+    def finish(self, stage: str, ending: Ending, outcome: str) -> None:
+        self._tell(f"{stage}: {ending.value}, {outcome}")
+        self._stage = ""
+
+
+def _watch(progress: Watcher | OnStage | None) -> Watcher:
+    if progress is None:
+        return _TextWatcher(lambda _: None)
+    return _TextWatcher(progress) if callable(progress) else progress

@@ -1,0 +1,444 @@
+"""A run: what was recorded of it, and every answer that a recording gives.
+
+    run = stepscope.load("trace.json.gz")
+    run.step_ms, run.classes, run.findings, run.questions(), run.compare(other)
+
+What only some answers need is imported where it is needed: a second look at a large recording takes less than a second,
+of which importing everything would be a tenth.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args
+
+import msgspec
+
+from stepscope.api.display import DataTable, Picture, RunPart, StrPath, encode_document, write_frame, write_table
+from stepscope.errors import StepscopeError
+from stepscope.explain.rules import find_once
+from stepscope.explain.trace import profile_tables as breakdown
+from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.explain.trace.summary import SCHEMA, Summary, summarise
+from stepscope.findings import Finding, Page, Table
+from stepscope.recording import store
+from stepscope.recording.cache import read_cached
+from stepscope.recording.readers.formats import open_recording
+from stepscope.recording.store import Recording
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from stepscope.explain.memory import MemoryProfile
+    from stepscope.explain.memory.timeline import By as StackedBy
+    from stepscope.explain.questions import Answer
+    from stepscope.explain.trace.bounded import BoundedProfile
+    from stepscope.explain.trace.compare import By, ProfileComparison
+    from stepscope.recording.rows.memory_summary import MemorySummary
+
+_ON_A_PAGE = 5  # kernels on the page; `table` has all
+_COUNTED_ON_A_PAGE = 12
+_ALL_ROWS = sys.maxsize
+
+
+class RanksSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The document for several files: each one's own."""
+
+    schema: str = SCHEMA
+    files: tuple[Summary, ...]
+
+
+class Opened(NamedTuple):
+    """A recording, the file it was read from, and the folder that it is kept in, if it is in one."""
+
+    path: Path
+    recording: Recording
+    folder: Path | None
+
+    @property
+    def is_of_memory(self) -> bool:
+        return self.recording.manifest.memory is not None
+
+
+def open_file(path: Path, *, cached: bool) -> Opened:
+    recording, folder = read_cached(path, open_recording) if cached else (open_recording(path), None)
+    return Opened(path, recording, folder)
+
+
+def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
+    """Reads a recording: a folder of ours, a PyTorch profiler trace, an Nsight Systems export, Nsight Compute's CSV or
+    a CUDA memory snapshot. Several files are the ranks of one run.
+
+    `cache` keeps what a large file was read into, for the next time. `bounded` is for a PyTorch trace larger than
+    memory: slower, and without findings, questions and comparisons. Raises `StepscopeError` for a file that cannot be
+    read.
+    """
+    if not paths:
+        raise ValueError("stepscope.load takes at least one file")
+    if bounded:
+        if len(paths) > 1:
+            raise ValueError("one file at a time is read in bounded memory")
+        return BoundedRun(Path(paths[0]))
+    opened = []
+    for path in map(Path, paths):
+        one = open_file(path, cached=cache)
+        if path.is_dir() and not one.is_of_memory:
+            one = one._replace(recording=one.recording.with_manifest(file=path.name))
+        opened.append(one)
+    if len(opened) > 1 and any(one.is_of_memory for one in opened):
+        raise StepscopeError("a recording of memory is explained alone", hint="name the files one at a time")
+    return Run(opened)
+
+
+class Answers(tuple["Answer", ...]):
+    """Answers to the questions people ask of a step, each with a `key`, a `figure` and a `sentence`."""
+
+    __slots__ = ()
+
+    @property
+    def table(self) -> DataTable:
+        from stepscope.explain.questions import answers_table
+
+        return DataTable.of(answers_table(self))
+
+    @property
+    def evidence(self) -> tuple[DataTable, ...]:
+        """The tables that the answers rest on."""
+        from stepscope.explain.questions import evidence_tables
+
+        return tuple(map(DataTable.of, evidence_tables(self)))
+
+    def text(self, width: int | None = None) -> str:
+        from stepscope.explain.questions import answers_text
+
+        return answers_text(self, width)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"<Answers: {len(self)} questions, {sum(one.status == 'answered' for one in self)} answered>"
+
+    def _repr_html_(self) -> str:
+        return write_table(self.table)
+
+
+@dataclass(frozen=True, repr=False)
+class RunComparison:
+    """Two runs taken apart and compared. `comparison` has the figures; its parts add up to the step."""
+
+    comparison: "ProfileComparison"
+
+    @property
+    def table(self) -> DataTable:
+        from stepscope.explain.trace.compare import comparison_table
+
+        return DataTable.of(comparison_table(self.comparison))
+
+    def is_slower(self, limit: float = 0.0) -> bool:
+        """Whether the second run's step is slower by more than `limit` (0.03 is 3%) and by more than noise. Too few
+        steps to tell noise from change are compared all the same."""
+        from stepscope.explain.trace.compare import regressed
+
+        return regressed(self.comparison, limit)
+
+    def verdict(self, limit: float) -> str:
+        """`is_slower` in a sentence."""
+        from stepscope.explain.trace.compare import gate_sentence
+
+        return gate_sentence(self.comparison, limit)
+
+    def __repr__(self) -> str:
+        gate = self.comparison.gate
+        return f"<RunComparison {gate.a_ns / 1e6:.4g} ms and {gate.b_ns / 1e6:.4g} ms per step: {gate.verdict}>"
+
+    def _repr_html_(self) -> str:
+        return write_table(self.table)
+
+
+class Run:
+    """A recording of time, of one rank or of several, or a recording of memory. `load` and `profile` make it.
+
+    Figures are per step and of the first rank; `ranks` has each rank as a run of its own.
+    """
+
+    def __init__(self, opened: Sequence[Opened]) -> None:
+        self.opened = tuple(opened)
+
+    @classmethod
+    def of(cls, recording: Recording, path: Path) -> "Run":
+        """A recording that was just made, under the name of its folder."""
+        return cls([Opened(path, recording.with_manifest(file=path.name), None)])
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(one.path for one in self.opened)
+
+    @property
+    def name(self) -> str:
+        """The case that ran, or the file."""
+        from stepscope.explain.experiments.cases import describe_case
+
+        manifest = self.opened[0].recording.manifest
+        return describe_case(manifest.case) if manifest.case is not None else manifest.file or self.files[0].name
+
+    @property
+    def device(self) -> str:
+        return self.opened[0].recording.manifest.device
+
+    @property
+    def is_of_memory(self) -> bool:
+        return self.opened[0].is_of_memory
+
+    @cached_property
+    def ranks(self) -> "tuple[Run, ...]":
+        return (self,) if len(self.opened) == 1 else tuple(Run([one]) for one in self.opened)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """The kernels of the first rank with what they belong to, for whoever needs more than is here."""
+        if len(self.opened) > 1:
+            return self.ranks[0].profile
+        return make_profile(self.opened[0].recording, self.opened[0].folder)
+
+    @cached_property
+    def memory(self) -> "MemoryProfile":
+        """Every allocation of a recording of memory, for whoever needs more than is here."""
+        from stepscope.explain.memory import make_memory_profile
+
+        return make_memory_profile(self.opened[0].recording)
+
+    # --- Figures ------------------------------------------------------------------------------------------------------
+
+    @property
+    def step_ms(self) -> float:
+        """Wall time per step, by the clock without the profiler where that is known."""
+        return self.profile.step_ns / 1e6
+
+    @property
+    def idle_share(self) -> float:
+        """The share of a step in which no kernel runs."""
+        return self.profile.idle_share
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory allocated at once, in a recording of memory."""
+        if not self.is_of_memory:
+            raise StepscopeError(f"`{self.name}` is a recording of time, not of memory", hint="stepscope memory")
+        return self.memory.peak_bytes
+
+    @property
+    def classes(self) -> "pl.DataFrame":
+        """Time per class of kernel: GEMM, attention, elementwise, ..."""
+        return self.table("classes").frame
+
+    @property
+    def phases(self) -> "pl.DataFrame":
+        """Time per phase: forward, loss, backward, optimizer. In a recording of memory, bytes per phase."""
+        return self.table("phases").frame
+
+    @property
+    def kernels(self) -> "pl.DataFrame":
+        """Time per kernel name, the longest first."""
+        return self.table("kernels").frame
+
+    @property
+    def modules(self) -> "pl.DataFrame":
+        """Time per module of the model. In a recording of memory, bytes at the peak per module."""
+        return self.table("modules").frame
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What costs time and what to do about it, the largest saving first."""
+        return find_once(self.require_kernels())
+
+    def require_kernels(self) -> Profile:
+        """`profile`, with every single kernel in it."""
+        return self.profile
+
+    # --- Answers ------------------------------------------------------------------------------------------------------
+
+    def table(self, name: RunPart, *, top: int | None = None) -> DataTable:
+        """One part of the page, as `stepscope explain --table` has it. `top` is the number of rows of those that can be
+        long, None for all."""
+        if name not in get_args(RunPart):
+            raise ValueError(f"no table {name!r}; expected one of {', '.join(get_args(RunPart))}")
+        if self.is_of_memory:
+            from stepscope.explain.memory.memory_tables import make_part
+
+            return DataTable.of(make_part(self.memory, name, top=top or _ALL_ROWS))
+        if name == "ranks":
+            return DataTable.of(breakdown.ranks_table([rank.profile for rank in self.ranks]))
+        return DataTable.of(_time_part(self.profile, name, top))
+
+    def questions(self) -> Answers:
+        """The questions people ask of a step, or of memory, answered."""
+        if self.is_of_memory:
+            from stepscope.explain.memory.answers import answer_memory
+
+            return Answers(answer_memory(self.memory))
+        from stepscope.explain.questions import answer
+
+        return Answers(answer([rank.require_kernels() for rank in self.ranks]))
+
+    def compare(self, other: "Run", *, by: "By" = "class") -> RunComparison:
+        """What changes from this run to `other`, what of it is noise, and what changes most."""
+        from stepscope.explain.trace.compare import compare
+
+        names = (str(self.files[0]), str(other.files[0]))
+        return RunComparison(compare(self.require_kernels(), other.require_kernels(), by=by, names=names))
+
+    def figure(self, *, by: "StackedBy" = "category", step: int | str = "last") -> Picture:
+        """Memory over time. `step` is the one that is drawn, counted from 1, or `last`, or `all`."""
+        from stepscope.explain.memory.timeline import memory_timeline
+
+        return Picture(memory_timeline(self.memory, by=by, step=_choose_step(self.memory, str(step))))
+
+    def page(self, *, overhead: bool = False) -> Page:
+        """What `stepscope explain` shows: the first rank in full, and the ranks next to each other where there are
+        several. `overhead` adds what recording cost, where that was timed."""
+        if self.is_of_memory:
+            from stepscope.explain.memory.memory_tables import memory_page
+
+            return memory_page(self.memory)
+        profiles = [rank.profile for rank in self.ranks]
+        tables = [breakdown.ranks_table(profiles)] if len(profiles) > 1 else []
+        tables += [
+            breakdown.classes_table(self.profile),
+            breakdown.phases_table(self.profile),
+            breakdown.kernels_table(self.profile, top=_ON_A_PAGE),
+            *_counters_tables(self.profile, _COUNTED_ON_A_PAGE),
+        ]
+        if overhead and self.profile.recording.manifest.overhead:
+            tables.append(breakdown.overhead_table(self.profile.recording.manifest))
+        return Page(
+            headline="\n\n".join(map(breakdown.headline, profiles)), tables=tuple(tables), findings=self.findings
+        )
+
+    @property
+    def summary(self) -> "Summary | RanksSummary | MemorySummary":
+        """All of it as one typed document."""
+        if self.is_of_memory:
+            return self.memory.summary
+        summaries = tuple(summarise(rank.profile, rank.findings) for rank in self.ranks)
+        return summaries[0] if len(summaries) == 1 else RanksSummary(files=summaries)
+
+    def to_json(self) -> str:
+        """What `stepscope explain --format json` prints."""
+        return encode_document(self.summary)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`to_json`, decoded."""
+        return msgspec.json.decode(self.to_json(), type=dict[str, Any])
+
+    # --- Files --------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: StrPath, *, force: bool = False) -> None:
+        """Keeps it as a folder that `load` reads fast. What cannot be explained is not kept."""
+        assert self.memory if self.is_of_memory else self.require_kernels()
+        store.save(self._only().recording, Path(folder), force=force)
+
+    def write_perfetto(self, path: StrPath, *, force: bool = False) -> None:
+        """Writes a trace for Perfetto, with what was found out about each kernel on it."""
+        from stepscope.report.perfetto import write_perfetto
+
+        recording, kernels = self._only().recording, self.require_kernels().kernels
+        write_perfetto(Path(path), kernels, recording.ops, recording.ranges, force=force)
+
+    def _only(self) -> Opened:
+        if len(self.opened) > 1:
+            raise ValueError(f"a run of {len(self.opened)} ranks is written one rank at a time: run.ranks[0]")
+        return self.opened[0]
+
+    def __repr__(self) -> str:
+        ranks = f", {len(self.opened)} ranks" if len(self.opened) > 1 else ""
+        if self.is_of_memory:
+            return f"<Run {self.name!r}: peak {self.peak_bytes:,} bytes>"
+        return f"<Run {self.name!r}{ranks}: {self.step_ms:,.4g} ms per step, {self.idle_share:.0%} idle>"
+
+    def _repr_html_(self) -> str:
+        from stepscope.api.report import report
+
+        return write_frame(report(self).html)
+
+
+class BoundedRun(Run):
+    """A trace larger than memory. Its breakdown is whole; what looks at single kernels is a `StepscopeError`."""
+
+    profile: "BoundedProfile"  # of kernels that are added up
+
+    def __init__(self, path: Path) -> None:
+        from stepscope.explain.trace.bounded import make_bounded_profile
+        from stepscope.recording.readers.formats import require_trace
+
+        require_trace(path)
+        self.profile = make_bounded_profile(path)
+        super().__init__([Opened(path, self.profile.recording, None)])
+
+    def table(self, name: RunPart, *, top: int | None = None) -> DataTable:
+        from stepscope.explain.trace.bounded import make_part
+
+        return DataTable.of(make_part(self.profile, name, top=top))
+
+    def page(self, *, overhead: bool = False) -> Page:
+        from stepscope.explain.trace.bounded import make_page
+
+        assert not overhead, "a foreign trace does not say what recording cost"
+        return make_page(self.profile)
+
+    @property
+    def summary(self) -> Summary:
+        return summarise(self.profile, ())
+
+    def require_kernels(self) -> NoReturn:
+        raise StepscopeError("this needs all of the recording in memory", hint="stepscope.load(path), not bounded")
+
+
+def _choose_step(profile: "MemoryProfile", step: str) -> int | None:
+    """`step` is `last`, `all`, or a step's number as people count, from one."""
+    if step == "all" or (step == "last" and not profile.steps):
+        return None
+    if not profile.steps:
+        raise StepscopeError(f"no steps are marked in this recording, so there is no step `{step}`", hint="--step all")
+    if step == "last":
+        return profile.last_plain_step
+    if step.isdecimal() and int(step) - 1 in profile.steps:
+        return int(step) - 1
+    raise StepscopeError(
+        f"there is no step `{step}` in this recording",
+        detail=f"it has steps {profile.steps[0] + 1} to {profile.steps[-1] + 1}",
+        hint="--step last, or --step all",
+    )
+
+
+def _time_part(profile: Profile, name: str, top: int | None) -> Table:
+    match name:
+        case "findings":
+            return breakdown.findings_table(find_once(profile))
+        case "roofline":
+            from stepscope.explain.trace.roofline import roofline_table
+
+            return roofline_table(profile, top=top or _ALL_ROWS)
+        case "counters":
+            for table in _counters_tables(profile, top):
+                return table
+            raise StepscopeError(
+                "this recording has no hardware counters", hint="stepscope profile --counters, on a machine with a GPU"
+            )
+        case _ if name in breakdown.PARTS:
+            return breakdown.make_part(profile, name, top=top)
+        case _:
+            raise StepscopeError(
+                f"`--table {name}` is of memory, and this is a recording of time", hint="stepscope memory"
+            )
+
+
+def _counters_tables(profile: Profile, top: int | None) -> list[Table]:
+    """None where there are no counters, or others than the table shows."""
+    if not profile.recording.counters.height:
+        return []
+    from stepscope.explain.trace.counters import has_counters, kernels_table
+
+    return [kernels_table(profile.recording, top=top)] if has_counters(profile.recording) else []

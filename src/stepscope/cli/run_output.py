@@ -1,0 +1,82 @@
+"""A run on the terminal, for the verbs that show one: `explain` and `memory`."""
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from stepscope.cli.output import say, show, show_tables, terminal_width
+from stepscope.errors import StepscopeError
+from stepscope.report.formats import Format
+
+if TYPE_CHECKING:
+    from stepscope.api.display import RunPart
+    from stepscope.api.run import Run
+
+DEFAULT_DETAIL = 0.1
+SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%?")
+
+
+class Stacked(StrEnum):
+    """What `--by` accepts: what the areas of the picture are."""
+
+    CATEGORY = "category"
+    MODULE = "module"
+
+
+def check_view(*, questions: bool, part: str | None, step: str, detail: str | None) -> None:
+    """Refuses, before anything runs, what could not be shown afterwards."""
+    parse_detail(detail)
+    if questions and part is not None:
+        raise StepscopeError("`--questions` and `--table` are two things to print", hint="leave one out")
+    if step not in ("last", "all") and not step.isdecimal():
+        raise StepscopeError(f"`--step {step}` is no step", detail="expected last, all or a number", hint="--step last")
+
+
+def parse_detail(text: str | None) -> float:
+    """The share of pieces that a picture tells apart: `10%` and `0.1` are a tenth; the word `yes`, which `--detail`
+    alone becomes, is about columns."""
+    if text is None or text == "yes":
+        return DEFAULT_DETAIL
+    found = SHARE.fullmatch(text.strip())
+    value = float(found[1]) / (100 if text.strip().endswith("%") else 1) if found else -1.0
+    if not 0 <= value <= 1:
+        raise StepscopeError(f"`--detail {text}` is no share", detail="expected 0% to 100%", hint="--detail 10%")
+    return value
+
+
+def draw(
+    run: "Run", path: Path, *, by: Literal["category", "module"], step: str, detail: str | None, force: bool
+) -> None:
+    from stepscope.report.figures import check_figure, save
+
+    check_figure(path, force=force)
+    save(run.figure(by=by, step=step).figure, path, detail=parse_detail(detail))
+    say(f"picture: {path}")
+
+
+def show_run(
+    run: "Run", format_: Format, *, part: "RunPart | None", top: int, questions: bool, detail: str | None
+) -> None:
+    """The page, one part of it, or the answers."""
+    from stepscope.report.terminal import render_page
+
+    if questions:
+        answers = run.questions()
+        if format_ is Format.TEXT:
+            show(answers.text(terminal_width()))
+        tables = [] if format_ is Format.TEXT else [answers.table]
+        show_tables([*tables, *(answers.evidence if detail is not None else ())], format_)
+    elif part is not None:
+        # One table for each file, or one for all where ranks are compared.
+        runs = [run] if part == "ranks" else run.ranks
+        show_tables([one.table(part, top=top) for one in runs], format_, detail=detail == "yes")
+    elif format_ is Format.JSON:
+        show(run.to_json())
+    elif format_ is Format.TEXT:
+        show(render_page(run.page(), width=terminal_width()))
+    else:
+        table = "categories" if run.is_of_memory else "classes"
+        raise StepscopeError(
+            f"the page is text or json, not `{format_.value}`", hint=f"--table {table} --format {format_.value}"
+        )

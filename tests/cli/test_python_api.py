@@ -1,0 +1,112 @@
+"""The Python API as a user has it: next to the command line, under a type checker, and with models that run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stepscope
+from tests.cli.command import PATIENCE_S
+from tests.cli.command import stepscope as type_command
+
+ROOT = Path(__file__).parents[2]
+TRACE = ROOT / "docs/examples/trace.json.gz"
+MEMORY = ROOT / "bench/results/memory_h200/small-train-fp32"
+TINY = stepscope.workload(d_model=16, d_ff=32, num_layers=1, num_heads=2, vocab=50, batch=1, context=16, device="cpu")
+
+# What a user writes who has everything checked. Every name of the API is in it.
+SCRIPT = """
+import polars as pl
+
+import stepscope
+
+
+def summarise(run: stepscope.Run) -> list[str]:
+    frame: pl.DataFrame = run.classes
+    answers: stepscope.Answers = run.questions()
+    table: stepscope.DataTable = run.table("roofline", top=3)
+    change: stepscope.RunComparison = run.compare(run, by="module")
+    picture: stepscope.Picture = run.figure(step=1)
+    picture.save("memory.svg")
+    saved: list[float | None] = [finding.saving_ms for finding in run.findings]
+    document: dict[str, object] = run.to_dict()
+    page: stepscope.ReportPage = stepscope.report([run, "other.json"], "report.html")
+    assert not change.is_slower(0.03)
+    sentences = [one.sentence for one in answers]
+    return [*frame.columns, *sentences, table.render("md"), page.html, str(saved), str(document)]
+
+
+@stepscope.annotate("forward")
+def measure(path: str) -> stepscope.Workload:
+    shape = stepscope.ModelShape(d_model=64, d_ff=128, num_layers=2, num_heads=2, num_kv_heads=2)
+    chosen = stepscope.Workload(model=shape, precision="bf16")
+    timed: stepscope.BenchResults = stepscope.bench([chosen, *stepscope.grid(size=["nano"])], steps=3, progress=print)
+    weighed: stepscope.MemoryResults = stepscope.memory(chosen, out=path)
+    errors: stepscope.PrecisionResult = stepscope.precision(chosen, precisions=["fp32", "bf16"], bench=timed.rows)
+    recorded: stepscope.Run = stepscope.profile(chosen)
+    step_ms: float = recorded.step_ms + stepscope.load(path).step_ms
+    peak: int = weighed.run().peak_bytes
+    try:
+        return stepscope.workload(size="small", context=1024)
+    except stepscope.StepscopeError as error:
+        raise SystemExit(error.hint or f"{step_ms} {peak} {errors.to_json()} {stepscope.__version__}") from error
+"""
+
+
+@pytest.mark.parametrize("file", [TRACE, MEMORY], ids=["time", "memory"])
+def test_the_document_is_what_explain_prints(tmp_path: Path, file: Path) -> None:
+    printed = type_command(tmp_path, "explain", str(file), "--format", "json")
+    assert printed.returncode == 0
+    assert stepscope.load(file).to_json() == printed.stdout
+
+
+def check_types(folder: Path, script: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "script.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache/users"), "script.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * PATIENCE_S,
+        env=os.environ | {"MYPYPATH": str(ROOT / "src")},
+    )
+
+
+@pytest.mark.timeout(600)
+def test_a_script_of_a_user_has_strict_types(tmp_path: Path) -> None:
+    for name in stepscope.__all__:
+        assert f"stepscope.{name}" in SCRIPT
+    done = check_types(tmp_path, SCRIPT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wrong = check_types(tmp_path, 'import stepscope\nstepscope.load("a").step_ns\nstepscope.lode("a")\n')
+    assert wrong.stdout.count("[attr-defined]") == 2, wrong.stdout
+
+
+@pytest.mark.timeout(600)
+def test_a_workload_is_measured_and_reported(tmp_path: Path) -> None:
+    told: list[str] = []
+    page = stepscope.report(
+        TINY,
+        tmp_path / "report.html",
+        data=tmp_path / "data",
+        without=["memory", "attention", "bench"],
+        progress=told.append,
+    )
+    assert page.num_done == 2
+    assert page.path is not None
+    assert page.path.read_text() == page.html
+    assert any(line.startswith("profile: done") for line in told)
+    assert stepscope.load(tmp_path / "data/profile").step_ms > 0
+    assert stepscope.report(tmp_path / "data").report.facts == page.report.facts
+
+
+@pytest.mark.timeout(600)
+def test_a_case_that_fails_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def build(good=False):\n    raise SystemExit(3)\n")
+    own = stepscope.workload(model=f"{tmp_path / 'broken.py'}:build", device="cpu")
+    results = stepscope.bench([TINY, own], warmup=0, steps=1, out=tmp_path / "runs")
+    assert [row.status for row in results] == ["ok", "error"]
+    assert stepscope.BenchResults.read(tmp_path / "runs/results.jsonl").rows == results.rows
