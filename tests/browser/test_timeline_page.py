@@ -161,7 +161,7 @@ def test_the_legend_switches_areas_off_and_on(open_page: Open) -> None:
 def test_a_row_of_the_table_shows_its_piece(open_page: Open, detail: float) -> None:
     page = open_page(training_step(), detail=detail)
     before = picture(page)
-    row = page.locator("#pieces tr").first
+    row = page.locator("#pieces tbody tr").first
     assert "logits" in row.inner_text()
     row.click()
     assert row.get_attribute("aria-selected") == "true"

@@ -28,6 +28,8 @@ _SUFFIX = {"share": "%", "ratio": "×"}
 _UNITS: dict[Quantity, str] = {"ms": " ms", "us": " µs"}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 BYTE_UNITS = ("bytes", "B")  # of an axis that counts bytes
+# Units of time, their nanoseconds, and from how many on they are used: steps are compared in milliseconds.
+_TIMES = (("s", 1e9, 9.995e8), ("ms", 1e6, 1e5), ("µs", 1e3, 1e3))
 
 
 def format_cells(table: Table, index: int) -> list[str]:
@@ -154,6 +156,14 @@ def format_value(kind: Quantity, value: Cell) -> str:
 def format_measured(value: float) -> str:
     """A measured number without a unit, which keeps its digits where it happens to be whole."""
     return format_column(Column(key="value", label="", kind="ms"), [value])[0]
+
+
+def format_time(ns: float) -> str:
+    """A duration in the unit in which it is short, as the page's script writes it."""
+    for unit, size, least in _TIMES:
+        if abs(ns) >= least:
+            return f"{format_measured(ns / size)} {unit}"
+    return f"{ns:.0f} ns" if ns else "0 ms"
 
 
 def format_on(axis: Axis, value: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 from stepscope.findings import Axis, Bars, Figure, Point, Roofline
 from stepscope.report.drawing.colours import Palette, assign_colours, write_colours
 from stepscope.report.drawing.lines import arrange
-from stepscope.report.site.drawings import pack_drawing, write_drawing
+from stepscope.report.site.charts import pack_drawing, write_body
 from stepscope.report.site.packing import find_highest, pack_lanes, pack_timeline
 from tests.unit.report.report_parts import draw_attention, draw_roofline, kernels_of_step, lay_lanes
 from tests.unit.report.timelines import GIB, training_step
@@ -62,7 +62,7 @@ def test_points_of_a_roofline_need_a_place_on_its_axes() -> None:
     assert len(packed["marks"]) == len(roofline.points) - 1
     assert packed["marks"][0]["lines"][0] == unknown.label  # the most time first
     assert not any("the device allows" in line for line in packed["marks"][0]["lines"])
-    written = write_drawing(part, Palette(assign_colours([part]), on_page=True))
+    written = write_body(part, Palette(assign_colours([part]), on_page=True))
     assert "1 of 8 points have no place" in written
     assert written.count("<svg") == 2 + len(packed["groups"])
     json.dumps(packed, allow_nan=False)
@@ -82,7 +82,7 @@ def test_marks_in_a_drawing_are_those_that_are_packed() -> None:
     parts: tuple[tuple[Figure | Roofline | Bars, int], ...] = ((draw_attention(), 30), (draw_roofline(), 8), (bars, 3))
     for part, num_drawn in parts:
         packed = pack_drawing(part, "kernels")
-        written = write_drawing(part, Palette(assign_colours([part]), on_page=True))
+        written = write_body(part, Palette(assign_colours([part]), on_page=True))
         numbers = {int(number) for number in re.findall(r'<g class="mark" data-mark="(\d+)"', written)}
         assert len(numbers) == num_drawn
         assert numbers <= set(range(len(packed["marks"])))
@@ -92,7 +92,7 @@ def test_marks_in_a_drawing_are_those_that_are_packed() -> None:
 def test_a_drawing_on_the_page_has_the_names_of_its_colours() -> None:
     part = draw_attention()
     palette = Palette(assign_colours([part]), on_page=True)
-    written = write_drawing(part, palette)
+    written = write_body(part, palette)
     assert not re.search(r'(?:fill|stroke)="#', written)
     assert "style=" not in written  # which the page's policy forbids
     named = set(re.findall(r"var\(--(c[0-9A-F]{6})\)", written))
@@ -106,7 +106,7 @@ def test_points_without_a_place_are_left_out(y: float, is_log: bool, num_left_ou
     axis = Axis(label="time", log=is_log)
     figure = Figure(title="", subtitle="", x=Axis(label="size"), y=axis, points=points)
     assert len(pack_drawing(figure, "")["marks"]) == 2 - num_left_out
-    written = write_drawing(figure, Palette({}, on_page=True))
+    written = write_body(figure, Palette({}, on_page=True))
     assert ("1 of 2 points not drawn" in written) == bool(num_left_out)
 
 

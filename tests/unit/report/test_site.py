@@ -29,8 +29,8 @@ _ATTRIBUTES = {
     "placeholder", "role", "scope", "tabindex", "type", "value",
     # Of drawings.
     "cx", "cy", "data-group", "data-mark", "fill", "fill-opacity", "font-size", "font-weight", "height", "paint-order",
-    "points", "r", "stroke", "stroke-linejoin", "stroke-width", "text-anchor", "viewbox", "width", "x", "x1", "x2", "y",
-    "y1", "y2",
+    "min", "points", "r", "step", "stroke", "stroke-dasharray", "stroke-linejoin", "stroke-width", "text-anchor",
+    "viewbox", "width", "x", "x1", "x2", "y", "y1", "y2",
 }  # fmt: skip
 
 

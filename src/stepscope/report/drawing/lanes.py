@@ -76,7 +76,7 @@ def draw_lanes(lanes: Lanes) -> str:
         _draw_axis(canvas, lanes.span_ns, Bounds(left=0.0, top=0.0, right=width, bottom=top))
         top += 44
     bounds = Bounds(left=-names_width, top=0.0, right=width, bottom=top)
-    signs = _make_signs(palette, lanes, tracks)
+    signs = _make_signs(palette, lanes)
     return finish(canvas, bounds, title=lanes.title, signs=signs, notes=_make_notes(lanes, tracks))
 
 
@@ -159,18 +159,26 @@ def _draw_axis(canvas: Canvas, span_ns: int, plot: Bounds) -> None:
     draw_x_axis(canvas, plot, places, f"time ({unit})", grid=False)
 
 
-def _make_signs(palette: Palette, lanes: Lanes, tracks: Sequence[Track]) -> list[Sign]:
-    """What the colours of streams stand for, with the share of the step each class takes, the largest first."""
-    span_ns = max(1, lanes.span_ns)
-    times: dict[str, int] = {}
-    for track in tracks:
-        if track.kind == "stream":
+def sum_groups(lanes: Lanes) -> list[tuple[int, int]]:
+    """Each group with the time it takes where things run, the longest first: on streams, or where there are none on the
+    host, or on every track."""
+    kinds = {track.kind for track in lanes.tracks if track.spans.starts_ns}
+    told = next((kind for kind in ("stream", "host") if kind in kinds), None)
+    times: dict[int, int] = {}
+    for track in lanes.tracks:
+        if told is None or track.kind == told:
             for group, length in zip(track.spans.groups, track.spans.lengths_ns, strict=True):
-                times[lanes.groups[group]] = times.get(lanes.groups[group], 0) + length
-    ranked = sorted(times, key=lambda group: -times[group])[:_MOST_SIGNS]
+                times[group] = times.get(group, 0) + length
+    return sorted(((group, time) for group, time in times.items() if time > 0), key=lambda pair: -pair[1])
+
+
+def _make_signs(palette: Palette, lanes: Lanes) -> list[Sign]:
+    """What colours stand for, with the share of the step each class takes, the largest first."""
+    span_ns = max(1, lanes.span_ns)
+    ranked = [(lanes.groups[group], time / span_ns) for group, time in sum_groups(lanes)[:_MOST_SIGNS]]
     return [
-        Sign(fill=palette.fill(group), text=f"{clean(group, 30) or 'unknown'} {_format_share(times[group] / span_ns)}")
-        for group in ranked
+        Sign(fill=palette.fill(group), text=f"{clean(group, 30) or 'unknown'} {_format_share(share)}")
+        for group, share in ranked
     ]
 
 

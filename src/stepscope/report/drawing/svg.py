@@ -64,7 +64,7 @@ class Sign:
 
     fill: str
     text: str
-    shape: MarkShape = "square"
+    shape: MarkShape | Literal["dash"] = "square"
     hollow: bool = False
 
 
@@ -114,7 +114,9 @@ class Canvas:
             self.add("polygon", points=corners, **style)
 
     def sign(self, sign: Sign, x: float, y: float, size: float = 6.0) -> None:
-        if sign.hollow:
+        if sign.shape == "dash":
+            self.line(x - 1.3 * size, y, x + 1.3 * size, y, sign.fill, 0.24 * size, f"{0.9 * size:g} {0.5 * size:g}")
+        elif sign.hollow:
             self.mark(sign.shape, x, y, 0.8 * size, fill="none", stroke=sign.fill, stroke_width=0.36 * size)
         else:
             self.mark(sign.shape, x, y, size, fill=sign.fill)

@@ -24,7 +24,7 @@ from stepscope.report.drawing.timeline_layout import (
     find_end,
     find_peak,
     format_height,
-    format_time,
+    format_moment,
     lay_out,
     place_stretches,
 )
@@ -232,7 +232,7 @@ def _draw_peak(canvas: Canvas, scene: Scene) -> None:
     timeline, layout = scene.timeline, scene.layout
     column = int(np.searchsorted(layout.slices, scene.peak.slice))
     x, y = scene.x((layout.edges[column] + layout.edges[column + 1]) / 2), scene.y(scene.peak.value)
-    text = f"peak {format_height(timeline.y, scene.peak.value)} at {format_time(timeline.x, scene.peak.time)}"
+    text = f"peak {format_height(timeline.y, scene.peak.value)} at {format_moment(timeline.x, scene.peak.time)}"
     half = width_of(text, 12.5) / 2 + 4
     middle = min(max(x, half), WIDTH - half)
     highest = y
@@ -321,11 +321,10 @@ def _draw_legend(canvas: Canvas, scene: Scene) -> float:
     canvas.write([Text(x=right, y=-13, text="at the peak", align="end", size=11, colour=faint)])
     for row, ((area, _, value), name) in enumerate(zip(rows, names, strict=True)):
         y = 8 + row * _LEGEND_ROW + (6 if area is None else 0)
-        if area is None:
-            canvas.line(_LEGEND_LEFT - 2, y, _LEGEND_LEFT + 12, y, canvas.palette.ink, 1.3, "5 3")
-        else:
+        sign = Sign(fill=canvas.palette.ink, text=name, shape="dash")
+        if area is not None:
             sign = Sign(fill=mix(scene.colours[area], "#ffffff", _SWATCH_TINT), text=name)
-            canvas.sign(sign, _LEGEND_LEFT + 5, y)
+        canvas.sign(sign, _LEGEND_LEFT + 5, y)
         value_text = Text(x=right, y=y, text=value, align="end", colour=faint)
         canvas.write([Text(x=left, y=y, text=name, size=12.5), value_text])
     hidden = len(scene.timeline.areas) - _MOST_LEGEND

@@ -149,5 +149,5 @@ def format_height(axis: Axis, value: float) -> str:
     return format_value("bytes", value) if counts_bytes(axis) else f"{format_value('number', value)} {axis.unit}"
 
 
-def format_time(axis: Axis, value: float) -> str:
+def format_moment(axis: Axis, value: float) -> str:
     return f"{format_measured(value)} {axis.unit}".rstrip()

@@ -21,10 +21,10 @@ import msgspec
 from stepscope.files import GENERATOR
 from stepscope.findings import Figure, Report, Timeline
 from stepscope.report.drawing.colours import Pair, Palette, assign_colours, write_colours
-from stepscope.report.drawing.timeline_layout import find_peak, format_height, format_time
+from stepscope.report.drawing.timeline_layout import find_peak, format_height, format_moment
 from stepscope.report.formats import clean
-from stepscope.report.site.drawings import pack_drawing
-from stepscope.report.site.html import markup, prose
+from stepscope.report.site.charts import pack_drawing, tabulate_pieces
+from stepscope.report.site.html import markup, prose, write_table
 from stepscope.report.site.opening import write_opening
 from stepscope.report.site.packing import pack_exhibits, pack_timeline
 from stepscope.report.site.sections import write_chart, write_footer, write_navigation, write_sections
@@ -46,7 +46,15 @@ _SCRIPTS = (
 )
 # Of a page with one chart alone.
 _STYLES_ALONE = ("page.css", "exhibits.css", "charts.css")
-_SCRIPTS_ALONE = ("core.js", "drawings.js", "plotting.js", "timeline_painter.js", "timeline.js", "start.js")
+_SCRIPTS_ALONE = (
+    "core.js",
+    "tables.js",
+    "drawings.js",
+    "plotting.js",
+    "timeline_painter.js",
+    "timeline.js",
+    "start.js",
+)
 _MOST_PARTS = 12
 
 _PAGE = """<!DOCTYPE html>
@@ -85,6 +93,7 @@ _ALONE = """<main id="main">
 {above}
 <noscript><p>What can be pointed at needs JavaScript; nothing leaves this page.</p></noscript>
 {chart}
+{below}
 </main>"""
 
 
@@ -120,6 +129,7 @@ def write_chart_page(part: Figure | Timeline, detail: float) -> str:
         subtitle=prose(part.subtitle),
         above=_describe_peak(part) if isinstance(part, Timeline) else "",
         chart=write_chart(untitled, "chart", "", Palette(colours, on_page=True)),
+        below=write_table(tabulate_pieces(part), "pieces") if isinstance(part, Timeline) and part.pieces else "",
     )
     return _write_page(
         title=part.title,
@@ -165,7 +175,7 @@ def _describe_peak(timeline: Timeline) -> str:
         return '<p class="peak" id="peak">Nothing to draw.</p>'
     heights = sorted(((area.values[peak.slice], area.name) for area in timeline.areas), reverse=True)
     parts = [f"{clean(name, 60)} {format_height(timeline.y, height)}" for height, name in heights if height]
-    text = f"Peak {format_height(timeline.y, peak.value)} at {format_time(timeline.x, peak.time)}:"
+    text = f"Peak {format_height(timeline.y, peak.value)} at {format_moment(timeline.x, peak.time)}:"
     said = f"{', '.join(parts[:_MOST_PARTS])}{' and more' if len(parts) > _MOST_PARTS else ''}."
     return f'<p class="peak" id="peak"><strong>{escape(text)}</strong> {escape(said)}</p>'
 

@@ -56,18 +56,6 @@ function layLanes(part) {
     .map((kind) => tracks.filter((track) => track.kind === kind))
     .find((found) => found.length) || tracks;
 
-  // Time a group takes on the tracks that are told apart by it, the longest first.
-  function sumGroups() {
-    const times = new Float64Array(groups.length);
-    for (const track of told) {
-      for (let at = 0; at < track.size; at++) times[track.groups[at]] += track.ends[at] - track.starts[at];
-    }
-    return groups
-      .map((name, index) => ({ index, name, time: times[index] }))
-      .filter((group) => group.time > 0)
-      .sort((a, b) => b.time - a.time);
-  }
-
   // What is in view, where the plot lies in the canvas, and what the reader points at.
   const view = { start: 0, end: roomNs };
   const plot = { left: 0, top: 0, width: 1, height: 1, all: 1, total: 1, ratio: 1 };
@@ -82,30 +70,18 @@ function layLanes(part) {
     Object.assign(view, { start: from, end: from + length });
   }
 
-  return { part, spanNs, roomNs, tracks, told, groups, numSpans: tracks.reduce((sum, track) => sum + track.size, 0),
-    legend: sumGroups(), findFirst, findAt, view, plot, state, toX, toTime, isWhole, setView };
+  return { part, spanNs, roomNs, tracks, told, groups, findFirst, findAt, view, plot, state, toX, toTime, isWhole, setView };
 }
 
 charts.lanes = (root, part, page) => {
+  const find = (selector) => root.querySelector(selector);
+  const [map, back, front] = ["map", "back", "front"].map((name) => find(`canvas.${name}`));
+  if (!back) return (root.chart = { redraw() {} });
+  const [status, linked, whole] = [".status", ".linked", ".whole"].map(find);
   const model = layLanes(part);
-  if (!model.numSpans) return plotting.sayNothing(root, "Nothing was recorded in this step.");
   const { tracks, spanNs, roomNs, view, plot, state } = model;
-  const map = plotting.makeCanvas("map");
-  const back = plotting.makeCanvas("back", describe());
-  const front = plotting.makeCanvas("front");
-  const status = element("span", undefined, "status");
-  const linked = element("span", undefined, "linked");
-  const legend = element("ul", undefined, "legend");
   const painter = makeLanesPainter(model, { map, back, front }, page);
   const redraw = plotting.onceAFrame(painter.draw);
-  const whole = page.button("whole step", "quiet", () => reset());
-
-  function describe() {
-    const busiest = model.legend.slice(0, 4).map(({ name, time }) => `${name || "other"} ${page.formatTime(time)}`);
-    return `${part.title}: ${page.formatTime(spanNs)} in ${tracks.length} tracks, `
-      + `${page.formatNumber(model.numSpans, 0)} spans; most time: ${busiest.join(", ")}. `
-      + "Arrow keys move, plus and minus zoom, 0 shows all, N and P go from span to span.";
-  }
 
   // ---- the view
 
@@ -224,34 +200,17 @@ charts.lanes = (root, part, page) => {
   // ---- around the canvas
 
   // A name shows its group alone; pressed again, all of them.
-  function buildLegend() {
-    legend.setAttribute("aria-label", "colours, the most time first");
-    for (const group of model.legend) {
-      group.swatch = element("i");
-      const button = page.button(undefined, "", () => {
-        state.only = state.only === group.index ? -1 : group.index;
-        for (const other of legend.querySelectorAll("button")) other.setAttribute("aria-pressed", "false");
-        button.setAttribute("aria-pressed", String(state.only >= 0));
+  function listenToLegend() {
+    const buttons = [...root.querySelectorAll(".legend button")];
+    for (const button of buttons) {
+      button.addEventListener("click", () => {
+        const group = Number(button.dataset.group);
+        state.only = state.only === group ? -1 : group;
+        for (const other of buttons) other.setAttribute("aria-pressed", String(other === button && state.only >= 0));
         painter.forgetMap();
         redraw();
       });
-      button.setAttribute("aria-pressed", "false");
-      const time = element("span", page.formatTime(group.time), "of");
-      button.append(group.swatch, element("span", group.name || "other"), time);
-      const item = element("li");
-      item.append(button);
-      legend.append(item);
     }
-  }
-
-  function build() {
-    const stage = element("div", undefined, "plot");
-    stage.append(back, front);
-    const below = element("div", undefined, "below");
-    below.append(status, linked, whole);
-    const mouse = "Ctrl and the wheel zoom, or click first and the wheel alone; dragging moves, here and on the strip above. "
-      + "Keys: ← → + − and 0 for the whole step, N and P from span to span, ↑ ↓ to another track, F to fill the view.";
-    page.bodyOf(root).append(legend, map, stage, below, ...plotting.makeHelp(mouse));
   }
 
   // A window is moved by its middle, widened by its sides, and comes to where the map is pressed.
@@ -289,17 +248,16 @@ charts.lanes = (root, part, page) => {
       back.blur();
     };
     plotting.makeMovable(back, { frame: () => plot, zoom, pan, reset, isWhole: model.isWhole, point, click, keys });
+    whole.addEventListener("click", reset);
+    listenToLegend();
     listenToMap();
   }
 
   function redrawAll() {
     painter.readTheme();
-    for (const { index, swatch } of model.legend) paintSwatch(swatch, page.colourOf(model.groups[index]));
     painter.draw();
   }
 
-  buildLegend();
-  build();
   listen();
   sayWhere();
   redrawAll();

@@ -24,7 +24,7 @@ from stepscope.findings import (
 )
 from stepscope.report.drawing.timeline_layout import DEFAULT_DETAIL, counts_bytes, find_end, place_stretches
 from stepscope.report.formats import NAME, PROSE, clean
-from stepscope.report.site.drawings import pack_drawing
+from stepscope.report.site.charts import pack_drawing
 from stepscope.report.site.sections import name_inner
 
 _COUNT_DIGITS = 6  # counts are means of steps, and times are divided by them

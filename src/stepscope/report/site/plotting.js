@@ -9,32 +9,6 @@ const plotting = (() => {
 
   // ---- canvases
 
-  function makeCanvas(className, label) {
-    const canvas = element("canvas", undefined, className);
-    if (label === undefined) {
-      canvas.setAttribute("aria-hidden", "true");
-    } else {
-      canvas.tabIndex = 0;
-      // It takes keys, which a screen reader would keep from a picture.
-      canvas.setAttribute("role", "application");
-      canvas.setAttribute("aria-label", label);
-    }
-    return canvas;
-  }
-
-  // How to move a chart, for those who have a mouse and keys and for those who have fingers; the style sheet knows who.
-  function makeHelp(mouse) {
-    const touch = "Two fingers zoom, one moves; a tap shows what is under it.";
-    return [element("p", mouse, "help for-mouse"), element("p", touch, "help for-touch")];
-  }
-
-  // A chart without data: in words, and no canvas.
-  function sayNothing(root, text) {
-    bodyOf(root).append(element("p", text.trim(), "nothing"));
-    root.chart = { redraw() {} };
-    return root.chart;
-  }
-
   const findRatio = () => Math.min(window.devicePixelRatio || 1, 3);
 
   // Sets a canvas to a size in CSS pixels and empties it; what is drawn next is in CSS pixels.
@@ -165,6 +139,6 @@ const plotting = (() => {
   }
 
   return {
-    FONT, BOLD_FONT, makeCanvas, makeHelp, sayNothing, findRatio, openCanvas, onceAFrame, pack, rule, fitText, makeMovable,
+    FONT, BOLD_FONT, findRatio, openCanvas, onceAFrame, pack, rule, fitText, makeMovable,
   };
 })();

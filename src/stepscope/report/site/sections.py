@@ -22,7 +22,7 @@ from stepscope.findings import (
     Timeline,
 )
 from stepscope.report.drawing.colours import Palette
-from stepscope.report.site.drawings import write_drawing
+from stepscope.report.site.charts import write_body
 from stepscope.report.site.html import FOLDED_FROM, markup, prose, write_notes, write_summary, write_table
 from stepscope.report.site.opening import write_copyable
 
@@ -120,7 +120,7 @@ def write_chart(
     caption = f"<figcaption>{title}{below}</figcaption>" if title or below else ""
     notes = "" if isinstance(part, Figure) else write_notes(part.notes)
     kind = KINDS[type(part)]
-    body = write_drawing(part, palette) if isinstance(part, Figure | Roofline | Bars) else ""
+    body = "" if isinstance(part, Breakdown) else write_body(part, palette)
     return (
         f'<figure class="chart {kind}" id="{key}" data-kind="{kind}" data-key="{key}">{caption}'
         f'<div class="body">{body}</div>{notes}</figure>'

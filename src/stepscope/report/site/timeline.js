@@ -159,21 +159,14 @@ function layTimeline(part, page) {
 }
 
 charts.timeline = (root, part, page) => {
+  const find = (selector) => root.querySelector(selector);
   const model = layTimeline(part, page);
   const { areas, line, pieces, view, state, plot, first, end } = model;
-  const MOST_LISTED = 200;
-  const legend = element("ul", undefined, "legend");
-  const detail = Object.assign(element("input"), { type: "range", min: 0, max: 100, step: 0.1 });
-  const shown = element("output", undefined, "shown");
-  const peak = model.findPeak();
-  const summary = model.numSlices
-    ? `Peak ${model.formatHeight(model.totals[peak])} at ${model.formatTime(model.times[peak])}.`
-    : "Nothing to draw.";
-  const back = plotting.makeCanvas("back", `${part.yLabel} over ${part.xLabel}. ${summary}`);
-  const front = plotting.makeCanvas("front");
+  const [back, front, detail, shown] = ["canvas.back", "canvas.front", "input", ".shown"].map(find);
   const painter = makeTimelinePainter(model, back, front, page);
   const redraw = plotting.onceAFrame(painter.draw);
-  const rows = element("tbody");
+  // On a page of its own, the largest pieces are in a table.
+  const rows = part.isAlone ? [...document.querySelectorAll("#pieces tbody tr")] : [];
 
   // ---- the view
 
@@ -210,7 +203,7 @@ charts.timeline = (root, part, page) => {
 
   function choose(index) {
     state.chosen = state.chosen === index ? -1 : index;
-    for (const row of rows.children) row.setAttribute("aria-selected", String(Number(row.dataset.piece) === state.chosen));
+    rows.forEach((row, at) => row.setAttribute("aria-selected", String(at === state.chosen)));
     if (state.chosen < 0) return redraw();
     const piece = pieces[index];
     const [start, stop] = [model.timeOf(piece.start), model.timeOf(piece.end)];
@@ -229,79 +222,33 @@ charts.timeline = (root, part, page) => {
     redraw();
   }
 
-  // From the top of the stack down, as it is seen.
-  function buildLegend() {
-    legend.setAttribute("aria-label", "areas, from the top of the stack down");
-    for (const what of [...areas.toReversed(), ...(line ? [line] : [])]) {
-      const swatch = element("i");
-      if (what === line) swatch.className = "dashed";
-      else what.swatch = swatch;
-      what.button = page.button(undefined, "", () => toggle(what));
-      what.button.setAttribute("aria-pressed", "true");
-      what.button.append(swatch, element("span", what.name));
-      const item = element("li");
-      item.append(what.button);
-      legend.append(item);
+  function listenToLegend() {
+    for (const button of root.querySelectorAll(".legend button")) {
+      const what = areas[Number(button.dataset.group)] ?? line;
+      what.button = button;
+      button.addEventListener("click", () => toggle(what));
     }
   }
 
-  function readTheme() {
-    painter.readTheme();
-    for (const area of areas) paintSwatch(area.swatch, page.colourOf(area.name));
-  }
-
-  function build() {
-    const controls = element("div", undefined, "controls");
-    const label = element("label", "detail ");
-    label.append(detail);
-    controls.append(label, shown, page.button("whole timeline", "quiet", reset));
-    controls.hidden = !pieces.length;
-    const stage = element("div", undefined, "plot");
-    stage.append(back, front);
-    const wheel = part.isAlone ? "The wheel zooms in time, and with Shift in height"
-      : "Click, then the wheel zooms in time, and with Shift in height";
-    const help = `${wheel}; dragging moves. Keys: arrows, +, −, and 0 or a double click for the whole timeline. `
-      + "Names above switch areas off and on.";
-    page.bodyOf(root).append(legend, stage, controls, ...plotting.makeHelp(help));
-  }
-
-  // On a page of its own, the largest pieces in a table: choosing one marks it in the chart.
-  function buildTable() {
-    rows.id = "pieces";
-    for (const piece of pieces.slice(0, MOST_LISTED)) {
-      const row = element("tr");
+  // Choosing a row marks its piece in the chart.
+  function listenToTable() {
+    rows.forEach((row, at) => {
       row.tabIndex = 0;
-      row.dataset.piece = piece.index;
       row.setAttribute("aria-selected", "false");
-      row.append(element("td", model.formatHeight(piece.size), "number"), element("td", piece.label));
-      row.append(element("td", areas[piece.area].name));
-      for (const slice of [piece.start, piece.end]) {
-        row.append(element("td", model.formatTime(model.timeOf(slice)), "number when"));
-      }
-      row.addEventListener("click", () => choose(piece.index));
+      row.addEventListener("click", () => choose(at));
       row.addEventListener("keydown", (event) => {
         if (event.key !== "Enter" && event.key !== " ") return;
         event.preventDefault();
-        choose(piece.index);
+        choose(at);
       });
-      rows.append(row);
-    }
-    const head = element("tr");
-    for (const [text, className] of [["size", "number"], ["what"], ["area"], ["from", "number when"], ["to", "number when"]]) {
-      head.append(element("th", text, className));
-    }
-    const table = element("table");
-    table.setAttribute("role", "grid");
-    table.createTHead().append(head);
-    table.append(rows);
-    const box = element("div", undefined, "scroll tall");
-    box.append(table);
-    const rest = pieces.length > MOST_LISTED ? `The largest ${MOST_LISTED} of ${page.formatNumber(pieces.length, 0)}.` : "";
-    page.bodyOf(root).append(element("h2", "Largest pieces"), box, element("p", rest, "help"));
+    });
   }
 
   function listen() {
     detail.value = part.detail * 100;
+    find(".whole").addEventListener("click", reset);
+    listenToLegend();
+    listenToTable();
     detail.addEventListener("input", () => setDetail(Number(detail.value)));
     plotting.makeMovable(back, {
       frame: () => plot,
@@ -322,11 +269,8 @@ charts.timeline = (root, part, page) => {
     });
   }
 
-  buildLegend();
-  build();
-  if (part.isAlone && pieces.length) buildTable();
   listen();
-  readTheme();
+  painter.readTheme();
   painter.draw();
   setDetail(part.detail * 100);
   root.chart = {
@@ -335,7 +279,7 @@ charts.timeline = (root, part, page) => {
     zoom,
     choose,
     redraw: () => {
-      readTheme();
+      painter.readTheme();
       painter.draw();
     },
   };

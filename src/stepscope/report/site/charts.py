@@ -8,9 +8,10 @@ type keeps its size on a narrow screen.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stepscope.findings import Axis, Bars, Figure, Roofline, RoofPoint
+from stepscope.findings import Axis, Bars, Column, Figure, Lanes, Roofline, RoofPoint, Table, Timeline
 from stepscope.report.drawing.bars import BarChart, chart_bars, place_bars
 from stepscope.report.drawing.colours import Palette
+from stepscope.report.drawing.lanes import sum_groups
 from stepscope.report.drawing.lines import LineChart, arrange, describe_missing, draw_panel, shape_of
 from stepscope.report.drawing.roofline import (
     MOST_NUMBERED,
@@ -21,8 +22,9 @@ from stepscope.report.drawing.roofline import (
     rank_groups,
 )
 from stepscope.report.drawing.svg import Bounds, Canvas, Sign
+from stepscope.report.drawing.timeline_layout import counts_bytes, find_end, find_peak, format_height, format_moment
 from stepscope.report.formats import clean
-from stepscope.report.numbers import format_measured, format_on, format_rate, format_value
+from stepscope.report.numbers import format_measured, format_on, format_rate, format_time, format_value
 from stepscope.report.site.html import markup, prose
 
 Drawn = Figure | Roofline | Bars
@@ -36,10 +38,19 @@ _HELP = (
     "Under the slope memory is the limit, under a flat line arithmetic; how far a point lies below its line is what "
     "could be gained. A point's area is its time in a step."
 )
+_LANES_HELP = (
+    "Ctrl and the wheel zoom, or click first and the wheel alone; dragging moves, here and on the strip above. Keys: ← "
+    "→ + − and 0 for the whole step, N and P from span to span, ↑ ↓ to another track, F to fill the view."
+)
+_TIMELINE_HELP = (
+    "The wheel zooms in time, and with Shift in height, in a report after a click; dragging moves. Keys: arrows, +, −, "
+    "and 0 or a double click for the whole timeline. Names above switch areas off and on."
+)
+_MOST_PIECES = 200
 _SIGN = Bounds(left=-1.4, top=-1.4, right=1.4, bottom=1.4)
 
 
-def write_drawing(part: Drawn, palette: Palette) -> str:
+def write_body(part: Drawn | Lanes | Timeline, palette: Palette) -> str:
     """The inside of a chart's body."""
     match part:
         case Figure():
@@ -48,6 +59,10 @@ def write_drawing(part: Drawn, palette: Palette) -> str:
             return _write_roofline(part, palette)
         case Bars():
             return _write_bars(chart_bars(part), palette)
+        case Lanes():
+            return _write_lanes(part, palette)
+        case Timeline():
+            return _write_timeline(part, palette)
 
 
 def pack_drawing(part: Drawn, what: str) -> dict[str, Any]:
@@ -66,29 +81,41 @@ def _write_nothing(text: str) -> str:
     return f'<p class="nothing">{prose(text)}</p>'
 
 
+def _describe_box(label: str) -> str:
+    """Attributes of what takes keys, which a screen reader would keep from a picture."""
+    return f'tabindex="0" role="application" aria-label="{markup(label, 600)}"'
+
+
 def _write_plot(svgs: Iterable[str], label: str, kind: str) -> str:
-    """A box that takes keys, which a screen reader would keep from a picture."""
-    attributes = f'class="plot {kind}" tabindex="0" role="application" aria-label="{markup(label, 600)}"'
-    return f"<div {attributes}>{''.join(svgs)}</div>"
+    return f'<div class="plot {kind}" {_describe_box(label)}>{"".join(svgs)}</div>'
 
 
-def _write_sign(palette: Palette, sign: Sign) -> str:
+def _write_canvas(label: str) -> str:
+    """A canvas, and one before it for what is pointed at."""
+    front = '<canvas class="front" aria-hidden="true"></canvas>'
+    return f'<div class="plot"><canvas class="back" {_describe_box(label)}></canvas>{front}</div>'
+
+
+def _write_help(mouse: str) -> str:
+    """How to move a chart, with a mouse and keys or with fingers; the style sheet knows which."""
+    touch = "Two fingers zoom, one moves; a tap shows what is under it."
+    return f'<p class="help for-mouse">{mouse}</p><p class="help for-touch">{touch}</p>'
+
+
+def _write_entry(palette: Palette, sign: Sign, number: int | None, *, pressed: bool = False, note: str = "") -> str:
+    """An entry of a legend; one with a number is a button that the script gives its work."""
     canvas = Canvas(palette)
     canvas.sign(sign, 0.0, 0.0, 1.0)
-    return canvas.wrap(_SIGN, class_="sign", aria_hidden="true")
+    drawn = canvas.wrap(_SIGN, class_="sign", aria_hidden="true")
+    inner = f"{drawn}<span>{markup(sign.text)}</span>" + (f'<span class="of">{note}</span>' if note else "")
+    if number is None:
+        return f'<li class="run">{inner}</li>'
+    state = str(pressed).lower()
+    return f'<li><button type="button" data-group="{number}" aria-pressed="{state}">{inner}</button></li>'
 
 
-def _write_legend(palette: Palette, signs: Sequence[Sign], label: str, *, num_buttons: int, pressed: bool) -> str:
-    """Its first signs are buttons that the script gives their work."""
-    items = []
-    for at, sign in enumerate(signs):
-        inner = f"{_write_sign(palette, sign)}<span>{markup(sign.text)}</span>"
-        if at < num_buttons:
-            state = str(pressed).lower()
-            items.append(f'<li><button type="button" data-group="{at}" aria-pressed="{state}">{inner}</button></li>')
-        else:
-            items.append(f'<li class="run">{inner}</li>')
-    return f'<ul class="legend" aria-label="{markup(label)}">{"".join(items)}</ul>'
+def _write_legend(entries: Iterable[str], label: str) -> str:
+    return f'<ul class="legend" aria-label="{markup(label)}">{"".join(entries)}</ul>'
 
 
 # --- lines ----------------------------------------------------------------------------------------------------------
@@ -104,8 +131,9 @@ def _write_lines(lines: LineChart, palette: Palette) -> str:
         draw_panel(canvas, lines, panel)
         svgs.append(canvas.wrap(lines.bounds, class_="drawing"))
     signs = [Sign(fill=palette.fill(name), text=clean(name), shape=shape_of(lines, name)) for name in lines.series]
+    entries = [_write_entry(palette, sign, at, pressed=True) for at, sign in enumerate(signs)]
     label = clean(lines.figure.series_label, _MOST_LABEL) or "series"
-    legend = _write_legend(palette, signs, label, num_buttons=len(signs), pressed=True) if any(lines.series) else ""
+    legend = _write_legend(entries, label) if any(lines.series) else ""
     help_text = f'<p class="help">{prose(missing)}</p>' if missing else ""
     return f"{legend}{_write_plot(svgs, _describe_lines(lines), 'panels')}{help_text}"
 
@@ -155,7 +183,8 @@ def _write_roofline(roofline: Roofline, palette: Palette) -> str:
         svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
     signs = list_signs(palette, roofline, points)
     num_groups = len(signs) - (len(roofline.runs) if len(roofline.runs) > 1 else 0)
-    legend = _write_legend(palette, signs, "classes", num_buttons=num_groups, pressed=False)
+    entries = [_write_entry(palette, sign, at if at < num_groups else None) for at, sign in enumerate(signs)]
+    legend = _write_legend(entries, "classes")
     plot = _write_plot(svgs, _describe_roofline(roofline, points), "sized")
     hidden = len(roofline.points) - len(points)
     left_out = f" {hidden} of {len(roofline.points)} points have no place on these axes." if hidden else ""
@@ -227,3 +256,83 @@ def _pack_bars(chart: BarChart) -> dict[str, Any]:
             said = f"{clean(series)}: {text}" if len(bars.series) > 1 else text
             marks.append({"group": -1, "lines": [clean(label), said]})
     return {"groups": [], "marks": marks, "isOnlyOne": False}
+
+
+# --- a step, and memory over time -----------------------------------------------------------------------------------
+
+
+def _write_lanes(lanes: Lanes, palette: Palette) -> str:
+    tracks = [track for track in lanes.tracks if track.spans.starts_ns]
+    if not tracks:
+        return _write_nothing("Nothing was recorded in this step.")
+    times = [(group, clean(lanes.groups[group]) or "other", format_time(time)) for group, time in sum_groups(lanes)]
+    entries = (
+        _write_entry(palette, Sign(fill=palette.fill(lanes.groups[group]), text=name), group, note=time)
+        for group, name, time in times
+    )
+    num_spans = sum(len(track.spans.starts_ns) for track in tracks)
+    label = (
+        f"{clean(lanes.title)}: {format_time(lanes.span_ns)} in {len(lanes.tracks)} tracks, {num_spans:,} spans; most "
+        f"time: {', '.join(f'{name} {time}' for _, name, time in times[:4])}. Arrow keys move, plus and minus zoom, 0 "
+        "shows all, N and P go from span to span."
+    )
+    below = (
+        '<div class="below"><span class="status"></span><span class="linked"></span>'
+        '<button type="button" class="quiet whole">whole step</button></div>'
+    )
+    legend = _write_legend(entries, "colours, the most time first")
+    strip = '<canvas class="map" aria-hidden="true"></canvas>'
+    return f"{legend}{strip}{_write_canvas(label)}{below}{_write_help(_LANES_HELP)}"
+
+
+def _write_timeline(timeline: Timeline, palette: Palette) -> str:
+    """Areas from the top of the stack down, as they are seen; the line has the number after theirs."""
+    named = [(at, area.name) for at, area in enumerate(timeline.areas)][::-1]
+    entries = [
+        _write_entry(palette, Sign(fill=palette.fill(name), text=clean(name)), at, pressed=True) for at, name in named
+    ]
+    if timeline.line is not None:
+        sign = Sign(fill=palette.ink, text=clean(timeline.line.name), shape="dash")
+        entries.append(_write_entry(palette, sign, len(named), pressed=True))
+    peak = find_peak(timeline)
+    said = "Nothing to draw."
+    if peak is not None:
+        said = f"Peak {format_height(timeline.y, peak.value)} at {format_moment(timeline.x, peak.time)}."
+    label = f"{clean(timeline.y.label, _MOST_LABEL)} over {clean(timeline.x.label, _MOST_LABEL)}. {said}"
+    controls = (
+        f'<div class="controls"{"" if timeline.pieces else " hidden"}><label>detail '
+        '<input type="range" min="0" max="100" step="0.1"></label><output class="shown"></output>'
+        '<button type="button" class="quiet whole">whole timeline</button></div>'
+    )
+    legend = _write_legend(entries, "areas, from the top of the stack down")
+    return f"{legend}{_write_canvas(label)}{controls}{_write_help(_TIMELINE_HELP)}"
+
+
+def tabulate_pieces(timeline: Timeline) -> Table:
+    """The largest pieces, in their order."""
+    shown = timeline.pieces[:_MOST_PIECES]
+    ends = (*timeline.times, find_end(timeline))
+    unit = clean(timeline.x.unit, 20)
+    num_slices = len(timeline.times)
+    hidden = len(timeline.pieces) - len(shown)
+    return Table(
+        title="Largest pieces",
+        columns=(
+            Column(key="size", label="size", kind="bytes" if counts_bytes(timeline.y) else "number"),
+            Column(key="what", label="what"),
+            Column(key="area", label="area"),
+            Column(key="from", label=f"from {unit}", kind="number"),
+            Column(key="to", label=f"to {unit}", kind="number"),
+        ),
+        rows=tuple(
+            (
+                piece.size,
+                piece.label,
+                timeline.areas[piece.area].name,
+                ends[min(piece.start, num_slices)],
+                ends[min(piece.end, num_slices)],
+            )
+            for piece in shown
+        ),
+        notes=(f"The largest {len(shown)} of {len(timeline.pieces):,}.",) if hidden else (),
+    )
