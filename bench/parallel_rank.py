@@ -28,7 +28,7 @@ from stepscope.measure.collectives import measure_collectives
 from stepscope.nn import TransformerLM
 from stepscope.parallel import DDP, FSDP, Communicator, ShardedOptimizer
 from stepscope.parallel.group import join
-from stepscope.recording.rows.comm import CommCase, CommOutcome
+from stepscope.recording.rows.collective_case import CommCase, CommOutcome
 from stepscope.spec import ModelShape
 
 LEARNING_RATE = 1e-3

@@ -50,8 +50,8 @@ from parallel_rank import (
 from shaped_link import LinkError, Side, shaped_link
 from stepscope import cost
 from stepscope.cost import Compute, DdpStrategy, StepTime
-from stepscope.explain.statistics import Summary, summarise
-from stepscope.recording.rows.comm import CommCase, CommOutcome
+from stepscope.explain.statistics import Statistics, summarise
+from stepscope.recording.rows.collective_case import CommCase, CommOutcome
 from stepscope.recording.rows.links import COLLECTIVES, LinkPlace, Links
 from stepscope.spec import ModelShape
 
@@ -212,7 +212,7 @@ class Timed:
     rounds: list[list[Sample]] = field(default_factory=list)
 
     @property
-    def step_ms(self) -> Summary:
+    def step_ms(self) -> Statistics:
         return summarise([one.step_ns / 1e6 for one in self.samples])
 
     @property
@@ -223,7 +223,7 @@ class Timed:
         found = [value for one in self.samples if (value := getattr(one, name)) is not None]
         return statistics.median(found) / 1e6 if found else None
 
-    def against(self, peer: "Timed") -> Summary:
+    def against(self, peer: "Timed") -> Statistics:
         """The peer's time over this one's, round by round."""
         return summarise(
             [_middle(theirs) / _middle(ours) for ours, theirs in zip(self.rounds, peer.rounds, strict=True)]

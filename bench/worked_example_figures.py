@@ -17,7 +17,7 @@ import vl_convert
 
 from stepscope.explain.questions import answer
 from stepscope.explain.questions.answers import in_phases, share_by, stepped, time_of
-from stepscope.explain.questions.matmuls import extents, find_products
+from stepscope.explain.questions.product_roles import extents, find_products
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Bars, Cell, Column, Quantity, Table
 from stepscope.recording.readers.formats import open_recording

@@ -5,7 +5,7 @@ import signal
 import pytest
 from hypothesis import settings
 
-from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.cpu_limits import limit_instructions
 
 # Before any test imports torch, and for every command that a test starts.
 limit_instructions()

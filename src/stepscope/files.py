@@ -61,15 +61,17 @@ _PNG, _PNG_HEADER_BYTES = b"\x89PNG\r\n\x1a\n", 33  # the signature, and with it
 _LOOKED_AT = 2048  # bytes at either end of a file, in which one of ours names its generator
 
 
-class _Versioned(msgspec.Struct):
-    schema: str
+class Versioned(msgspec.Struct, kw_only=True):
+    """What a document of ours says it is, before anything else of it is decoded; empty where it says nothing."""
+
+    schema: str = ""
 
 
-class _Result(_Versioned):
+class _Result(Versioned, kw_only=True):
     command: str
 
 
-class _Lock(_Versioned):
+class _Lock(Versioned, kw_only=True):
     """What the lock of a scratch folder says: whose it is, and which name next to it `replacing` works on, if any."""
 
     host: str
@@ -110,6 +112,23 @@ def decode(content: bytes, kind: type[T]) -> T:
         raise msgspec.ValidationError(f"not UTF-8: {error.reason} at byte {error.start} of a text") from None
     except RecursionError:
         raise msgspec.ValidationError("nested too deeply") from None
+
+
+def decode_as(content: bytes, kind: type[T], schema: str) -> T:
+    """The same for a document that says what it is: a ValidationError too where that is not `schema`."""
+    if decode(content, Versioned).schema != schema:
+        raise msgspec.ValidationError(f"its schema is not `{schema}`")
+    return decode(content, kind)
+
+
+def read_document(path: Path, kind: type[T], *, refusal: str, hint: str) -> T | None:
+    """A JSON document of ours; None where there is no file. `refusal` begins the error for one that cannot be read."""
+    try:
+        return decode(read_plain(path), kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise StepscopeError(f"{refusal} `{path}`", detail=str(error), hint=hint) from None
 
 
 def _require_64_bits(value: object) -> None:
@@ -366,6 +385,28 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
+def lock_or_raise(descriptor: int, refusal: StepscopeError) -> None:
+    """`refusal` is raised when another process has the lock."""
+    try:
+        try_lock(descriptor)
+    except BlockingIOError:
+        raise refusal from None
+
+
+@contextmanager
+def locked(folder: Path, refusal: StepscopeError, *, name: str = "") -> Iterator[None]:
+    """Holds the lock of `folder`, which is made where there is none, or that of the file `name` in it."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) if name else os.open(folder, os.O_RDONLY)
+    try:
+        with writing(folder):
+            lock_or_raise(descriptor, refusal)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 # --- Whose it is ------------------------------------------------------------------------------------------------------
 
 
@@ -416,7 +457,7 @@ def read_schema(path: Path) -> str:
         return ""
     for text in (content, content.partition(b"\n")[0]):
         with suppress(msgspec.DecodeError):
-            return decode(text, _Versioned).schema
+            return decode(text, Versioned).schema
     return ""
 
 
@@ -444,7 +485,7 @@ def claim(folder: Path, schema: str, *, knows: Callable[[Path], bool] = lambda _
     require_own(folder, schema, knows=knows, hint=hint)
     if not is_of_kind(folder / MARKER_NAME, schema) and not knows(folder):
         with writing(folder, hint=hint):
-            write_atomically(folder / MARKER_NAME, msgspec.json.encode(_Versioned(schema=schema)) + b"\n")
+            write_atomically(folder / MARKER_NAME, msgspec.json.encode(Versioned(schema=schema)) + b"\n")
 
 
 def require_own(
@@ -478,8 +519,7 @@ def check_target(path: Path, *, force: bool, flag: str, command: str | None = No
         raise StepscopeError(
             f"`{path}` exists and is not a regular file", detail="expected the name of a file", hint=f"{flag} FILE"
         )
-    if not path.parent.is_dir():
-        raise StepscopeError(f"there is no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")
+    require_parent(path)
     if path.exists() and not force and not (is_ours(path) if command is None else is_result_of(path, command)):
         detail = "it is not a file that stepscope wrote" if command is None else "another command wrote it"
         raise StepscopeError(
@@ -487,6 +527,11 @@ def check_target(path: Path, *, force: bool, flag: str, command: str | None = No
         )
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise StepscopeError(f"cannot write to `{path.parent}`", hint=f"{flag} FILE")
+
+
+def require_parent(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise StepscopeError(f"there is no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")
 
 
 def find_foreign(folder: Path, is_own: Callable[[str], bool]) -> str | None:

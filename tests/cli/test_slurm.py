@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.slurm.ranks import SlurmRanks
+from stepscope.jobs.slurm.rank_jobs import SlurmRanks
 from stepscope.jobs.slurm.resources import Resources
 from stepscope.jobs.slurm.watch import JobCounts
 from tests.cli.command import PATIENCE_S, TINY, kill, rows, start, stepscope, wait_until

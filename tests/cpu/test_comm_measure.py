@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from stepscope.recording.rows.comm import CommCase, CommOutcome
+from stepscope.recording.rows.collective_case import CommCase, CommOutcome
 from stepscope.recording.rows.links import COLLECTIVES, Collective, Dtype
 from tests.cpu.parallel.ranks import run_ranks
 

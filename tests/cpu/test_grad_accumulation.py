@@ -10,9 +10,8 @@ from torch import Tensor
 from stepscope import cost
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import make_memory_profile
-from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.questions.forward import forward_time
-from stepscope.explain.questions.products import products_by_role
+from stepscope.explain.questions.product_roles import products_by_role
 from stepscope.explain.trace.profile import make_profile
 from stepscope.measure.flops import count_forward_flops
 from stepscope.measure.memory.recorder import record_memory
@@ -154,7 +153,7 @@ def test_memory_holds_one_micro_batch_and_all_gradients(tmp_path: Path) -> None:
         held = dict(profile.categories_at(end - 1))
         assert (held["activations"], held["gradients"]) == (kept, weights if number else 0)
     assert [dict(profile.categories_at(end - 1))["gradients"] for _, end in spans["backward"]] == [weights] * 4
-    peaks = {one.phase: one.peak_bytes for one in summarise_memory(profile).phases if one.step == last}
+    peaks = {one.phase: one.peak_bytes for one in profile.summary.phases if one.step == last}
     assert peaks["backward"] == profile.peak_bytes
     assert peaks["optimizer"] < peaks["forward"] < peaks["backward"]
     assert cost.step_peak(case.workload).bytes == pytest.approx(profile.peak_bytes, rel=0.02)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope import cost
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
-from stepscope.explain.memory.profile import sum_over_events
+from stepscope.explain.memory.memory_profile import sum_over_events
 from stepscope.measure.memory.operators import Happening
 from stepscope.measure.memory.recorder import _OnCuda, record_memory
 from stepscope.recording.memory import reader as memory

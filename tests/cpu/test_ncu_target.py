@@ -8,7 +8,7 @@ from torch import nn
 
 from stepscope.cost import forward_flops
 from stepscope.errors import StepscopeError
-from stepscope.jobs.recorders.ncu import count_with_ncu
+from stepscope.jobs.recorders.nsight_compute import count_with_ncu
 from stepscope.measure.flops import count_operations
 from stepscope.measure.targets.ncu import check_layers
 from stepscope.spec import ModelShape, Scalar, build_case

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.recorders.nsys import record_with_nsys
+from stepscope.jobs.recorders.nsight_systems import record_with_nsys
 from stepscope.spec import build_case
 from tests.unit.nsys_files import StandIn, training_step
 

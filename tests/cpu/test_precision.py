@@ -15,7 +15,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.precision.autocast import LISTS, REFUSED, explain_dtype, find_policy
 from stepscope.measure.precision.accumulation import ALL, INVERSE, ONCE, RUNNING, add_up, measure_norm_parts
 from stepscope.measure.precision.comparison import compare_precisions
-from stepscope.recording.rows.precision import PrecisionComparison, PrecisionRun
+from stepscope.recording.rows.precision_report import PrecisionComparison, PrecisionRun
 from stepscope.spec import Precision, Scalar, build_case
 
 TINY: dict[str, Scalar] = {"d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab": 50, "context": 8}

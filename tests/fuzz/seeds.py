@@ -21,8 +21,8 @@ from stepscope.recording.memory import reader as memory
 from stepscope.recording.readers import ncu
 from stepscope.recording.rows.bench import Doubt, Row
 from stepscope.recording.rows.links import Link, LinkPlace, Links
-from stepscope.recording.rows.precision import encode_report
-from stepscope.recording.rows.train import TrainMemory, TrainRow, TrainRun
+from stepscope.recording.rows.precision_report import encode_report
+from stepscope.recording.rows.training_log import TrainMemory, TrainRow, TrainRun
 from stepscope.recording.store import Recording
 from stepscope.spec import Training, build_case
 from tests.unit import kineto_files, nsys_files, snapshot_files
@@ -30,8 +30,8 @@ from tests.unit.attention_rows import attend
 from tests.unit.comm_rows import communicate
 from tests.unit.question_recordings import Tape, model_step
 from tests.unit.recordings import ADD, ALL_REDUCE, BF16, COPY, FUSED_ADAM, GEMM_BF16, SOFTMAX, TO_DEVICE, Timeline
-from tests.unit.recover.claims import claim_fields
-from tests.unit.recover.signed_reports import make_signed
+from tests.unit.recover.claimed_runs import claim_fields
+from tests.unit.recover.reports.signed_reports import make_signed
 from tests.unit.rows import ENVIRONMENT, row
 from tests.unit.test_memory_explain import Training as MemoryTraining
 from tests.unit.test_memory_grid import weigh

@@ -11,7 +11,7 @@ import torch
 from stepscope.parallel import DDP, FSDP, Communicator
 from stepscope.parallel.journal import FOLDER_VARIABLE
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, newest
-from stepscope.recording.rows.train import LOG_NAME, TrainMemory, TrainRow, read_log, read_memory
+from stepscope.recording.rows.training_log import LOG_NAME, TrainMemory, TrainRow, read_log, read_memory
 from stepscope.spec import ModelShape, Training, Workload
 from tests.cpu.parallel.ranks import run_ranks
 

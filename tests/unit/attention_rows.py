@@ -1,7 +1,7 @@
 """Rows as `stepscope attention` would write them, for tests that need no kernel to run."""
 
 from stepscope.cost.attention import need_of_attention
-from stepscope.recording.rows.attention import (
+from stepscope.recording.rows.attention_case import (
     Accuracy,
     AttentionCase,
     AttentionMeasurement,

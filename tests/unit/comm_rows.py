@@ -1,7 +1,7 @@
 """Rows as `stepscope comm` would write them, for tests that need no ranks."""
 
 from stepscope.recording.rows.bench import Doubt, Status, case_key
-from stepscope.recording.rows.comm import CommCase, CommMeasurement, CommRow
+from stepscope.recording.rows.collective_case import CommCase, CommMeasurement, CommRow
 from stepscope.recording.rows.links import Collective, Dtype
 from tests.unit.rows import ENVIRONMENT
 

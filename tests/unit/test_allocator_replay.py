@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stepscope.recording.memory import allocator
 from stepscope.recording.memory.allocator import Replayed, replay
 from stepscope.recording.memory.allocator_start import round_sizes
-from stepscope.recording.memory.snapshot import Settings, Trace, take_apart
+from stepscope.recording.memory.snapshot import AllocatorSettings, Trace, take_apart
 from tests.unit.snapshot_files import MIB, Entry, Model, empty, event, frame
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -289,5 +289,5 @@ def test_a_trace_is_followed_across_chunks(monkeypatch: pytest.MonkeyPatch) -> N
 @given(st.lists(st.integers(1, 2**40), min_size=1), st.sampled_from([0, 1, 2, 4, 8, 16]))
 def test_sizes_are_rounded_as_the_allocator_rounds(sizes: list[int], divisions: int) -> None:
     model = Model(divisions=divisions)
-    chosen = Settings(roundup_divisions=(divisions,) * 16)
+    chosen = AllocatorSettings(roundup_divisions=(divisions,) * 16)
     assert round_sizes(np.array(sizes), chosen).tolist() == [model.round(size) for size in sizes]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.jobs.experiments.grids import AttentionGrid
-from stepscope.recording.rows.attention import IMPLEMENTATIONS
+from stepscope.jobs.experiments.flag_grids import AttentionGrid
+from stepscope.recording.rows.attention_case import IMPLEMENTATIONS
 from stepscope.spec.backends import BACKENDS, AttentionBackend, DeviceKind, compared_on
 
 DOCS = Path(__file__).parents[2] / "docs"

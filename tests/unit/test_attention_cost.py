@@ -3,7 +3,7 @@
 import pytest
 
 from stepscope.cost.attention import flops_of_attention, need_of_attention
-from stepscope.recording.rows.attention import IMPLEMENTATIONS, AttentionCase, Implementation
+from stepscope.recording.rows.attention_case import IMPLEMENTATIONS, AttentionCase, Implementation
 from stepscope.spec import Precision
 
 

@@ -9,7 +9,7 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.jobs.experiments import sweep as job
 from stepscope.jobs.experiments.attention_sweep import AttentionExperiment
-from stepscope.jobs.experiments.grids import AttentionGrid, grid_from_texts
+from stepscope.jobs.experiments.flag_grids import AttentionGrid, grid_from_texts
 from stepscope.jobs.experiments.sweep import PlannedCase, Sweep
 from stepscope.jobs.workers.messages import (
     AttentionDone,
@@ -22,7 +22,7 @@ from stepscope.jobs.workers.messages import (
     Result,
 )
 from stepscope.jobs.workers.process import Died, Ended
-from stepscope.recording.rows.attention import AttentionCase, AttentionOutcome, AttentionRow
+from stepscope.recording.rows.attention_case import AttentionCase, AttentionOutcome, AttentionRow
 from stepscope.recording.rows.bench import Retry, Row
 from tests.unit.rows import ENVIRONMENT
 

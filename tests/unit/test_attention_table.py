@@ -17,7 +17,7 @@ from stepscope.explain.experiments.attention_tables import (
     parse_peer,
 )
 from stepscope.findings import Cell, Table
-from stepscope.recording.rows.attention import AttentionRow, Implementation
+from stepscope.recording.rows.attention_case import AttentionRow, Implementation
 from stepscope.recording.rows.bench import Doubt
 from stepscope.recording.rows.results_file import ResultsFile, read_rows_of
 from stepscope.report.figures import save

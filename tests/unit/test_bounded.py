@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.trace import bounded, breakdown
+from stepscope.explain.trace import bounded
+from stepscope.explain.trace import profile_tables as breakdown
 from stepscope.explain.trace.attribution import Attribution
 from stepscope.explain.trace.profile import make_profile
 from stepscope.explain.trace.summary import Summary, summarise

@@ -9,12 +9,12 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.jobs.experiments import comm_sweep as job
 from stepscope.jobs.experiments.comm_sweep import CommExperiment, run_comm
-from stepscope.jobs.experiments.grids import CommGrid, RankHost, grid_from_texts
+from stepscope.jobs.experiments.flag_grids import CommGrid, RankHost, grid_from_texts
 from stepscope.jobs.experiments.sweep import Sweep
 from stepscope.jobs.workers.messages import CommMeasured, MeasureComm, StageReached
 from stepscope.recording.rows.bench import Retry
-from stepscope.recording.rows.comm import CommCase, CommMeasurement, CommOutcome, CommRow
-from stepscope.recording.rows.links import LinkPlace, find_link, read_links
+from stepscope.recording.rows.collective_case import CommCase, CommMeasurement, CommOutcome, CommRow
+from stepscope.recording.rows.links import LinkPlace, find_links, read_links
 from tests.unit.rows import ENVIRONMENT
 from tests.unit.test_attention_job import Silent
 
@@ -105,8 +105,9 @@ def test_what_was_fitted_is_kept_for_others_and_beside_the_rows(
     run(tmp_path, monkeypatch)
     place = LinkPlace(backend="gloo", device_name="Test GPU", ranks=4)
     for path in (None, tmp_path / "out" / "links.json"):
-        link = find_link("broadcast", place, path)
-        assert link is not None
+        found = find_links(place, path)
+        assert found is not None
+        link = found.links["broadcast"]
         assert link.latency_ns == pytest.approx(1000)
         assert link.bytes_per_s == pytest.approx(1e9)
 

@@ -14,7 +14,7 @@ from stepscope.explain.experiments.comm_tables import (
 )
 from stepscope.findings import Cell, Table
 from stepscope.recording.rows.bench import Doubt
-from stepscope.recording.rows.comm import CommMeasurement
+from stepscope.recording.rows.collective_case import CommMeasurement
 from stepscope.units import say_message_bytes
 from tests.unit.comm_rows import MB, MS, communicate
 

@@ -17,7 +17,7 @@ from stepscope.explain.trace.counters import CountedCase
 from stepscope.jobs.experiments import counter_sweep as counters
 from stepscope.jobs.experiments.counter_sweep import Counters, name_cases
 from stepscope.jobs.experiments.sweep import Planned
-from stepscope.jobs.recorders.ncu import choose_metrics
+from stepscope.jobs.recorders.nsight_compute import choose_metrics
 from stepscope.measure.targets import TargetFailed
 from stepscope.measure.targets.ncu import NcuCounted
 from stepscope.recording import store

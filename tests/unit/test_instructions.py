@@ -16,7 +16,7 @@ from stepscope.explain.experiments.comm_tables import comm_table
 from stepscope.explain.memory.grid import grid_table
 from stepscope.findings import Table
 from stepscope.jobs.doctor import judge_instructions
-from stepscope.jobs.workers.instructions import (
+from stepscope.jobs.workers.cpu_limits import (
     INHERITED,
     CpuIdentity,
     CpuLimits,

@@ -107,7 +107,7 @@ def test_a_megabyte_is_looked_at_only_at_its_front(piece: str) -> None:
 
 
 def test_real_names_are_kept_and_hostile_ones_are_not() -> None:
-    from stepscope.explain.kernel_names.decode import _decode_kept
+    from stepscope.explain.kernel_names import _decode_kept
 
     assert decode("ampere_sgemm_128x64_tn") is decode("ampere_sgemm_128x64_tn")
     before = _decode_kept.cache_info().currsize

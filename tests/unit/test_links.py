@@ -6,10 +6,10 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.recording.rows.links import (
+    Collective,
     Link,
     LinkPlace,
     Links,
-    find_link,
     find_links,
     keep_links,
     links_path,
@@ -26,13 +26,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def link_of(collective: Collective, place: LinkPlace) -> Link | None:
+    found = find_links(place)
+    return found.links.get(collective) if found else None
+
+
 def test_what_was_kept_is_found_by_where_it_was_measured(cache: Path) -> None:
     shaped = LinkPlace(backend="gloo", device_name="Test CPU", ranks=2, interface="eth1")
     keep_links([Links(place=PLACE, links={"all-reduce": FAST}), Links(place=shaped, links={"all-reduce": SLOW})])
     assert links_path() == cache / "links.json"
-    assert find_link("all-reduce", PLACE) == FAST
-    assert find_link("all-reduce", shaped) == SLOW
-    assert find_link("broadcast", PLACE) is None
+    assert link_of("all-reduce", PLACE) == FAST
+    assert link_of("all-reduce", shaped) == SLOW
+    assert link_of("broadcast", PLACE) is None
     for other in (
         LinkPlace(backend="nccl", device_name="Test CPU", ranks=2),
         LinkPlace(backend="gloo", device_name="Test CPU", ranks=4),
@@ -45,16 +50,18 @@ def test_what_was_kept_is_found_by_where_it_was_measured(cache: Path) -> None:
 def test_the_newer_of_one_collective_replaces_the_older_and_leaves_the_rest() -> None:
     keep_links([Links(place=PLACE, links={"all-reduce": SLOW, "broadcast": SLOW})])
     keep_links([Links(place=PLACE, links={"all-reduce": FAST})])
-    assert find_link("all-reduce", PLACE) == FAST
-    assert find_link("broadcast", PLACE) == SLOW
+    assert link_of("all-reduce", PLACE) == FAST
+    assert link_of("broadcast", PLACE) == SLOW
 
 
 def test_a_file_can_be_carried_elsewhere(tmp_path: Path) -> None:
     carried = keep_links([Links(place=PLACE, links={"all-reduce": FAST})], tmp_path / "away" / "links.json")
-    assert find_link("all-reduce", PLACE) is None
-    assert find_link("all-reduce", PLACE, carried) == FAST
+    assert find_links(PLACE) is None
+    found = find_links(PLACE, carried)
+    assert found is not None
+    assert found.links == {"all-reduce": FAST}
     with pytest.raises(StepscopeError, match="no file of links"):
-        find_link("all-reduce", PLACE, tmp_path / "nowhere.json")
+        find_links(PLACE, tmp_path / "nowhere.json")
 
 
 @pytest.mark.parametrize("content", ["[", "{}", '[{"place": 1}]'])

@@ -15,9 +15,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.memory import MemoryProfile, make_memory_profile, timeline
 from stepscope.explain.memory.answers import answer_memory
 from stepscope.explain.memory.categories import stage_of_stack
-from stepscope.explain.memory.leaks import leaks_table
-from stepscope.explain.memory.summary import summarise_memory
-from stepscope.explain.memory.tables import PARTS, headline, make_part, memory_page
+from stepscope.explain.memory.memory_tables import PARTS, headline, leaks_table, make_part, memory_page
 from stepscope.explain.memory.timeline import memory_timeline
 from stepscope.findings import Timeline
 from stepscope.recording import tables
@@ -145,7 +143,7 @@ def test_without_any_stack_everything_is_other(tmp_path: Path) -> None:
     profile = Training(stacks=False).run(2).profile(tmp_path)
     assert profile.allocations["category"].unique().to_list() == ["other"]
     assert profile.allocations["phase"].null_count() == profile.allocations.height
-    summary = summarise_memory(profile)
+    summary = profile.summary
     assert summary.phases == ()
     assert summary.peak_phase is None
     answers = {one.key: one for one in answer_memory(profile)}
@@ -156,7 +154,7 @@ def test_without_any_stack_everything_is_other(tmp_path: Path) -> None:
 
 def test_the_stages_of_a_foreign_snapshot_have_peaks(tmp_path: Path) -> None:
     profile = Training().run(3).profile(tmp_path)
-    summary = summarise_memory(profile)
+    summary = profile.summary
     peaks = {one.phase: one.peak_bytes for one in summary.phases}
     assert list(peaks) == ["forward", "backward", "optimizer"]
     assert summary.peak_phase == "backward"
@@ -232,7 +230,7 @@ def test_a_peak_before_any_event_is_in_the_picture_too(tmp_path: Path) -> None:
         model.free(address)
     profile = read(model.snapshot(began), tmp_path)
     assert (profile.peak_event, profile.peak_bytes) == (-1, 8 * MIB)
-    summary = summarise_memory(profile)
+    summary = profile.summary
     assert (summary.before_bytes, summary.peak_step, summary.peak_phase, summary.peak_module) == (
         8 * MIB,
         None,
@@ -290,14 +288,14 @@ def test_a_device_whose_last_events_are_of_segments_is_read_to_the_end(tmp_path:
     assert profile.device == 0
     assert profile.reserved is not None
     assert profile.reserved.tolist() == giving.reserved
-    assert summarise_memory(profile).peak_reserved_bytes == max(giving.reserved)
+    assert profile.summary.peak_reserved_bytes == max(giving.reserved)
 
 
 # --- Summary, tables, answers -----------------------------------------------------------------------------------------
 
 
 def test_the_summary_adds_up(ours: MemoryProfile) -> None:
-    summary = summarise_memory(ours)
+    summary = ours.summary
     assert sum(one.bytes for one in summary.categories) == summary.peak_bytes
     assert sum(one.bytes for one in summary.modules) == summary.peak_bytes
     sizes = [one.bytes for one in summary.largest]

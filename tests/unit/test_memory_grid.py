@@ -16,7 +16,7 @@ from stepscope.explain.memory.grid import (
 from stepscope.findings import Cell, Table
 from stepscope.recording.memory.labels import MemoryRun
 from stepscope.recording.rows.bench import Status, case_key
-from stepscope.recording.rows.memory import CategoryBytes, MemoryRow, MemorySummary, StepBytes
+from stepscope.recording.rows.memory_summary import CategoryBytes, MemoryRow, MemorySummary, StepBytes
 from stepscope.spec import Scalar, build_case
 from tests.unit.rows import ENVIRONMENT, row
 

@@ -12,7 +12,7 @@ from stepscope import cost
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
 from stepscope.recording.memory import reader as memory
-from stepscope.recording.memory.labels import Fact, Mark, MemoryLabels, Operator
+from stepscope.recording.memory.labels import Mark, MemoryLabels, Operator, TensorFact
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Recording
 from stepscope.spec import build_case
@@ -240,10 +240,12 @@ def test_facts_name_memory_by_operator_and_by_what_is_there_at_a_mark(tmp_path: 
     model.free(model.malloc(4000, metadata="3:2"))
     taken = model.entries[began]["addr"]
     facts = [
-        Fact(mark=0, operator=-1, address=weight, category="parameters", name="w", shape=(5, 250), dtype="float32"),
-        Fact(mark=2, operator=-1, address=weight, category="activations", name="input"),
-        Fact(mark=2, operator=-1, address=taken, category="temporaries", name="ranks below"),
-        Fact(mark=2, operator=0, address=taken, category="activations", name="result"),
+        TensorFact(
+            mark=0, operator=-1, address=weight, category="parameters", name="w", shape=(5, 250), dtype="float32"
+        ),
+        TensorFact(mark=2, operator=-1, address=weight, category="activations", name="input"),
+        TensorFact(mark=2, operator=-1, address=taken, category="temporaries", name="ranks below"),
+        TensorFact(mark=2, operator=0, address=taken, category="activations", name="result"),
     ]
     content = label(model, facts=facts, segments_at_start=before)
     content["device_traces"] = [model.entries[began:]]

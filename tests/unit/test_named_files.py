@@ -11,14 +11,14 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.files import decode, open_plain, read_plain
 from stepscope.jobs.report.data import STATE_NAME, read_state
-from stepscope.jobs.slurm.rows import read_own
-from stepscope.jobs.slurm.submissions import _read_outcome
+from stepscope.jobs.slurm.row_ledger import read_own
+from stepscope.jobs.slurm.submissions import Job
 from stepscope.recording.rows import checkpoints
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.links import read_links
-from stepscope.recording.rows.precision import read_report
+from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import ResultsFile, read_rows
-from stepscope.recording.rows.train import read_log, read_memory, read_run
+from stepscope.recording.rows.training_log import read_log, read_memory, read_run
 from stepscope.recover.study.runs import read_truths
 from stepscope.spec import grid_from_toml
 
@@ -35,7 +35,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "results": ("results.jsonl", read_rows),
     "results to resume": ("results.jsonl", open_results),
     "a job's results": ("results.jsonl", read_own),
-    "a job's outcome": ("outcome-0.json", _read_outcome),
+    "a job's outcome": ("outcome-0.json", lambda path: Job(id="7", index=0, folder=path.parent).outcomes()),
     "links": ("links.json", read_links),
     "precision": ("precision.json", read_report),
     "log": ("log.jsonl", read_log),

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.recorders import nsys as recorder
+from stepscope.jobs.recorders import nsight_systems as recorder
 from stepscope.measure.targets import TargetFailed, answer_path
 from stepscope.measure.targets.nsys import NsysRecorded, NsysRequest
 from stepscope.recording import store

@@ -13,7 +13,8 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.questions import answer
 from stepscope.explain.rules import find
-from stepscope.explain.trace import bounded, breakdown, counters
+from stepscope.explain.trace import bounded, counters
+from stepscope.explain.trace import profile_tables as breakdown
 from stepscope.explain.trace.profile import make_profile, no_time
 from stepscope.explain.trace.summary import Summary, summarise
 from stepscope.recording.readers import kineto, ncu, nsys

@@ -18,7 +18,7 @@ from stepscope.report.formats import Format, visible
 from tests.unit.attention_rows import attend
 from tests.unit.comm_rows import communicate
 from tests.unit.kineto_files import kernel, launch, training_step, write_trace
-from tests.unit.recover.claims import claim_fields
+from tests.unit.recover.claimed_runs import claim_fields
 from tests.unit.rows import row
 from tests.unit.snapshot_files import Model, write
 from tests.unit.test_memory_grid import weigh

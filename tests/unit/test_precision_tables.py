@@ -10,7 +10,7 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.precision.autocast import LISTS, explain_dtype, find_policy
-from stepscope.explain.precision.tables import (
+from stepscope.explain.precision.precision_tables import (
     answer,
     explain_sum,
     find_role,
@@ -20,7 +20,7 @@ from stepscope.explain.precision.tables import (
     make_table,
 )
 from stepscope.findings import Cell, Table
-from stepscope.recording.rows.precision import (
+from stepscope.recording.rows.precision_report import (
     GradientError,
     LowDtype,
     NormPart,
@@ -266,6 +266,18 @@ def test_speeds_are_of_the_same_model_and_stand_beside_errors_of_the_same_case()
         find_speeds(rows[-2:], plain.case)
     with pytest.raises(StepscopeError, match="no speeds to show"):
         make_table(plain, "speed")
+
+
+def test_speeds_that_differ_in_one_setting_are_told_apart_by_it() -> None:
+    plain = report(run("bf16"))
+    rows = [row(precision=precision, checkpoint=one) for one in ("none", "block") for precision in ("fp32", "bf16")]
+    tables = [
+        make_table(msgspec.structs.replace(plain, speeds=find_speeds(some, plain.case)), "speed")
+        for some in (rows, rows[:2])
+    ]
+    told, same = ([column.key for column in table.columns] for table in tables)
+    assert [cells[told.index("checkpoint")] for cells in tables[0].rows] == ["none", "block"]
+    assert "checkpoint" not in same
 
 
 def test_every_table_comes_in_every_format() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.jobs.experiments.sweep import Planned
-from stepscope.jobs.recorders.profile import describe_recording
+from stepscope.jobs.recorders.recording_job import describe_recording
 from stepscope.recording import store
 from stepscope.recording.recorded import RecordedRun
 from stepscope.recording.store import Manifest, Overhead, Recording

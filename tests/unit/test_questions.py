@@ -8,8 +8,8 @@ import pytest
 
 from stepscope.explain.questions import Answer, answer, answers_table, answers_text, evidence_tables
 from stepscope.explain.questions.copies import explain_copy
-from stepscope.explain.questions.gaps import find_gaps
-from stepscope.explain.questions.matmuls import Extent, extent, find_products, role_of_module
+from stepscope.explain.questions.idle_gaps import find_gaps
+from stepscope.explain.questions.product_roles import Extent, extent, find_products, role_of_module
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Cell
 from stepscope.recording import tables

@@ -9,7 +9,7 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.recording.rows.bench import BenchRow, Doubt, Retry, Status, case_key
-from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.recording.rows.results_file import ResultsFile, read_rows, read_rows_of
 from tests.unit.rows import row
 

@@ -3,7 +3,7 @@
 import pytest
 
 from stepscope.explain.rules import find
-from stepscope.explain.rules.evidence import Evidence
+from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Finding
 from stepscope.recording.store import Overhead
@@ -39,7 +39,7 @@ def products(
 
 def test_the_replay_without_changes_is_the_recording() -> None:
     for timeline in (products(20, 5), products(5, 20)):
-        evidence = Evidence(profile=timeline.profile())
+        evidence = StepEvidence(profile=timeline.profile())
         start, end = evidence.clock.window
         assert evidence.replayed_ns == pytest.approx(end - start, rel=0.01)
 
@@ -75,7 +75,7 @@ def test_the_pace_of_the_host_without_the_recorder(
     host_us: float, kernel_us: float, plain_us: float, expected: float
 ) -> None:
     overhead = Overhead(plain_ns=round(400 * plain_us * US))
-    evidence = Evidence(profile=products(host_us, kernel_us, count=400).profile(overhead=overhead))
+    evidence = StepEvidence(profile=products(host_us, kernel_us, count=400).profile(overhead=overhead))
     assert evidence.host_scale == pytest.approx(expected, abs=0.03)
 
 
@@ -206,7 +206,7 @@ def test_a_host_that_was_held_up_by_a_full_queue_is_not_slow() -> None:
             for _ in range(1000):
                 timeline.launch(GEMM_BF16, 20, op="aten::mm")
     profile = timeline.profile()
-    assert Evidence(profile=profile).waits["kind"].unique().to_list() == ["queue"]
+    assert StepEvidence(profile=profile).waits["kind"].unique().to_list() == ["queue"]
     assert saving_us(profile, "SS013") == pytest.approx(1000 * 20, rel=0.01)
     assert found(profile, "SS001") is None
     assert found(profile, "SS002") is None

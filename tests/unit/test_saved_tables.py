@@ -13,7 +13,6 @@ from stepscope.explain.memory.saved import (
     saved_beside_closed_form,
     saved_by_block,
     saved_by_module,
-    saved_by_op,
     saved_by_role,
     saved_in_block,
 )
@@ -59,17 +58,13 @@ def test_memory_counts_once_for_the_node_that_saved_it_first() -> None:
 
 
 def test_parameters_and_inputs_are_not_counted() -> None:
-    for table in (saved_by_module(EAGER), saved_by_op(EAGER), saved_by_block(EAGER)):
+    for table in (saved_by_module(EAGER), saved_by_block(EAGER)):
         assert sum(size for (size,) in cells(table, "bytes") if isinstance(size, int)) == 252
         assert sum(share for (share,) in cells(table, "share") if isinstance(share, float)) == pytest.approx(1)
 
 
 def test_the_largest_comes_first() -> None:
     assert cells(saved_by_module(EAGER), "module", "bytes", "count")[0] == ("blocks.0", 100, 1)
-    assert cells(saved_by_op(EAGER), "op", "argument", "bytes")[:2] == [
-        ("MulBackward0", "self", 100),
-        ("SigmoidBackward0", "result", 60),
-    ]
 
 
 def test_a_block_names_what_takes_most_of_it() -> None:
@@ -99,9 +94,6 @@ def test_one_block_is_listed_tensor_by_tensor() -> None:
         ("MulBackward0", 100, 0.625),
         ("SigmoidBackward0", 60, 0.375),
     ]
-    assert cells(saved_in_block(EAGER, "blocks.1"), "op") == [("MmBackward0",)]
-    with pytest.raises(ValueError, match=r"no block `blocks\.7`"):
-        saved_in_block(EAGER, "blocks.7")
 
 
 def test_a_model_without_blocks_says_so() -> None:
@@ -112,7 +104,7 @@ def test_a_model_without_blocks_says_so() -> None:
 
 def test_nothing_saved_gives_empty_tables() -> None:
     nothing = EAGER.clear()
-    assert saved_by_op(nothing).rows == saved_by_block(nothing).rows == ()
+    assert saved_by_module(nothing).rows == saved_by_block(nothing).rows == ()
     assert cells(compare_saved(nothing, nothing)[0], "op", "eager_bytes") == [("all", 0)]
 
 

@@ -16,7 +16,7 @@ from stepscope.errors import StepscopeError
 from stepscope.jobs.slurm import watch as watching
 from stepscope.jobs.slurm.executor import require_slurm
 from stepscope.jobs.slurm.resources import Resources, parse_mem, parse_sbatch, parse_time_min
-from stepscope.jobs.slurm.rows import RowLedger, forget_killed, read_own, seed
+from stepscope.jobs.slurm.row_ledger import RowLedger, forget_killed, read_own, seed
 from stepscope.jobs.slurm.submissions import (
     Job,
     RankWork,

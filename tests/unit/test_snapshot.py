@@ -17,7 +17,7 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.recording.memory import snapshot_pickle
-from stepscope.recording.memory.snapshot import EVENT_SCHEMA, Settings, Snapshot, read_snapshot, shorten_path
+from stepscope.recording.memory.snapshot import EVENT_SCHEMA, AllocatorSettings, Snapshot, read_snapshot, shorten_path
 from tests.unit.snapshot_files import MIB, Entry, Model, empty, event, frame, write
 
 
@@ -158,7 +158,7 @@ def test_old_snapshots_lack_times_frames_and_addresses_of_blocks(path: Path) -> 
     blocks = trace.segments_at_end[0].blocks
     assert blocks[1].address == blocks[0].address + blocks[0].bytes
     assert blocks[0].requested_bytes is None
-    assert trace.settings == Settings()
+    assert trace.settings == AllocatorSettings()
 
 
 def test_settings_tell_how_blocks_are_split(path: Path) -> None:
@@ -170,7 +170,7 @@ def test_settings_tell_how_blocks_are_split(path: Path) -> None:
     assert read(untold, path).traces[0].settings.expandable_segments
     limited = Model(max_split=64 * MIB, divisions=4)
     limited.malloc(5)
-    assert read(limited.snapshot(), path).traces[0].settings == Settings(
+    assert read(limited.snapshot(), path).traces[0].settings == AllocatorSettings(
         max_split_bytes=64 * MIB, roundup_divisions=(4,) * 16
     )
 

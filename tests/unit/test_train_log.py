@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.rows.train import LogFile, TrainRow, keep_loss, read_log
+from stepscope.recording.rows.training_log import LogFile, TrainRow, keep_loss, read_log
 
 
 def _row(step: int, loss: float = 2.0) -> TrainRow:

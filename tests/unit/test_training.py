@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.slurm import ranks as slurm_ranks
+from stepscope.jobs.slurm import rank_jobs as slurm_ranks
 from stepscope.jobs.train import TrainJob, _only_one, build_training, is_rank
 from stepscope.parallel.journal import Journal, read_journals
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, save
-from stepscope.recording.rows.train import data_digest
+from stepscope.recording.rows.training_log import data_digest
 from stepscope.spec import SIZES, Factory, Grid, SpecError, Training, Workload
 
 NANO = Workload(model=SIZES["nano"], batch=8)

@@ -24,11 +24,13 @@ from stepscope.findings import Missing
 from stepscope.jobs.experiments.sweep import RESULTS_NAME
 from stepscope.jobs.report import stages as report_stages
 from stepscope.jobs.report.data import is_data, read_state
-from stepscope.recording.rows import attention, bench, precision
-from stepscope.recording.rows import memory as memory_row
-from stepscope.recording.rows.attention import AttentionRow
+from stepscope.recording.rows import attention_case as attention
+from stepscope.recording.rows import bench
+from stepscope.recording.rows import memory_summary as memory_row
+from stepscope.recording.rows import precision_report as precision
+from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow, CaseRow
-from stepscope.recording.rows.precision import read_report
+from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import read_rows_of
 from stepscope.recording.store import Manifest
 from stepscope.spec import Case

@@ -26,8 +26,8 @@ from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, choose_grid, recording_folder
 from stepscope.jobs.experiments.sweep import BenchExperiment, Sweep, SweepListener, TextListener
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
-from stepscope.recording.rows.memory import MemoryRow
-from stepscope.recording.rows.precision import PrecisionReport, read_report
+from stepscope.recording.rows.memory_summary import MemoryRow
+from stepscope.recording.rows.precision_report import PrecisionReport, read_report
 from stepscope.recording.rows.results_file import read_rows_of
 from stepscope.spec import (
     TIMING_SETTINGS,
@@ -282,12 +282,12 @@ class PrecisionResult:
         detail: bool = False,
     ) -> DataTable:
         """One table; `detail` has a row per module, not per role."""
-        from stepscope.explain.precision.tables import make_table
+        from stepscope.explain.precision.precision_tables import make_table
 
         return DataTable.of(make_table(self.report, name, detail=detail))
 
     def page(self, *, detail: bool = False) -> "Page":
-        from stepscope.explain.precision.tables import make_page
+        from stepscope.explain.precision.precision_tables import make_page
 
         return make_page(self.report, detail=detail)
 
@@ -300,7 +300,7 @@ class PrecisionResult:
 
     def with_speeds(self, timed: Sequence[BenchRow]) -> "PrecisionResult":
         """The same with what `bench` timed of the model, in fp32 and in other precisions."""
-        from stepscope.explain.precision.tables import find_speeds
+        from stepscope.explain.precision.precision_tables import find_speeds
 
         return PrecisionResult(msgspec.structs.replace(self.report, speeds=find_speeds(timed, self.report.case)))
 
@@ -400,7 +400,7 @@ def profile(
     `out` is a folder in which the recording is kept, `force` replaces one that another command made.
     """
     from stepscope.api.run import Run
-    from stepscope.jobs.recorders.profile import ProfileJob
+    from stepscope.jobs.recorders.recording_job import ProfileJob
 
     wanted = make_grid_of_one(workload)
     with ExitStack() as stack:

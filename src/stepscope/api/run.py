@@ -19,7 +19,7 @@ import msgspec
 from stepscope.api.display import DataTable, Picture, RunPart, StrPath, encode_document, write_frame, write_table
 from stepscope.errors import StepscopeError
 from stepscope.explain.rules import find_once
-from stepscope.explain.trace import breakdown
+from stepscope.explain.trace import profile_tables as breakdown
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.explain.trace.summary import SCHEMA, Summary, summarise
 from stepscope.findings import Finding, Page, Table
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from stepscope.explain.memory.timeline import By as StackedBy
     from stepscope.explain.questions import Answer
     from stepscope.explain.trace.bounded import BoundedProfile
-    from stepscope.explain.trace.compare import By, Comparison
-    from stepscope.recording.rows.memory import MemorySummary
+    from stepscope.explain.trace.compare import By, ProfileComparison
+    from stepscope.recording.rows.memory_summary import MemorySummary
 
 _ON_A_PAGE = 5  # kernels on the page; `table` has all
 _COUNTED_ON_A_PAGE = 12
@@ -129,7 +129,7 @@ class Answers(tuple["Answer", ...]):
 class RunComparison:
     """Two runs taken apart and compared. `comparison` has the figures; its parts add up to the step."""
 
-    comparison: "Comparison"
+    comparison: "ProfileComparison"
 
     @property
     def table(self) -> DataTable:
@@ -266,7 +266,7 @@ class Run:
         if name not in get_args(RunPart):
             raise ValueError(f"no table {name!r}; expected one of {', '.join(get_args(RunPart))}")
         if self.is_of_memory:
-            from stepscope.explain.memory.tables import make_part
+            from stepscope.explain.memory.memory_tables import make_part
 
             return DataTable.of(make_part(self.memory, name, top=top or _ALL_ROWS))
         if name == "ranks":
@@ -300,7 +300,7 @@ class Run:
         """What `stepscope explain` shows: the first rank in full, and the ranks next to each other where there are
         several. `overhead` adds what recording cost, where that was timed."""
         if self.is_of_memory:
-            from stepscope.explain.memory.tables import memory_page
+            from stepscope.explain.memory.memory_tables import memory_page
 
             return memory_page(self.memory)
         profiles = [rank.profile for rank in self.ranks]
@@ -312,9 +312,7 @@ class Run:
             *_counters_tables(self.profile, _COUNTED_ON_A_PAGE),
         ]
         if overhead and self.profile.recording.manifest.overhead:
-            from stepscope.explain.trace.overhead import overhead_table
-
-            tables.append(overhead_table(self.profile.recording.manifest))
+            tables.append(breakdown.overhead_table(self.profile.recording.manifest))
         return Page(
             headline="\n\n".join(map(breakdown.headline, profiles)), tables=tuple(tables), findings=self.findings
         )
@@ -323,9 +321,7 @@ class Run:
     def summary(self) -> "Summary | RanksSummary | MemorySummary":
         """All of it as one typed document."""
         if self.is_of_memory:
-            from stepscope.explain.memory.summary import summarise_memory
-
-            return summarise_memory(self.memory)
+            return self.memory.summary
         summaries = tuple(summarise(rank.profile, rank.findings) for rank in self.ranks)
         return summaries[0] if len(summaries) == 1 else RanksSummary(files=summaries)
 

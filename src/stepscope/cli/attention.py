@@ -21,8 +21,8 @@ from stepscope.cli.experiment import (
 )
 from stepscope.cli.options import RetryFlag
 from stepscope.cli.output import show_tables
-from stepscope.jobs.experiments.grids import AttentionGrid, grid_from_texts, refuse_texts
-from stepscope.recording.rows.attention import AttentionRow
+from stepscope.jobs.experiments.flag_grids import AttentionGrid, grid_from_texts, refuse_texts
+from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.report.formats import Format
 
 

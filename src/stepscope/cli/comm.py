@@ -21,8 +21,8 @@ from stepscope.cli.experiment import (
 )
 from stepscope.cli.options import RetryFlag
 from stepscope.cli.output import say, show_tables
-from stepscope.jobs.experiments.grids import CommGrid, grid_from_texts, refuse_texts
-from stepscope.recording.rows.comm import CommRow
+from stepscope.jobs.experiments.flag_grids import CommGrid, grid_from_texts, refuse_texts
+from stepscope.recording.rows.collective_case import CommRow
 from stepscope.report.formats import Format
 
 

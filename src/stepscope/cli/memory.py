@@ -13,7 +13,7 @@ from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show_tables
 from stepscope.cli.run_output import Stacked, check_view, draw, show_run
 from stepscope.errors import StepscopeError
-from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.report.formats import Format
 from stepscope.spec import Grid
 

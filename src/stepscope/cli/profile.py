@@ -96,7 +96,7 @@ def profile(
         with showing_stages() as on_stage:
             if nsys:
                 from stepscope.api.run import Run
-                from stepscope.jobs.recorders.profile import NsysJob
+                from stepscope.jobs.recorders.recording_job import NsysJob
 
                 under_nsys = NsysJob(
                     folder=folder,

@@ -24,7 +24,7 @@ from stepscope.explain.experiments.train_tables import say_step
 from stepscope.jobs.experiments.sweep import LOGS_NAME, PlannedCase, SweepListener
 from stepscope.jobs.workers.messages import RankMessage, Resumed, Saved, Stepped
 from stepscope.recording.rows.bench import Row
-from stepscope.recording.rows.train import TrainRow
+from stepscope.recording.rows.training_log import TrainRow
 from stepscope.report.formats import visible
 
 _EVERY_S = 5.0  # between lines of training, where there is no terminal

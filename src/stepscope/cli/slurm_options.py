@@ -55,7 +55,7 @@ def run_on_slurm(
     """Runs `entry` (`package.module:function`) in every rank of one job, and says whether it is done: it is not where
     the script was only shown, or nobody waits. The entry gets `request`, a text, and torchrun's variables. `prepare` is
     called just before a job is submitted, and not when one of before is found."""
-    from stepscope.jobs.slurm.ranks import SlurmRanks
+    from stepscope.jobs.slurm.rank_jobs import SlurmRanks
 
     job = SlurmRanks(
         folder=folder,

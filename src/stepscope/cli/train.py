@@ -54,7 +54,7 @@ def train(
     steps: Annotated[int, typer.Option(metavar="N", help="Steps in all, those of before included.")] = 100,
     lr: Annotated[float, typer.Option(metavar="RATE", help="Learning rate.")] = 1e-3,
     lr_warmup: Annotated[int, typer.Option(metavar="N", help="Steps over which the rate rises from 0.")] = 0,
-    accumulate: Annotated[int, typer.Option(metavar="N", help="Passes of a rank that make one step.")] = 1,
+    accumulate: Annotated[int, typer.Option(hidden=True, help="An earlier name of --grad-accumulation.")] = 1,
     data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A text, read as bytes; made tokens without it.")
     ] = None,

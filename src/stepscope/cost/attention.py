@@ -28,7 +28,7 @@ import msgspec
 from stepscope.cost.activations import Term, join_formulas, make_term, total_bytes
 from stepscope.cost.operators import attention_flops
 from stepscope.cost.products import BACKWARD_PRODUCTS
-from stepscope.recording.rows.attention import AttentionCase
+from stepscope.recording.rows.attention_case import AttentionCase
 from stepscope.spec.backends import BACKENDS, Workspace
 
 Bound = Literal["exact", "at least"]

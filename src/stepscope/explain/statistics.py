@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """All in the unit of the samples. `sd` is the sample's standard deviation; a single sample has none."""
 
     mean: float
@@ -28,11 +28,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return (self.p80 - self.p20) / self.median if self.median else 0.0
 
 
-def summarise(samples: Sequence[float]) -> Summary:
+def summarise(samples: Sequence[float]) -> Statistics:
     if not samples:
         raise ValueError("no samples to summarise")
     ordered = sorted(samples)
-    return Summary(
+    return Statistics(
         mean=statistics.fmean(ordered),
         sd=statistics.stdev(ordered) if len(ordered) > 1 else None,
         median=quantile(ordered, 0.5),

@@ -20,8 +20,8 @@ import pynvml
 from stepscope.errors import StepscopeError
 from stepscope.findings import Column, Table
 from stepscope.hardware import available_bytes, find
-from stepscope.jobs.recorders.ncu import PERMISSION, PERMISSION_ADVICE
-from stepscope.jobs.workers.instructions import CpuLimits, limit_instructions
+from stepscope.jobs.recorders.nsight_compute import PERMISSION, PERMISSION_ADVICE
+from stepscope.jobs.workers.cpu_limits import CpuLimits, limit_instructions
 from stepscope.jobs.workers.messages import Failed, Inspect, Inspected, OutOfMemory, Result
 from stepscope.jobs.workers.process import Died, Workers
 from stepscope.measure.instructions import read_limits, say_limits

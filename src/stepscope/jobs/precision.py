@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.precision.tables import find_speeds
+from stepscope.explain.precision.precision_tables import find_speeds
 from stepscope.files import check_target
 from stepscope.jobs.experiments.sweep import Planned, look_at
-from stepscope.jobs.recorders.profile import explain_failure, plan_case
+from stepscope.jobs.recorders.recording_job import explain_failure, plan_case
 from stepscope.jobs.workers.messages import ComparePrecisions, PrecisionsCompared
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.recording.rows.bench import BenchRow
-from stepscope.recording.rows.precision import PrecisionReport, write_report
+from stepscope.recording.rows.precision_report import PrecisionReport, write_report
 from stepscope.spec import SETTINGS, Case, Grid, Precision, Scalar, flag_of
 
 # In the order of the tables.

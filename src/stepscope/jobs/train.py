@@ -1,19 +1,19 @@
 """`stepscope train`: ranks started here, or this process as one of them."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import claim, is_of_kind, try_lock, writing
-from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.files import claim, is_of_kind, locked, writing
+from stepscope.jobs.workers.cpu_limits import limit_instructions
 from stepscope.jobs.workers.messages import RankMessage, Setup, Train
-from stepscope.jobs.workers.ranks import JOURNAL_NAME, run_ranks
+from stepscope.jobs.workers.rank_processes import JOURNAL_NAME, run_ranks
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, forget_all, newest
-from stepscope.recording.rows.train import (
+from stepscope.recording.rows.training_log import (
     LOG_NAME,
     MEMORY_NAME,
     RUN_NAME,
@@ -199,29 +199,9 @@ def read_result(folder: Path) -> TrainResult:
     return TrainResult(run=run, rows=tuple(rows), memory=read_memory(folder))
 
 
-@contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
+def _only_one(folder: Path) -> AbstractContextManager[None]:
     """Two runs in one folder would write over each other's checkpoints."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        with writing(folder):
-            lock_or_raise(
-                descriptor,
-                StepscopeError(
-                    f"another training run is writing to `{folder}`",
-                    hint="wait for it, or stepscope train --out FOLDER",
-                ),
-            )
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def lock_or_raise(descriptor: int, refusal: StepscopeError) -> None:
-    """`refusal` is raised when another process has the lock."""
-    try:
-        try_lock(descriptor)
-    except BlockingIOError:
-        raise refusal from None
+    refusal = StepscopeError(
+        f"another training run is writing to `{folder}`", hint="wait for it, or stepscope train --out FOLDER"
+    )
+    return locked(folder, refusal, name="lock")

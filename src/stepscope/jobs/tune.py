@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.errors import StepscopeError
 from stepscope.findings import Cell, Column, Table
-from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.cpu_limits import limit_instructions
 from stepscope.jobs.workers.process import require_torch
 from stepscope.spec import Precision
 

@@ -22,7 +22,7 @@ from stepscope.measure.timing import elapsed_ns, make_event
 from stepscope.parallel.communicator import Communicator, Pending
 from stepscope.parallel.group import choose_device
 from stepscope.recording.rows.bench import Clock, Doubt
-from stepscope.recording.rows.comm import CommCase, CommMeasurement, CommOutcome
+from stepscope.recording.rows.collective_case import CommCase, CommMeasurement, CommOutcome
 from stepscope.units import GIB
 
 OnStage = Callable[[Literal["checking", "timing"]], None]

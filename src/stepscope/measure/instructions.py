@@ -1,7 +1,7 @@
 """Runs the parts of a training step on the CPU, to find out which instructions work.
 
 `python -m stepscope.measure.instructions [compiled]` prints the name of each part before it starts. On a machine that
-advertises instructions it cannot run, the process dies, and the last line says where. `jobs.workers.instructions`
+advertises instructions it cannot run, the process dies, and the last line says where. `jobs.workers.cpu_limits`
 starts it and decides what to set. The sizes are small, but large enough for oneDNN to choose the kernels that it
 chooses for a model.
 """

@@ -24,7 +24,7 @@ from stepscope.parallel import FSDP, Communicator
 from stepscope.parallel.agreement import require_agreement
 from stepscope.parallel.group import choose_device
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, IF_FULL, Checkpoint, newest, save
-from stepscope.recording.rows.train import (
+from stepscope.recording.rows.training_log import (
     LOG_NAME,
     MEMORY_NAME,
     RUN_NAME,

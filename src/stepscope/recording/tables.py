@@ -25,7 +25,7 @@ _Stride = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ColumnRule:
     """What may stand in a column: `required` ones have a value in every row, numbers lie between `least` and `most`
     (as far as the type allows where these are None), and text decodes to `json`."""
 
@@ -37,28 +37,28 @@ class Column:
     json: Any = None
 
 
-_TEXT = Column(pl.String)
-_NAME = Column(pl.String, required=True)
-_NUMBER = Column(pl.Int64)
-_TIME = Column(pl.Int64, required=True, least=-FARTHEST_NS, most=FARTHEST_NS)
-_MAYBE_TIME = Column(pl.Int64, least=-FARTHEST_NS, most=FARTHEST_NS)
-_COUNT = Column(pl.Int32, least=0)
-_LONG_COUNT = Column(pl.Int64, least=0)
-_BYTES = Column(pl.Int64, least=0, most=MOST_BYTES)
-_TAKEN_BYTES = Column(pl.Int64, required=True, least=0, most=MOST_BYTES)
-_SHAPE = Column(pl.String, json=list[_Size])
+_TEXT = ColumnRule(pl.String)
+_NAME = ColumnRule(pl.String, required=True)
+_NUMBER = ColumnRule(pl.Int64)
+_TIME = ColumnRule(pl.Int64, required=True, least=-FARTHEST_NS, most=FARTHEST_NS)
+_MAYBE_TIME = ColumnRule(pl.Int64, least=-FARTHEST_NS, most=FARTHEST_NS)
+_COUNT = ColumnRule(pl.Int32, least=0)
+_LONG_COUNT = ColumnRule(pl.Int64, least=0)
+_BYTES = ColumnRule(pl.Int64, least=0, most=MOST_BYTES)
+_TAKEN_BYTES = ColumnRule(pl.Int64, required=True, least=0, most=MOST_BYTES)
+_SHAPE = ColumnRule(pl.String, json=list[_Size])
 _TIMED = {"name": _NAME, "start_ns": _TIME, "end_ns": _TIME}
-_ON_HOST = {"process": _NUMBER, "thread": Column(pl.Int64, absent=0)}
+_ON_HOST = {"process": _NUMBER, "thread": ColumnRule(pl.Int64, absent=0)}
 
 # What ran on a device. On a CPU recording these are the innermost operators, kind `cpu`, with the thread as stream.
 KERNELS = {
     **_TIMED,
     "kind": _NAME,  # kernel, memcpy, memset or cpu
     "process": _NUMBER,
-    "device": Column(pl.Int32, least=-1, absent=0),  # -1 is the host
-    "stream": Column(pl.Int64, absent=0),
+    "device": ColumnRule(pl.Int32, least=-1, absent=0),  # -1 is the host
+    "stream": ColumnRule(pl.Int64, absent=0),
     "correlation": _NUMBER,  # joins the launch of the same process
-    "graph": Column(pl.Boolean),  # started by the replay of a graph
+    "graph": ColumnRule(pl.Boolean),  # started by the replay of a graph
     "bytes": _BYTES,
     "grid_x": _COUNT,
     "grid_y": _COUNT,
@@ -79,10 +79,10 @@ OPS = {
     "sequence": _LONG_COUNT,
     "forward_thread": _NUMBER,
     # JSON, as recorded.
-    "shapes": Column(pl.String, json=list[list[_Size | list[_Size]]]),
-    "dtypes": Column(pl.String, json=list[str]),
-    "strides": Column(pl.String, json=list[list[_Stride | list[_Stride]]]),
-    "arguments": Column(pl.String, json=list[Any]),
+    "shapes": ColumnRule(pl.String, json=list[list[_Size | list[_Size]]]),
+    "dtypes": ColumnRule(pl.String, json=list[str]),
+    "strides": ColumnRule(pl.String, json=list[list[_Stride | list[_Stride]]]),
+    "arguments": ColumnRule(pl.String, json=list[Any]),
 }
 # Stretches of host time with a name: `source` is `user` (a profiler range), `module` (an nn.Module's call seen by the
 # profiler's stacks), `python` (another frame worth keeping) or `nvtx`.
@@ -99,15 +99,15 @@ LINKS = {
 STEPS = {
     "phase": _NAME,
     "step": _COUNT,
-    "duration_ns": Column(pl.Int64, required=True, least=0, most=LONGEST_NS),
+    "duration_ns": ColumnRule(pl.Int64, required=True, least=0, most=LONGEST_NS),
     "clock": _NAME,
 }
 # Hardware counters, one row a kernel and metric; `kernel` is the row in `kernels`.
 COUNTERS = {
-    "kernel": Column(pl.Int64, required=True, least=0),
+    "kernel": ColumnRule(pl.Int64, required=True, least=0),
     "metric": _NAME,
     "unit": _NAME,
-    "value": Column(pl.Float64, least=-MOST_COUNTED, most=MOST_COUNTED),
+    "value": ColumnRule(pl.Float64, least=-MOST_COUNTED, most=MOST_COUNTED),
     "text": _TEXT,
 }
 
@@ -143,29 +143,29 @@ SEGMENTS = dict(_LIVED)
 SPANS = {
     "step": _COUNT,
     "phase": _TEXT,
-    "start_event": Column(pl.Int64, required=True, least=0),
-    "end_event": Column(pl.Int64, required=True, least=0),  # exclusive
+    "start_event": ColumnRule(pl.Int64, required=True, least=0),
+    "end_event": ColumnRule(pl.Int64, required=True, least=0),  # exclusive
     "start_ns": _TIME,
     "end_ns": _TIME,
 }
 # Frames one a line, the innermost first: `file.py:12 function`.
-STACKS = {"stack": Column(pl.Int32, required=True, least=0), "frames": _NAME}
+STACKS = {"stack": ColumnRule(pl.Int32, required=True, least=0), "frames": _NAME}
 # What autograd keeps for backward: one row a tensor that a node saved.
 SAVED = {
-    "node": Column(pl.Int64, required=True, least=0),  # in the order of the forward pass
+    "node": ColumnRule(pl.Int64, required=True, least=0),  # in the order of the forward pass
     "op": _NAME,  # the node's name: MulBackward0
     "argument": _NAME,  # what the node calls it: self, result
     "module": _TEXT,
     "shape": _SHAPE,
     "dtype": _TEXT,
     "bytes": _TAKEN_BYTES,  # of this tensor
-    "storage": Column(pl.Int64, required=True),  # tensors with the same number share memory
+    "storage": ColumnRule(pl.Int64, required=True),  # tensors with the same number share memory
     "storage_bytes": _TAKEN_BYTES,
     "kind": _NAME,  # activation, parameter, buffer or input
     "name": _TEXT,  # of the parameter or buffer
 }
 
-TABLES: dict[str, dict[str, Column]] = {
+TABLES: dict[str, dict[str, ColumnRule]] = {
     "kernels": KERNELS,
     "launches": LAUNCHES,
     "ops": OPS,

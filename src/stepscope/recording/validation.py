@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from stepscope.recording.tables import MOST_BYTES, ORDERED, TABLES, UNIQUE, Column
+from stepscope.recording.tables import MOST_BYTES, ORDERED, TABLES, UNIQUE, ColumnRule
 
 _OF_EVENTS = ("kernels", "launches", "ops", "ranges", "links")
 _SINGULAR = {"kernels": "kernel", "launches": "launch", "ops": "op", "ranges": "range"}  # of tables with `absent`
@@ -136,7 +136,7 @@ def check_references(frame: pl.DataFrame, limits: Mapping[str, int]) -> None:
         _refuse_first(frame, pl.col(name) >= below, name, f"a number below {below}")
 
 
-def _comparable(table: str, frame: pl.DataFrame) -> dict[str, Column]:
+def _comparable(table: str, frame: pl.DataFrame) -> dict[str, ColumnRule]:
     """The columns that are there as what they are in the table, or as wider numbers."""
     return {
         name: column
@@ -145,7 +145,7 @@ def _comparable(table: str, frame: pl.DataFrame) -> dict[str, Column]:
     }
 
 
-def _misfits(name: str, column: Column) -> pl.Expr | None:
+def _misfits(name: str, column: ColumnRule) -> pl.Expr | None:
     """Whether a value cannot be, None where any can."""
     value, (least, most) = pl.col(name), _range(column)
     tests = [value < least] if least is not None else []
@@ -155,7 +155,7 @@ def _misfits(name: str, column: Column) -> pl.Expr | None:
     return pl.any_horizontal(tests) if tests else None
 
 
-def _range(column: Column) -> tuple[float | None, float | None]:
+def _range(column: ColumnRule) -> tuple[float | None, float | None]:
     least, most = _LIMITS.get(column.kind, (None, None))
     return (least if column.least is None else column.least), (most if column.most is None else column.most)
 
@@ -167,7 +167,7 @@ def _in_order(start: str, end: str, longest: int | None) -> pl.Expr:
     return (ordered & (last - first <= longest) if longest else ordered).fill_null(value=True)
 
 
-def _undecodable(texts: pl.Series, column: Column) -> list[str]:
+def _undecodable(texts: pl.Series, column: ColumnRule) -> list[str]:
     decoder = msgspec.json.Decoder(column.json)
     return [text for text in texts.drop_nulls().unique() if not _decodes(decoder, text)]
 
@@ -187,7 +187,7 @@ def _refuse_first(frame: pl.DataFrame, misfit: pl.Expr, name: str, expected: str
         raise MisfitError(f"column `{name}`, row {rows[0]}: got `{str(value)[:60]}`, expected {expected}")
 
 
-def _expected(column: Column) -> str:
+def _expected(column: ColumnRule) -> str:
     least, most = _range(column)
     if least is None and most is None:
         return "a value"

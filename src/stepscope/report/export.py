@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import find_foreign, read_plain, replacing, restore, writing
+from stepscope.files import find_foreign, read_plain, replacing, require_parent, restore, writing
 from stepscope.findings import Report, Table
 from stepscope.report.figures import convert_for_print
 from stepscope.report.formats import NAME, PROSE, Format, clean, cut
@@ -36,8 +36,7 @@ def check_folder(folder: Path) -> None:
         raise StepscopeError(
             "figures cannot be drawn on this machine: vl-convert is not installed", hint="pip install vl-convert-python"
         )
-    if not folder.parent.is_dir():
-        raise StepscopeError(f"there is no folder `{folder.parent}`", hint=f"mkdir -p {folder.parent}")
+    require_parent(folder)
     if not folder.exists():
         return
     if not folder.is_dir():

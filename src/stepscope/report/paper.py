@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.explain.story.dimensions import tabulate_dimensions
+from stepscope.explain.story.sections.breakdown import tabulate_dimensions
 from stepscope.findings import (
     Advice,
     Bars,

@@ -87,11 +87,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, tag="builtin", forbi
     """The shape of the built-in Transformer: pre-norm, RoPE, SwiGLU, no biases, untied head unless told otherwise."""
 
     vocab: Annotated[int, Setting(help="Vocabulary of the built-in model.", in_title="never")] = 10_000
-    d_model: Annotated[int, Setting(help="Width, in place of the size's.")]
-    d_ff: Annotated[int, Setting(help="Feed-forward width, in place of the size's.")]
-    num_layers: Annotated[int, Setting(help="Layers, in place of the size's.")]
-    num_heads: Annotated[int, Setting(help="Attention heads, in place of the size's.")]
-    num_kv_heads: Annotated[int, Setting(help="Key/value heads (grouped attention).")]
+    d_model: Annotated[int, Setting(help="Width, in place of the size's.", label="width")]
+    d_ff: Annotated[int, Setting(help="Feed-forward width, in place of the size's.", label="feed-forward")]
+    num_layers: Annotated[int, Setting(help="Layers, in place of the size's.", label="layers")]
+    num_heads: Annotated[int, Setting(help="Attention heads, in place of the size's.", label="heads")]
+    num_kv_heads: Annotated[int, Setting(help="Key/value heads (grouped attention).", label="kv heads")]
     tie_embeddings: Annotated[bool, Setting(help="Head and embedding share one weight.")] = False
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.story.dimensions import tabulate_dimensions
+from stepscope.explain.story.sections.breakdown import tabulate_dimensions
 from stepscope.findings import Bars, Column, Exhibit, Report, Section, Table
 from stepscope.report import export as export_module
 from stepscope.report.drawing import draw_part

@@ -324,7 +324,7 @@ def test_words_can_be_read_on_either_paper() -> None:
     blocks = re.findall(r":root[^{]*\{([^}]*--paper[^}]*)\}", style)
     assert len(blocks) == 3
     for block in blocks:
-        colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+        colours = dict(re.findall(r"--([\w-]+):(#[0-9a-f]{6})", block))
         for name in ("ink", "soft", "faint", "accent", "good", "doubt"):
             assert contrast(colours[name], colours["paper"]) >= 4.5, name
             assert contrast(colours[name], colours["sunk"]) >= 4.5, name

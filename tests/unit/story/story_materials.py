@@ -11,7 +11,7 @@ from stepscope.explain.story import Materials
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Report, Section
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recording.rows.precision import PrecisionReport, read_report
+from stepscope.recording.rows.precision_report import PrecisionReport, read_report
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
 from tests.unit.attention_rows import attend

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from stepscope.explain.story import breakdown
-from stepscope.explain.story.breakdown import break_down
-from stepscope.explain.story.kernel_details import OUTSIDE_LAYERS
+from stepscope.explain.story.sections import breakdown
+from stepscope.explain.story.sections.breakdown import OUTSIDE_LAYERS, break_down
 from stepscope.explain.trace.compare import REST
 from stepscope.explain.trace.profile import UNKNOWN, Profile
 from stepscope.findings import Breakdown

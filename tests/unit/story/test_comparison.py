@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
-from stepscope.explain.story.comparison import judge_steps, say_change, tell_both
+from stepscope.explain.story.comparison.report import judge_steps, say_change, tell_both
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.run import SECTIONS
 from stepscope.explain.story.sources import Materials

@@ -5,8 +5,8 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from stepscope.explain.story import lanes
-from stepscope.explain.story.lanes import MOST_STREAMS, draw_step
+from stepscope.explain.story.sections import lanes
+from stepscope.explain.story.sections.lanes import MOST_STREAMS, draw_step
 from stepscope.explain.trace.names import LONGEST_NAME
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Lanes, Track

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepscope.explain.story.ranks import tell_ranks
+from stepscope.explain.story.sections.step_time import tell_ranks
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Bars, Table
 from tests.unit.recordings import ALL_REDUCE, GEMM_BF16, STREAM, Timeline

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from stepscope.explain.story import roofline_points
-from stepscope.explain.story.roofline_points import draw_roofline
+from stepscope.explain.story.sections import roofline_chart as roofline_points
+from stepscope.explain.story.sections.roofline_chart import draw_roofline
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Missing, Roofline
 from tests.unit.recordings import ADD, BF16, FP32, GEMM_BF16, GEMM_FP32, Timeline

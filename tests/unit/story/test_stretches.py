@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.explain.story.spans import NONE, Stretches, fit, join_runs, lay_out
+from stepscope.explain.story.sections.spans import NONE, Stretches, fit, join_runs, lay_out
 
 KERNELS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 60), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=60

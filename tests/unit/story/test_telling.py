@@ -12,12 +12,11 @@ import polars as pl
 import pytest
 
 from stepscope.explain.memory import make_memory_profile
-from stepscope.explain.memory.summary import saved_bytes
 from stepscope.explain.story import Materials, tell
 from stepscope.explain.story.run import SECTIONS
 from stepscope.findings import Bars, Missing, Questions, Report, Section, Table, Timeline
 from stepscope.recording.readers.formats import open_recording
-from stepscope.recording.rows.attention import AttentionRow
+from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.spec import build_case
 from tests.unit.attention_rows import attend
 from tests.unit.recordings import Timeline as Recorded
@@ -208,7 +207,7 @@ def test_the_bars_of_what_autograd_keeps_add_up() -> None:
     bars, modules = (one.part for one in autograd.exhibits if one.key in ("autograd-blocks", "autograd-modules"))
     assert isinstance(bars, Bars)
     assert isinstance(modules, Table)
-    total = saved_bytes(memory().recording.saved)
+    total = memory().summary.saved_bytes
     assert sum(size or 0 for part in bars.values for size in part) == total
     assert sum(row[2] for row in modules.rows if isinstance(row[2], int)) == total
     assert bars.labels == ("blocks.0", "blocks.1", "(outside of blocks)")

@@ -19,9 +19,9 @@ from stepscope.cost.attention import (
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.experiments.cases import brief, doubt_notes, limit_notes
 from stepscope.explain.experiments.columns import Columns, count_failed, join_shared, tell_apart
-from stepscope.explain.statistics import Summary, summarise
+from stepscope.explain.statistics import Statistics, summarise
 from stepscope.findings import Axis, Cell, Figure, Point, Table
-from stepscope.recording.rows.attention import (
+from stepscope.recording.rows.attention_case import (
     IMPLEMENTATIONS,
     NOT_TRIED,
     AttentionCase,
@@ -189,7 +189,7 @@ def _samples_ns(measurement: AttentionMeasurement, timing: Timing) -> tuple[int,
     }[timing]
 
 
-def summary_ms(row: AttentionRow, timing: Timing) -> Summary | None:
+def summary_ms(row: AttentionRow, timing: Timing) -> Statistics | None:
     if row.measurement is None:
         return None
     return summarise([sample / 1e6 for sample in _samples_ns(row.measurement, timing)])

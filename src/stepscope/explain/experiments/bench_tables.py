@@ -25,7 +25,7 @@ from stepscope.explain.experiments.cases import (
     varies,
 )
 from stepscope.explain.experiments.columns import Columns, count_failed
-from stepscope.explain.statistics import Summary, summarise
+from stepscope.explain.statistics import Statistics, summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.rows.bench import BenchRow, CaseRow, Environment
 from stepscope.spec import SIZES
@@ -115,11 +115,11 @@ def outcome_of(row: CaseRow) -> str:
     return f"{step.median:.4g} ms" if step else row.status
 
 
-def step_ms(row: BenchRow) -> Summary | None:
+def step_ms(row: BenchRow) -> Statistics | None:
     return _summary_ms(row.measurement.step_ns) if row.measurement else None
 
 
-def _summary_ms(samples_ns: Sequence[int]) -> Summary:
+def _summary_ms(samples_ns: Sequence[int]) -> Statistics:
     return summarise([sample / 1e6 for sample in samples_ns])
 
 
@@ -133,13 +133,13 @@ def _add_times(columns: Columns[BenchRow]) -> None:
 
 
 def _add_statistics(
-    columns: Columns[BenchRow], name: str, read: Callable[[BenchRow], Summary | None], shown: dict[str, str]
+    columns: Columns[BenchRow], name: str, read: Callable[[BenchRow], Statistics | None], shown: dict[str, str]
 ) -> None:
     others = {one: f"{name} {one}" for one in _STATISTICS if one not in shown}
     columns.add_summary(f"{name}_", read, shown | others, shown=tuple(shown))
 
 
-def _phase_ms(row: BenchRow, phase: str) -> Summary | None:
+def _phase_ms(row: BenchRow, phase: str) -> Statistics | None:
     samples = row.measurement.phases_ns.get(phase) if row.measurement else None
     return _summary_ms(samples) if samples else None
 
@@ -230,7 +230,7 @@ def _ratio_column(
     setting: CaseSetting,
     rows: Sequence[BenchRow],
     baseline: Cell,
-    divide: Callable[[Summary, Summary], float],
+    divide: Callable[[Statistics, Statistics], float],
 ) -> _RatioColumn:
     """Each row against the one with the baseline's value and all else equal."""
     others = {all_else(row, setting): row for row in rows if setting.read(row) == baseline}

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from stepscope.explain.statistics import Summary
+from stepscope.explain.statistics import Statistics
 from stepscope.findings import Cell, Column, Quantity, Table
 from stepscope.recording.rows.bench import Row
 
@@ -34,7 +34,11 @@ class Columns(Generic[R]):
         self.put(Column(key=key, label=label, kind=kind, detail=not is_shown), cells)
 
     def add_summary(
-        self, name: str, summarise_row: Callable[[R], Summary | None], labels: dict[str, str], shown: Sequence[str]
+        self,
+        name: str,
+        summarise_row: Callable[[R], Statistics | None],
+        labels: dict[str, str],
+        shown: Sequence[str],
     ) -> None:
         """A column in milliseconds for each statistic in `labels`; those that are not `shown` are detail."""
         summaries = [summarise_row(row) for row in self.rows]

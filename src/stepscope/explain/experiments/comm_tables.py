@@ -11,9 +11,9 @@ from typing import Literal
 from stepscope.cost.communication import bus_factor, fit_link
 from stepscope.explain.experiments.cases import brief, doubt_notes, limit_notes
 from stepscope.explain.experiments.columns import Columns, count_failed, join_shared, tell_apart
-from stepscope.explain.statistics import Summary, summarise
+from stepscope.explain.statistics import Statistics, summarise
 from stepscope.findings import Axis, Cell, Figure, Point, Table
-from stepscope.recording.rows.comm import CommCase, CommRow
+from stepscope.recording.rows.collective_case import CommCase, CommRow
 from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, LinkPlace, Links
 from stepscope.units import say_message_bytes
 
@@ -41,7 +41,7 @@ def outcome_of_comm(row: CommRow) -> str:
 # --- Figures of a row -------------------------------------------------------------------------------------------------
 
 
-def slowest_ms(row: CommRow) -> Summary | None:
+def slowest_ms(row: CommRow) -> Statistics | None:
     return summarise([sample / 1e6 for sample in row.measurement.slowest_ns]) if row.measurement else None
 
 

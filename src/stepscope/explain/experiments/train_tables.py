@@ -12,7 +12,7 @@ from stepscope.cost.sharding import ADAM_STATE_BYTES
 from stepscope.explain.experiments.cases import limit_notes
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
-from stepscope.recording.rows.train import TrainMemory, TrainRow, TrainRun
+from stepscope.recording.rows.training_log import TrainMemory, TrainRow, TrainRun
 from stepscope.spec import ModelShape
 
 _DRAWN = 1000  # points of a curve; more cannot be told apart

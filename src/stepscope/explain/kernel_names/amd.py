@@ -1,10 +1,28 @@
-"""MIOpen and Composable Kernel: AMD's convolutions, norms and products."""
+"""AMD's kernels: MIOpen's and Composable Kernel's convolutions, norms and products, and the products that Tensile
+generates for rocBLAS and hipBLASLt: `Cijk_Alik_Bljk_BBS_BH_MT64x64x64_…`.
+
+A name of Tensile's is a formula: C has the indices i, j (and k, the batch), and l is summed. A factor whose own index
+comes first is stored with that index fastest: `Ailk` is not transposed, `Alik` is.
+"""
 
 import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
-from stepscope.explain.kernel_names.vocabulary import CODES, build, explain_tile, find_dtype, join, part, spell_tile
+from stepscope.explain.kernel_names.vocabulary import (
+    CODES,
+    Direction,
+    KernelClass,
+    KernelName,
+    NamePart,
+    build,
+    explain_layout,
+    explain_tile,
+    find_dtype,
+    join,
+    part,
+    spell_direction,
+    spell_tile,
+)
 
 _IGEMM = re.compile(
     r"igemm_(?P<way>fwd|bwd|wrw|upsampling_clear)_?(?P<engine>gtcx?\d*|\w*?)_(?P<layout>nhwc|nchw|nchwc)?_?(?P<rest>\w*)"
@@ -120,7 +138,7 @@ def _decode_miopen(anatomy: Anatomy) -> KernelName | None:
                 "MIOpen",
                 kernel_class,
                 operation,
-                join(operation, {"forward": "fwd", "backward": "bwd"}.get(direction or ""), "(MIOpen)"),
+                join(operation, spell_direction(direction), "(MIOpen)"),
                 direction=direction,
                 dtype=dtype,
                 is_cast=is_cast,
@@ -148,12 +166,7 @@ def _decode_ck(anatomy: Anatomy) -> KernelName:
                 "CK",
                 kernel_class,
                 operation,
-                join(
-                    dtype,
-                    _SHORTER.get(operation, operation),
-                    {"forward": "fwd", "backward": "bwd"}.get(direction or ""),
-                    "(CK)",
-                ),
+                join(dtype, _SHORTER.get(operation, operation), spell_direction(direction), "(CK)"),
                 direction=direction,
                 dtype=dtype,
                 tensor_cores=tensor_cores,
@@ -175,4 +188,158 @@ def _find_direction(text: str) -> Direction | None:
         return "backward"
     if re.search(r"fwd|forward|fprop", lower):
         return "forward"
+    return None
+
+
+# --- Tensile ----------------------------------------------------------------------------------------------------------
+
+
+_PRODUCT = re.compile(r"Cij(?:k)?_(?P<a>A[ilk]{2,3})_(?P<b>B[jlk]{2,3})_(?P<type>[A-Za-z0-9]+)(?:_(?P<rest>\w+))?")
+_AFTER = re.compile(r"Cij(?:k)?_(?P<type>[A-Z0-9]+)_(?P<step>\w+)")
+_TYPE = re.compile(r"F8B8|B8F8|F8|B8|I8|4xi8|S|D|H|B|C|Z|X|I")
+_TYPES = {
+    "F8B8": "fp8",
+    "B8F8": "fp8",
+    "F8": "fp8",
+    "B8": "fp8",
+    "I8": "int8",
+    "4xi8": "int8",
+    "S": "fp32",
+    "D": "fp64",
+    "H": "fp16",
+    "B": "bf16",
+    "C": "complex64",
+    "Z": "complex128",
+    "X": "tf32",
+    "I": "int32",
+}
+_MACRO_TILE = re.compile(r"(?:^|_)(MT(\d+)x(\d+)x(\d+))")
+_INSTRUCTION = re.compile(r"(?:^|_)(MI(\d+)x(\d+)x(\d+)(?:x(\d+))?)")
+_SPLIT = re.compile(r"_(GSU(\d+))(?:_|$)")
+_ISA = re.compile(r"_(ISA(\w{3,4}?))(?:_|$)")
+# Tensile's documented solution parameters.
+_PARAMETERS = (
+    (re.compile(r"(?:^|_)(Bias)"), "the epilogue adds a bias"),
+    (
+        re.compile(r"(?:^|_)(UserArgs)"),
+        "can take its arguments from device memory, as the grouped products of hipBLASLt do",
+    ),
+    (re.compile(r"_(SAV)_"), "the factor alpha may differ from row to row"),
+    (re.compile(r"_(GSUAMBSK|GSUAMB|GSUASB)"), "how the parts of a split sum are combined: one or several buffers"),
+    (re.compile(r"_(PGR\d)"), "so many slabs are fetched ahead from global memory"),
+    (re.compile(r"_(PLR\d+)"), "so many steps are fetched ahead from local memory"),
+    (re.compile(r"_(SK[1-9]\d*)_"), "stream-K: blocks share the summed dimension evenly"),
+    (re.compile(r"_(WG\d+_\d+_\d+)"), "shape of the workgroup"),
+    (re.compile(r"_(WGM\w+?)(?:_|$)"), "order in which tiles are handed out"),
+)
+
+# rocBLAS's own kernels, by a piece of the name.
+_HANDWRITTEN: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = (
+    (re.compile(r"gemv|ger_|symv"), "gemm", "matrix times vector"),
+    (re.compile(r"gemm|trsm|syrk|symm|trmm"), "gemm", "matrix product"),
+    (re.compile(r"dot|nrm2|asum|reduction|iamax"), "reduction", "dot product or vector norm"),
+    (re.compile(r"axpy|scal"), "elementwise", "scale and add vectors"),
+    (re.compile(r"copy|transpose"), "copy", "copy"),
+)
+
+
+def recognise_tensile(anatomy: Anatomy) -> KernelName | None:
+    # Its names are plain and long: the text, not the base name, which is cut.
+    if match := _PRODUCT.match(anatomy.text):
+        return _decode_product(anatomy, match)
+    if match := _AFTER.match(anatomy.text):
+        return _decode_afterwork(anatomy, match)
+    if anatomy.base.startswith("rocblas_"):
+        return _decode_handwritten(anatomy)
+    return None
+
+
+def _decode_product(anatomy: Anatomy, match: re.Match[str]) -> KernelName:
+    rest = match["rest"] or ""
+    layout = ("n" if match["a"].startswith("Ai") else "t") + ("n" if match["b"].startswith("Bl") else "t")
+    dtype, type_part = _read_type(match["type"])
+    library = "hipBLASLt" if "UserArgs" in rest else "rocBLAS"
+    parts = [
+        part("Cijk", "the result has rows i and columns j, k counts the batch, l is summed"),
+        NamePart(f"{match['a']}_{match['b']}", f"{layout}: {explain_layout(layout).meaning}"),
+        type_part,
+    ]
+    tile: tuple[int, ...] | None = None
+    if found := _MACRO_TILE.search(rest):
+        tile = (int(found[2][:6]), int(found[3][:6]), int(found[4][:6]))
+        parts.append(explain_tile(found[1], tile))
+    instruction = _INSTRUCTION.search(rest)
+    if instruction:
+        # Newer names leave out the depth: 16x16x1 is 16×16, one block.
+        shape = "×".join(instruction.groups()[1 : 4 if instruction[5] else 3])
+        parts.append(part(instruction[1], f"matrix cores (MFMA), {shape} per instruction"))
+    split = bool((found := _SPLIT.search(rest)) and int(found[2][:6]) > 1)
+    if found:
+        meaning = (
+            f"the summed dimension is split among {found[2]} workgroups"
+            if split
+            else "the summed dimension is not split"
+        )
+        parts.append(part(found[1], meaning))
+    architecture = None
+    if found := _ISA.search(rest):
+        architecture = f"gfx{found[2].lower()}"
+        parts.append(part(found[1], f"compiled for {architecture}"))
+    parts.extend(part(found[1], meaning) for pattern, meaning in _PARAMETERS if (found := pattern.search(rest)))
+    return build(
+        anatomy,
+        library,
+        "gemm",
+        "matrix product",
+        join(dtype, "gemm", spell_tile(tile), layout, "split-K" if split else None, f"({library})"),
+        architecture=architecture,
+        dtype=dtype,
+        tile=tile,
+        layout=layout,
+        tensor_cores=True if instruction else None,
+        split_k=split,
+        parts=tuple(parts),
+    )
+
+
+def _read_type(code: str) -> tuple[str | None, NamePart]:
+    """`BBS` is bf16 in, bf16 out, fp32 sums; `SB` is fp32 with a beta."""
+    codes = _TYPE.findall(code)
+    first = _TYPES[codes[0]] if codes else None
+    if len(codes) >= 3:
+        meaning = f"{first} factors, {_TYPES[codes[1]]} result, sums in {_TYPES[codes[2]]}"
+    else:
+        meaning = f"{first or 'unknown'} data"
+    return first, part(code, meaning)
+
+
+def _decode_afterwork(anatomy: Anatomy, match: re.Match[str]) -> KernelName | None:
+    dtype, type_part = _read_type(match["type"])
+    if "GSU" not in match["step"] and match["step"] not in ("GA", "GB", "B", "A") and "Beta" not in match["step"]:
+        return None
+    operation = (
+        "adds up the partial results of a split matrix product"
+        if "GSU" in match["step"]
+        else "scales the result beforehand"
+    )
+    parts = (type_part, part(match["step"], operation))
+    return build(
+        anatomy,
+        "rocBLAS",
+        "gemm",
+        operation,
+        "split-K sum (Tensile)",
+        dtype=dtype,
+        split_k="GSU" in match["step"],
+        parts=parts,
+    )
+
+
+def _decode_handwritten(anatomy: Anatomy) -> KernelName | None:
+    for pattern, kernel_class, operation in _HANDWRITTEN:
+        if pattern.search(anatomy.base):
+            dtype, parts = find_dtype(anatomy.template), (part(anatomy.base, operation),)
+            return build(
+                anatomy, "rocBLAS", kernel_class, operation, f"{operation} (rocBLAS)", dtype=dtype, parts=parts
+            )
     return None

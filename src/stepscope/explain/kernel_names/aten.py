@@ -17,8 +17,18 @@ from stepscope.explain.kernel_names.aten_operations import (
     SHELL_WORDS,
     STEM,
 )
-from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName, NamePart
-from stepscope.explain.kernel_names.vocabulary import all_dtypes, build, find_dtype, find_element_type, join, part
+from stepscope.explain.kernel_names.vocabulary import (
+    Direction,
+    KernelClass,
+    KernelName,
+    NamePart,
+    all_dtypes,
+    build,
+    find_dtype,
+    find_element_type,
+    join,
+    part,
+)
 
 _SHELL = re.compile(
     r"(?P<shell>(?:vectorized|unrolled|legacy|modern)?_?(?:templated_)?elementwise_kernel\w*|launch_legacy_elementwise\w*"

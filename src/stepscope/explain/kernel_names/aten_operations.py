@@ -6,7 +6,7 @@ says how the loop runs, the functor says what it computes.
 
 import re
 
-from stepscope.explain.kernel_names.types import Direction, KernelClass
+from stepscope.explain.kernel_names.vocabulary import Direction, KernelClass
 
 # Functors and functions inside of the elementwise shells: operation and class. Names not listed here are read by
 # dropping `_kernel_cuda` and the like.

@@ -1,10 +1,10 @@
-"""Communication between GPUs: NCCL and RCCL, and the kernels that read their neighbours' memory directly."""
+"""What moves data. Communication between GPUs: NCCL and RCCL, and the kernels that read their neighbours' memory
+directly; copies and fills that are no kernels, and AMD's kernels that stand in for them."""
 
 import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.types import KernelName, NamePart
-from stepscope.explain.kernel_names.vocabulary import build, join, part
+from stepscope.explain.kernel_names.vocabulary import KernelName, NamePart, build, join, part
 
 _NCCL = re.compile(r"(?:nccl|rccl|msccl)(?:Dev)?(?:Symk?Dev)?Kernel(?:Debug)?_(\w+)", re.IGNORECASE)
 _COLLECTIVES = {
@@ -124,3 +124,59 @@ def _warn_of_old_names(base: str) -> list[NamePart]:
         return []
     meaning = "the spelling of older NCCL, whose kernels could run other algorithms and protocols than the name says"
     return [part("ncclKernel", meaning)]
+
+
+# --- Copies and fills of memory ---------------------------------------------------------------------------------------
+
+
+_KINETO = re.compile(
+    r"Memcpy (?P<way>HtoD|DtoH|DtoD|PtoP|HtoH|HtoA|AtoH|AtoA|AtoD|DtoA)(?: \((?P<memories>[^)]{1,60})\))?"
+)
+_NSIGHT = re.compile(r"\[CUDA memcpy (?P<way>[A-Za-z -]{1,40})\]", re.IGNORECASE)
+_ROCM = re.compile(r"Copy(Host|Device)To(Host|Device)|__amd_rocclr_copyBuffer\w*|hipMemcpy\w*")
+_FILL = re.compile(r"Memset\b|\[CUDA memset\]|FillBuffer|__amd_rocclr_fillBuffer\w*|hipMemset\w*", re.IGNORECASE)
+_WAYS = {
+    "HtoD": "host to device",
+    "DtoH": "device to host",
+    "DtoD": "within the device",
+    "PtoP": "between devices",
+    "HtoH": "within the host",
+}
+_NSIGHT_WAYS = {
+    **dict.fromkeys(("host-to-device", "htod"), "host to device"),
+    **dict.fromkeys(("device-to-host", "dtoh"), "device to host"),
+    **dict.fromkeys(("device-to-device", "dtod"), "within the device"),
+    **dict.fromkeys(("peer-to-peer", "ptop"), "between devices"),
+}
+_MEMORIES = {
+    "Pageable": "ordinary host memory: the driver copies through a pinned buffer, and the host waits for it",
+    "Pinned": "pinned host memory: the copy can overlap with kernels",
+}
+
+
+def recognise_transfer(anatomy: Anatomy) -> KernelName | None:
+    text = anatomy.text
+    if match := _KINETO.match(text):
+        way = _WAYS.get(match["way"], match["way"])
+        return _copy(anatomy, way, [part(match["way"], way), *_explain_memories(match["memories"] or "")])
+    if match := _NSIGHT.match(text):
+        way = _NSIGHT_WAYS.get(match["way"].lower(), match["way"].lower())
+        return _copy(anatomy, way, [part(match["way"], way)])
+    if match := _ROCM.match(text):
+        way = f"{match[1]} to {match[2]}".lower() if match[1] else "direction not named"
+        meaning = "AMD's runtime copies with a kernel" if match[0].startswith("__amd") else way
+        return _copy(anatomy, way, [part(match[0], meaning)], "HIP")
+    if match := _FILL.match(text):
+        library = "HIP" if match[0].startswith(("__amd", "hip", "Fill")) else "CUDA"
+        return build(
+            anatomy, library, "memset", "fill memory", "memset", parts=(part(match[0], "fills memory with one value"),)
+        )
+    return None
+
+
+def _copy(anatomy: Anatomy, way: str, parts: list[NamePart], library: str = "CUDA") -> KernelName:
+    return build(anatomy, library, "memcpy", f"copy, {way}", f"memcpy, {way}", parts=tuple(parts))
+
+
+def _explain_memories(memories: str) -> list[NamePart]:
+    return [part(word, meaning) for word, meaning in _MEMORIES.items() if word in memories]

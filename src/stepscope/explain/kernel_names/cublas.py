@@ -7,9 +7,10 @@ known; where a code has no known meaning, the part says so.
 import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.gemm_words import Reading, read, split_along_k
-from stepscope.explain.kernel_names.types import KernelClass, KernelName, NamePart
+from stepscope.explain.kernel_names.gemm_words import GemmReading, read, split_along_k
 from stepscope.explain.kernel_names.vocabulary import (
+    KernelClass,
+    KernelName,
     build,
     explain_architecture,
     explain_layout,
@@ -60,12 +61,13 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
 
 def _decode_tuned(anatomy: Anatomy) -> KernelName:
     reading = read(anatomy.base)
-    split = reading.split_k or split_along_k(anatomy.base)
-    library = "cuBLAS"
     is_sum = "execute_split_k_kernel" in anatomy.base
+    if is_sum:
+        # By its counters: additions alone, after a kernel of the same name without these words, which multiplied.
+        reading.note("execute_split_k_kernel", "second half of a split matrix product: adds up the parts")
     return build(
         anatomy,
-        library,
+        "cuBLAS",
         "gemm",
         "adds up the partial results of a split matrix product" if is_sum else "matrix product",
         join(
@@ -73,31 +75,17 @@ def _decode_tuned(anatomy: Anatomy) -> KernelName:
             _product_word(reading),
             spell_tile(reading.tile),
             reading.layout,
-            "split-K" if split and not is_sum else None,
-            f"({library})",
+            "split-K" if reading.split_k and not is_sum else None,
+            "(cuBLAS)",
         ),
-        architecture=reading.architecture,
-        dtype=reading.dtype,
-        tile=reading.tile,
-        stages=reading.stages,
-        layout=reading.layout,
-        tensor_cores=reading.tensor_cores,
-        split_k=split,
-        parts=(*reading.parts, *_explain_ending(anatomy.base)),
+        **reading.fields(),
     )
 
 
-def _product_word(reading: Reading) -> str:
+def _product_word(reading: GemmReading) -> str:
     if reading.letter and not reading.tensor_cores:
         return f"{reading.letter}gemm"
     return join(reading.dtype, "gemm")
-
-
-def _explain_ending(base: str) -> list[NamePart]:
-    if "execute_split_k_kernel" in base:
-        # By its counters: additions alone, after a kernel of the same name without these words, which multiplied.
-        return [part("execute_split_k_kernel", "second half of a split matrix product: adds up the parts")]
-    return []
 
 
 def _decode_nvjet(anatomy: Anatomy) -> KernelName:

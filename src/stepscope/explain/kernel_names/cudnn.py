@@ -3,9 +3,18 @@
 import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.gemm_words import read, split_along_k
-from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
-from stepscope.explain.kernel_names.vocabulary import build, find_dtype, join, part, spell_tile
+from stepscope.explain.kernel_names.gemm_words import read
+from stepscope.explain.kernel_names.vocabulary import (
+    Direction,
+    KernelClass,
+    KernelName,
+    build,
+    find_dtype,
+    join,
+    part,
+    spell_direction,
+    spell_tile,
+)
 
 _TUNED = re.compile(r"(?:cudnn_(?:infer|train)_)?(?:maxwell|pascal|volta|turing|ampere|hopper)_\w*?(?:s|h|i)?\d*cudnn_")
 _XMMA = re.compile(r"sm\d+_xmma_(?:fprop|dgrad|wgrad|deconv)_|sm\d+_\w*?(?:fprop|dgrad|wgrad)_implicit_gemm")
@@ -72,30 +81,22 @@ def _decode_tuned(anatomy: Anatomy) -> KernelName:
     reading = read(base)
     operation, direction = _name_convolution(base)
     scudnn = re.search(r"_([a-z]+)(\d*)cudnn_", base.removeprefix("cudnn_infer").removeprefix("cudnn_train"))
-    tensor_cores, dtype = reading.tensor_cores, reading.dtype
-    parts = list(reading.parts)
+    reading.layout = None
     if scudnn:
-        tensor_cores = bool(scudnn[2])
-        letter = scudnn[1][-1]
-        dtype = dtype or {"s": None if tensor_cores else "fp32", "h": "fp16", "i": "int8"}.get(letter)
-        how = "on tensor cores" if tensor_cores else "on the CUDA cores: no tensor cores"
-        parts.append(part(scudnn[0].strip("_"), f"convolution as a matrix product, {how}"))
-    split = split_along_k(base)
-    way = {"forward": "fwd", "backward": "bwd"}.get(direction or "")
+        reading.tensor_cores = bool(scudnn[2])
+        letters = {"s": None if reading.tensor_cores else "fp32", "h": "fp16", "i": "int8"}
+        reading.dtype = reading.dtype or letters.get(scudnn[1][-1])
+        how = "on tensor cores" if reading.tensor_cores else "on the CUDA cores: no tensor cores"
+        reading.note(scudnn[0].strip("_"), f"convolution as a matrix product, {how}")
+    split = "split-K" if reading.split_k else None
     return build(
         anatomy,
         "cuDNN",
         "convolution",
         operation,
-        join("conv", way, dtype, spell_tile(reading.tile), "split-K" if split else None, "(cuDNN)"),
+        join("conv", spell_direction(direction), reading.dtype, spell_tile(reading.tile), split, "(cuDNN)"),
         direction=direction,
-        architecture=reading.architecture,
-        dtype=dtype,
-        tile=reading.tile,
-        stages=reading.stages,
-        tensor_cores=tensor_cores,
-        split_k=split,
-        parts=tuple(parts),
+        **reading.fields(),
     )
 
 
@@ -117,7 +118,7 @@ def _decode_engine(anatomy: Anatomy) -> KernelName | None:
     helper = "offsets" in lower or "pointers" in lower
     if helper:
         operation = "index tables for a convolution"
-    short = join("conv", {"forward": "fwd", "backward": "bwd"}.get(direction or ""), method, "(cuDNN)")
+    short = join("conv", spell_direction(direction), method, "(cuDNN)")
     parts = [part(anatomy.base, operation)]
     if method == "winograd":
         parts.append(part("winograd", "Winograd's method: fewer multiplications for small filters, in several kernels"))
@@ -144,13 +145,12 @@ def _decode_around(anatomy: Anatomy) -> KernelName | None:
                 direction = "backward"
             elif re.search(r"_fw_|fwd|Fwd|forward|_fw", anatomy.base):
                 direction = "forward"
-        way = {"forward": "fwd", "backward": "bwd"}.get(direction or "")
         return build(
             anatomy,
             "cuDNN",
             kernel_class,
             join(operation, direction),
-            join(short, way, "(cuDNN)"),
+            join(short, spell_direction(direction), "(cuDNN)"),
             direction=direction,
             dtype=find_dtype(anatomy.template),
             parts=(part(anatomy.base, join(operation, direction)),),

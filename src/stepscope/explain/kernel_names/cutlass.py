@@ -7,8 +7,16 @@ import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
 from stepscope.explain.kernel_names.gemm_words import read, split_along_k
-from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
-from stepscope.explain.kernel_names.vocabulary import build, find_dtype, join, part, spell_tile
+from stepscope.explain.kernel_names.vocabulary import (
+    Direction,
+    KernelClass,
+    KernelName,
+    build,
+    find_dtype,
+    join,
+    part,
+    spell_tile,
+)
 
 _GENERATED = re.compile(r"(cutlass(?:3x)?_\w+)")
 _WRAPPER = re.compile(r"(?:Kernel2?|device_kernel|GemmKernel)$")
@@ -48,7 +56,6 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
 
 def _decode_generated(anatomy: Anatomy, name: str) -> KernelName:
     reading = read(name)
-    split = reading.split_k or split_along_k(name)
     convolution = _CONVOLUTIONS.get(reading.operation)
     library = "cuDNN" if "cudnn" in anatomy.scope else "CUTLASS"
     operation, direction = convolution or ("matrix product", None)
@@ -62,16 +69,9 @@ def _decode_generated(anatomy: Anatomy, name: str) -> KernelName:
         library,
         "convolution" if convolution else "gemm",
         operation,
-        join(word, spell_tile(reading.tile), reading.layout, "split-K" if split else None, f"({library})"),
+        join(word, spell_tile(reading.tile), reading.layout, "split-K" if reading.split_k else None, f"({library})"),
         direction=direction,
-        architecture=reading.architecture,
-        dtype=reading.dtype,
-        tile=reading.tile,
-        stages=reading.stages,
-        layout=reading.layout,
-        tensor_cores=reading.tensor_cores,
-        split_k=split,
-        parts=tuple(reading.parts),
+        **reading.fields(),
     )
 
 
@@ -127,12 +127,5 @@ def _classify(text: str) -> tuple[KernelClass, str, Direction | None]:
 def _uses_tensor_cores(text: str) -> bool | None:
     if "OpClassSimt" in text:
         return False
-    if (
-        "OpClassTensorOp" in text
-        or "OpClassWmma" in text
-        or "GMMA" in text
-        or "Gmma" in text
-        or "WarpSpecialized" in text
-    ):
-        return True
-    return None
+    on_tensor_cores = ("OpClassTensorOp", "OpClassWmma", "GMMA", "Gmma", "WarpSpecialized")
+    return True if any(word in text for word in on_tensor_cores) else None

@@ -3,8 +3,7 @@
 import re
 
 from stepscope.explain.kernel_names.anatomy import LOOKED_AT
-from stepscope.explain.kernel_names.types import KernelName
-from stepscope.explain.kernel_names.vocabulary import LONGEST_PART
+from stepscope.explain.kernel_names.vocabulary import LONGEST_PART, KernelName
 from stepscope.findings import Cell, Column, Table
 
 _COLUMNS = (

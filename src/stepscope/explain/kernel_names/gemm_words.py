@@ -1,17 +1,18 @@
 """The dialect of hand-tuned matrix products: `ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn`.
 
 cuBLAS, CUTLASS and cuDNN name kernels by the same words joined with underscores, in differing order. So the words are
-read one by one, whatever their order, into one `Reading`; what the families add is who the kernel belongs to.
+read one by one, whatever their order, into one `GemmReading`; what the families add is who the kernel belongs to.
 """
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
-from stepscope.explain.kernel_names.types import NamePart
 from stepscope.explain.kernel_names.vocabulary import (
     ARCHITECTURES,
     BLAS_LETTERS,
     CODES,
+    NamePart,
     explain_architecture,
     explain_layout,
     explain_slab,
@@ -65,7 +66,7 @@ _FILLERS = frozenset(("execute", "kernel", "stages", "cutlass", "cutlass3x", "in
 
 
 @dataclass
-class Reading:
+class GemmReading:
     """What the words said so far."""
 
     architecture: str | None = None
@@ -81,22 +82,28 @@ class Reading:
     factors: bool = False  # whether the type of the factors was named
     unknown: list[str] = field(default_factory=list)
 
+    def fields(self) -> dict[str, Any]:
+        """What a `KernelName` takes over."""
+        names = ("architecture", "dtype", "tile", "stages", "layout", "tensor_cores", "split_k")
+        return {name: getattr(self, name) for name in names} | {"parts": tuple(self.parts)}
+
     def note(self, text: str, meaning: str) -> None:
         self.parts.append(part(text, meaning))
 
 
-def read(name: str) -> Reading:
+def read(name: str) -> GemmReading:
     """The words of a name, split at underscores; at most as many as any real name has."""
-    reading = Reading()
+    reading = GemmReading()
     words = name.split("_")[:48]
     for index, word in enumerate(words):
         _read_word(reading, word, words, index)
+    reading.split_k = reading.split_k or split_along_k(name)
     if reading.unknown:
         reading.note(", ".join(dict.fromkeys(reading.unknown)), "no published meaning")
     return reading
 
 
-def _read_word(reading: Reading, word: str, words: list[str], index: int) -> None:
+def _read_word(reading: GemmReading, word: str, words: list[str], index: int) -> None:
     before = words[index - 1] if index else ""
     lower = word.lower()
     if word in ARCHITECTURES:
@@ -127,12 +134,12 @@ def _read_word(reading: Reading, word: str, words: list[str], index: int) -> Non
         reading.unknown.append(word)
 
 
-def _read_architecture(reading: Reading, text: str, number: str) -> None:
+def _read_architecture(reading: GemmReading, text: str, number: str) -> None:
     reading.architecture, generation = name_architecture(number)
     reading.parts.append(explain_architecture(text, reading.architecture, generation))
 
 
-def _read_operation(reading: Reading, word: str, match: re.Match[str]) -> None:
+def _read_operation(reading: GemmReading, word: str, match: re.Match[str]) -> None:
     letter, instruction, operation = match[2], match[3], match[4]
     reading.operation, reading.letter = operation, letter
     what = {"gemm": "matrix product"}.get(operation, _NOTES.get(operation, operation))
@@ -160,7 +167,7 @@ def _spell_instruction(digits: str) -> str:
     return shapes.get(digits, digits.replace("x", "×"))
 
 
-def _read_prefixed(reading: Reading, text: str, word: str, value: str) -> None:
+def _read_prefixed(reading: GemmReading, text: str, word: str, value: str) -> None:
     numbers = tuple(int(number[:6]) for number in value.split("x"))
     match word:
         case "sm":
@@ -194,7 +201,7 @@ def _read_prefixed(reading: Reading, text: str, word: str, value: str) -> None:
             reading.note(text, f"takes {matrix or 'matrices'} {rule}")
 
 
-def _read_tile(reading: Reading, text: str, before: str, match: re.Match[str]) -> None:
+def _read_tile(reading: GemmReading, text: str, before: str, match: re.Match[str]) -> None:
     numbers = tuple(int(number) for number in match.groups() if number)
     if before == "stages" or (reading.tile and len(numbers) == 2):
         depth, stages = numbers[0], numbers[-1]
@@ -209,7 +216,7 @@ def _read_tile(reading: Reading, text: str, before: str, match: re.Match[str]) -
         reading.note(text, f"thread blocks in clusters of {text.replace('x', '×')}")
 
 
-def _read_type(reading: Reading, word: str) -> None:
+def _read_type(reading: GemmReading, word: str) -> None:
     """Before the operation it is the result's type, behind it the factors', which is what the arithmetic is done in."""
     if reading.dtype is None or (reading.letter and not reading.factors):
         reading.dtype = CODES[word]
@@ -227,19 +234,19 @@ def _read_type(reading: Reading, word: str) -> None:
     reading.note(word, f"{where} {CODES[word]}")
 
 
-def _read_types(reading: Reading, text: str, match: re.Match[str]) -> None:
+def _read_types(reading: GemmReading, text: str, match: re.Match[str]) -> None:
     first, second = CODES[match[1]], CODES[match[2]]
     reading.dtype = "tf32" if "tf32" in (reading.dtype, first) else reading.dtype or first
     reading.note(text, f"data types of a pair among factors, result and sums: {first} and {second}")
 
 
-def _read_layout(reading: Reading, word: str) -> None:
+def _read_layout(reading: GemmReading, word: str) -> None:
     if reading.layout is None and word[:2] in ("nn", "nt", "tn", "tt"):
         reading.layout = word[:2]
         reading.parts.append(explain_layout(word))
 
 
-def _read_note(reading: Reading, word: str, lower: str) -> None:
+def _read_note(reading: GemmReading, word: str, lower: str) -> None:
     if lower in ("fprop", "dgrad", "wgrad", "gemm"):
         reading.operation = reading.operation if reading.operation in ("fprop", "dgrad", "wgrad") else lower
     elif lower in ("simt", "ffma"):

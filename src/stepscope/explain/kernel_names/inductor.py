@@ -8,8 +8,7 @@ telling: a loss before a softmax before a norm before what any kernel does.
 import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
-from stepscope.explain.kernel_names.vocabulary import build, part
+from stepscope.explain.kernel_names.vocabulary import Direction, KernelClass, KernelName, build, part
 
 _GENERATED = re.compile(
     r"triton_(?P<kind>poi|red|per|tem|for|unk|foreach|combo|split_scan|scan|sca)?_?(?:fused_?)(?P<rest>\w*)$"

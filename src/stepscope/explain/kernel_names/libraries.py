@@ -1,13 +1,26 @@
 """Kernels of the serving and training libraries: vLLM, Transformer Engine, Apex, Megatron, Liger, bitsandbytes and kin.
 
-Each line is a piece of the name that only that kernel has. What is not listed is left to the words of its name.
+Each line is a piece of the name that only that kernel has. What is not listed is left to the words of its name: only
+whole words count (`format` holds no `norm`), and only of the function's name, not of its template arguments. A name
+that says nothing stays `other`: a wrong class is worse than none.
 """
 
 import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.types import Direction, KernelClass, KernelName
-from stepscope.explain.kernel_names.vocabulary import CODES, build, explain_tile, find_dtype, join, part, spell_tile
+from stepscope.explain.kernel_names.vocabulary import (
+    CODES,
+    Direction,
+    KernelClass,
+    KernelName,
+    build,
+    explain_tile,
+    find_dtype,
+    join,
+    part,
+    spell_direction,
+    spell_tile,
+)
 
 _MATMUL_TYPES = re.compile(r"_(\w{2,8}?)x(bf16|fp16|fp32|fp8\w*|mxfp\d|nvfp4)x(bf16|fp16|fp32|fp8\w*?|mxfp\d|nvfp4)_")
 _OWNERS = (
@@ -179,16 +192,13 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
             return _decode_matmul_ogs(anatomy)
         library = _find_owner(text, anatomy)
         direction = find_direction(anatomy.base)
+        owner = f"({library})" if library != "unknown" else None
         return build(
             anatomy,
             library,
             kernel_class,
             operation,
-            join(
-                operation,
-                {"forward": "fwd", "backward": "bwd"}.get(direction or ""),
-                f"({library})" if library != "unknown" else None,
-            ),
+            join(operation, spell_direction(direction), owner),
             direction=direction,
             dtype=find_dtype(anatomy.template),
             is_cast=is_cast,
@@ -201,7 +211,11 @@ def _find_owner(text: str, anatomy: Anatomy) -> str:
     for pattern, owner in _OWNERS:
         if pattern.search(text):
             return owner
-    # Triton's kernels are plain identifiers; C++ brings namespaces, template arguments or a mangled name.
+    return _find_language(anatomy)
+
+
+def _find_language(anatomy: Anatomy) -> str:
+    """Triton's kernels are plain identifiers; C++ brings namespaces, template arguments or a mangled name."""
     plain = not (anatomy.mangled or anatomy.scope or anatomy.template or anatomy.arguments)
     return "Triton" if plain and anatomy.base.startswith("_") else "unknown"
 
@@ -246,3 +260,67 @@ def _decode_matmul_ogs(anatomy: Anatomy) -> KernelName:
         split_k=split,
         parts=tuple(parts),
     )
+
+
+# --- The last resort: the words of a name -----------------------------------------------------------------------------
+
+
+_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+_MOST_WORDS = 40
+# The first line with a word of the name counts. A line may ask for two words at once.
+_RULES: tuple[tuple[KernelClass, str, tuple[str, ...]], ...] = (
+    (
+        "communication",
+        "communication",
+        ("allreduce", "allgather", "reducescatter", "alltoall", "nvshmem", "nccl", "rccl"),
+    ),
+    ("attention", "attention", ("attn", "attention", "fmha", "mha", "mla", "sdpa", "flash+fwd", "flash+bwd")),
+    ("elementwise", "rotary embedding", ("rope", "rotary")),
+    ("loss", "loss", ("cross+entropy", "crossentropy", "xentropy", "nll", "loss")),
+    ("softmax", "softmax", ("softmax",)),
+    ("norm", "norm", ("layernorm", "rmsnorm", "batchnorm", "groupnorm", "norm", "welford")),
+    ("optimizer", "optimizer update", ("adam", "adamw", "adagrad", "lamb", "sgd", "muon", "lion", "optimizer")),
+    ("convolution", "convolution", ("conv", "convolution", "wgrad", "dgrad", "fprop", "im+col")),
+    ("gemm", "matrix product", ("gemm", "matmul", "bmm", "gemv", "mm", "sgemm", "hgemm", "wgmma")),
+    ("embedding", "embedding", ("embedding", "embed")),
+    ("random", "random numbers", ("dropout", "philox", "curand", "rand", "random", "bernoulli", "sampling")),
+    ("sort", "sort or top-k", ("sort", "topk", "argsort", "radix")),
+    ("index", "gather or scatter", ("gather", "scatter", "index", "indexing", "permute+tokens")),
+    ("copy", "copy", ("copy", "transpose", "memcpy", "concat", "cat", "permute", "pad")),
+    (
+        "elementwise",
+        "activation",
+        ("gelu", "silu", "swiglu", "geglu", "relu", "sigmoid", "tanh", "activation", "softplus"),
+    ),
+    ("elementwise", "quantize", ("quant", "quantize", "dequant", "dequantize")),
+    (
+        "reduction",
+        "reduction",
+        ("reduce", "reduction", "sum", "mean", "scan", "cumsum", "argmax", "argmin", "pool", "pooling"),
+    ),
+    (
+        "elementwise",
+        "elementwise",
+        ("elementwise", "pointwise", "add", "mul", "fill", "cast", "bias", "scale", "clamp", "exp"),
+    ),
+)
+
+
+def recognise_words(anatomy: Anatomy) -> KernelName | None:
+    words = [word.lower() for word in _WORD.findall(anatomy.base[:400])][:_MOST_WORDS]
+    held = set(words)
+    for kernel_class, operation, wanted in _RULES:
+        told = next((want for want in wanted if all(word in held for word in want.split("+"))), None)
+        if told is None:
+            continue
+        return build(
+            anatomy,
+            _find_language(anatomy),
+            kernel_class,
+            operation,
+            anatomy.base.strip("_") or operation,
+            direction=find_direction(anatomy.base),
+            dtype=find_dtype(anatomy.template),
+            parts=(part(told.replace("+", " … "), join("taken for its meaning from the name alone:", operation)),),
+        )
+    return None

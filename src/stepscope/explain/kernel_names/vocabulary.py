@@ -1,12 +1,66 @@
-"""The words that several families share: data types, architectures, tiles, layouts, and how a result is made."""
+"""What a decoded name says, and the words that several families share: data types, architectures, tiles, layouts, and
+how a result is made."""
 
 import re
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.types import KernelClass, KernelName, NamePart
+
+KernelClass = Literal[
+    "gemm",
+    "attention",
+    "softmax",
+    "norm",
+    "elementwise",
+    "reduction",
+    "copy",
+    "index",
+    "embedding",
+    "loss",
+    "optimizer",
+    "random",
+    "sort",
+    "convolution",
+    "communication",
+    "memcpy",
+    "memset",
+    "other",
+]
+CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
+Direction = Literal["forward", "backward"]
+
+
+class NamePart(msgspec.Struct, frozen=True):
+    """A piece of the name as it stands there, and what it says in plain words."""
+
+    text: str
+    meaning: str
+
+
+class KernelName(msgspec.Struct, frozen=True, kw_only=True):
+    """What a name tells, and nothing that it does not: a field it is silent on is None."""
+
+    name: str  # as recorded
+    short: str  # for tables and charts: one line, printable, bounded
+    library: str
+    kernel_class: KernelClass
+    operation: str  # in plain words
+    direction: Direction | None = None
+    architecture: str | None = None  # `sm_80`, `gfx942`: what the kernel was written for, not what it ran on
+    dtype: str | None = None  # of the arithmetic: fp64 fp32 tf32 bf16 fp16 fp8 int8 ...
+    tile: tuple[int, ...] | None = None  # (M, N) or (M, N, K)
+    stages: int | None = None
+    layout: str | None = None  # of the two factors, in BLAS's column-major terms: nn, nt, tn, tt
+    tensor_cores: bool | None = None
+    split_k: bool = False
+    is_cast: bool = False  # a copy that changes the data type, as far as the name says
+    fused: tuple[str, ...] = ()  # the operations Inductor put into one kernel
+    parts: tuple[NamePart, ...] = ()
+
+
+# --- Words ------------------------------------------------------------------------------------------------------------
 
 LONGEST_SHORT = 48
 LONGEST_PART = 120
@@ -198,6 +252,10 @@ def explain_slab(text: str, depth: int, stages: int) -> NamePart:
 
 def spell_tile(tile: tuple[int, ...] | None) -> str:
     return "×".join(map(str, tile[:2])) if tile else ""
+
+
+def spell_direction(direction: Direction | None) -> str | None:
+    return {"forward": "fwd", "backward": "bwd"}.get(direction or "")
 
 
 def join(*pieces: str | None) -> str:

@@ -5,14 +5,19 @@ from collections.abc import Sequence
 import polars as pl
 
 from stepscope import cost
-from stepscope.explain.memory.leaks import leaks_table
-from stepscope.explain.memory.profile import MemoryProfile
+from stepscope.explain.memory.memory_profile import MemoryProfile
+from stepscope.explain.memory.memory_tables import (
+    categories_table,
+    freed_table,
+    largest_table,
+    leaks_table,
+    phases_table,
+    steps_table,
+)
 from stepscope.explain.memory.saved import saved_in_block
-from stepscope.explain.memory.summary import summarise_memory
-from stepscope.explain.memory.tables import categories_table, freed_table, largest_table, phases_table, steps_table
 from stepscope.explain.questions.answers import Answer, missing
 from stepscope.findings import Column, Table
-from stepscope.recording.rows.memory import MemorySummary, PhaseBytes
+from stepscope.recording.rows.memory_summary import MemorySummary, PhaseBytes
 from stepscope.spec import ModelShape
 from stepscope.units import MIB, say_bytes
 
@@ -22,7 +27,7 @@ _TRAIN = "stepscope memory --mode train"
 
 
 def answer_memory(profile: MemoryProfile) -> tuple[Answer, ...]:
-    summary = summarise_memory(profile)
+    summary = profile.summary
     return (
         _peak(profile, summary),
         _phase_peaks(profile, summary),

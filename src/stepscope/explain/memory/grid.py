@@ -19,7 +19,7 @@ from stepscope.explain.memory.categories import CATEGORIES
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.rows.bench import CaseRow
-from stepscope.recording.rows.memory import MemoryRow, MemorySummary
+from stepscope.recording.rows.memory_summary import MemoryRow, MemorySummary
 from stepscope.spec import ModelShape, Workload
 from stepscope.units import GIB, say_bytes
 

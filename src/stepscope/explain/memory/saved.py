@@ -5,12 +5,12 @@ first of them in the order of the forward pass, so that every table's rows add u
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import polars as pl
 
 from stepscope.cost.activations import NOTHING_KEPT, PARTS, Activations
-from stepscope.explain.precision.tables import find_role
+from stepscope.explain.precision.precision_tables import find_role
 from stepscope.findings import Cell, Column, Table
 
 LARGEST = 5
@@ -32,36 +32,36 @@ def held_storages(saved: pl.DataFrame) -> pl.DataFrame:
 
 
 def saved_by_module(saved: pl.DataFrame) -> Table:
-    return _table_by(saved, ("module",), "Saved for backward by module")
+    held = held_storages(saved)
+    return Table(
+        title="Saved for backward by module",
+        columns=(Column(key="module", label="module"), _BYTES, _SHARE, _COUNT),
+        rows=tuple((module, *sizes) for module, _, *sizes in _add_up(held, held["module"])),
+        notes=(_NOTE,),
+    )
 
 
 def saved_by_role(saved: pl.DataFrame) -> Table:
     """By module, alike ones of all layers in one row: `blocks.*.ffn`."""
     held = held_storages(saved)
-    roles = [find_role(module) if module else None for module in held["module"]]
-    sums = (
-        held.with_columns(pl.Series("role", roles, dtype=pl.String))
-        .group_by("role", maintain_order=True)
-        .agg(pl.col("module").n_unique(), pl.col("storage_bytes").sum(), pl.len())
-        .sort("storage_bytes", descending=True, maintain_order=True)
-    )
-    total = max(1, _total(held))
+    roles = pl.Series([find_role(module) if module else None for module in held["module"]], dtype=pl.String)
+    modules = Column(key="modules", label="modules", kind="count")
     return Table(
         title="Saved for backward by module, alike ones together",
-        columns=(
-            Column(key="module", label="module"),
-            Column(key="modules", label="modules", kind="count"),
-            _BYTES,
-            _SHARE,
-            _COUNT,
-        ),
-        rows=tuple((role, count, size, size / total, tensors) for role, count, size, tensors in sums.iter_rows()),
+        columns=(Column(key="module", label="module"), modules, _BYTES, _SHARE, _COUNT),
+        rows=tuple(_add_up(held, roles)),
         notes=(_NOTE,),
     )
 
 
-def saved_by_op(saved: pl.DataFrame) -> Table:
-    return _table_by(saved, ("op", "argument"), "Saved for backward by operator")
+def _add_up(held: pl.DataFrame, by: pl.Series) -> Iterator[tuple[str | None, int, int, float, int]]:
+    """The key, how many modules have it, and their bytes, share and tensors; the largest first."""
+    sums = held.group_by(by.alias("key"), maintain_order=True).agg(
+        pl.col("module").n_unique(), pl.col("storage_bytes").sum(), pl.len()
+    )
+    total = max(1, _total(held))
+    for key, modules, size, tensors in sums.sort("storage_bytes", descending=True, maintain_order=True).iter_rows():
+        yield key, modules, size, size / total, tensors
 
 
 def saved_by_block(saved: pl.DataFrame) -> Table:
@@ -80,13 +80,10 @@ def saved_by_block(saved: pl.DataFrame) -> Table:
     )
 
 
-def saved_in_block(saved: pl.DataFrame, block: str | None = None) -> Table:
-    """What one block saves, tensor by tensor, the largest first; the first block unless told."""
+def saved_in_block(saved: pl.DataFrame) -> Table:
+    """What the first block saves, tensor by tensor, the largest first."""
     held = held_storages(saved)
-    known = held["block"].drop_nulls().unique(maintain_order=True).to_list()
-    if block is not None and block not in known:
-        raise ValueError(f"no block `{block}` among {known}")
-    chosen = block or (known[0] if known else "")
+    chosen = next(iter(held["block"].drop_nulls()), "")
     inside = held.filter(pl.col("block") == chosen).sort("storage_bytes", descending=True, maintain_order=True)
     total = max(1, _total(inside))
     return Table(
@@ -143,25 +140,6 @@ def saved_beside_closed_form(saved: pl.DataFrame, closed: Activations) -> Table:
         ),
         rows=tuple((*row, row[3] - row[2]) for row in rows),
         notes=(_NOTE, *(f"{part} keeps nothing: {why}" for part, why in NOTHING_KEPT.items())),
-    )
-
-
-def _table_by(saved: pl.DataFrame, keys: Sequence[str], title: str) -> Table:
-    held = held_storages(saved)
-    total = max(1, _total(held))
-    sums = (
-        held.group_by(keys, maintain_order=True)
-        .agg(pl.col("storage_bytes").sum().alias("bytes"), pl.len().alias("count"))
-        .sort("bytes", descending=True, maintain_order=True)
-    )
-    return Table(
-        title=title,
-        columns=(*(Column(key=key, label=key) for key in keys), _BYTES, _SHARE, _COUNT),
-        rows=tuple(
-            (*(row[key] for key in keys), row["bytes"], row["bytes"] / total, row["count"])
-            for row in sums.iter_rows(named=True)
-        ),
-        notes=(_NOTE,),
     )
 
 

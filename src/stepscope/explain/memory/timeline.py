@@ -13,8 +13,9 @@ import polars as pl
 
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.memory.categories import CATEGORIES
-from stepscope.explain.memory.profile import UNKNOWN, Bytes, MemoryProfile
+from stepscope.explain.memory.memory_profile import UNKNOWN, Bytes, MemoryProfile, describe
 from stepscope.findings import Area, Axis, Piece, Stretch, Timeline
+from stepscope.recording.rows.memory_summary import Allocation
 
 By = Literal["category", "module"]
 MOST_SLICES = 4096
@@ -140,29 +141,36 @@ def _pieces(
             start=row["first"],
             end=row["last"],
             size=row["bytes"],
-            label=label_of(row),
-            detail=_detail(profile, row),
+            label=label_of(one, one.module or one.phase),
+            detail=_detail(one),
         )
         for row in shown.iter_rows(named=True)
+        for one in (describe(profile, row),)
     )
 
 
-def label_of(row: dict[str, Any]) -> str:
-    """What a piece of memory is, in a few words: the operator and module that took it, or its name."""
-    if row["category"] in ("parameters", "gradients", "optimizer state", "other") and row["name"]:
-        return str(row["name"])
-    where = row["module"] or row["phase"] or ""
-    what = row["op"] or row["name"] or row["category"]
-    return f"{what} in {where}" if where else str(what)
+def label_of(one: Allocation, where: str | None) -> str:
+    """What a piece of memory is, in a few words: its name, or the operator that took it and `where`."""
+    if one.category in ("parameters", "gradients", "optimizer state", "other") and one.name:
+        return one.name
+    what = one.op or one.name or one.category
+    return f"{what} in {where}" if where else what
 
 
-def _detail(profile: MemoryProfile, row: dict[str, Any]) -> tuple[str, ...]:
-    shape = f"{row['dtype']} {row['shape']}" if row["shape"] else ""
-    step = f"step {row['step'] + 1}" if row["step"] is not None else ""
-    taken = ", ".join(part for part in (step, row["phase"]) if part) or "before the recording"
-    kept = f"{row['category']}: {row['name']}" if row["name"] else str(row["category"])
-    frames = profile.stack_text(row["stack"]).splitlines()[:_STACK_LINES]
-    return tuple(line for line in (kept, shape, f"taken in {taken}", *frames) if line)
+def say_shape(one: Allocation) -> str:
+    return f"{one.dtype} {one.shape}" if one.shape else ""
+
+
+def say_when(one: Allocation) -> str:
+    """The step and phase that took it, as far as they are known."""
+    return ", ".join(part for part in (f"step {one.step + 1}" if one.step is not None else "", one.phase) if part)
+
+
+def _detail(one: Allocation) -> tuple[str, ...]:
+    taken = say_when(one) or "before the recording"
+    kept = f"{one.category}: {one.name}" if one.name else one.category
+    frames = one.stack.splitlines()[:_STACK_LINES]
+    return tuple(line for line in (kept, say_shape(one), f"taken in {taken}", *frames) if line)
 
 
 def _times_ms(profile: MemoryProfile, instants: np.ndarray[Any, Any]) -> list[float]:

@@ -15,7 +15,7 @@ explain a dtype that it did not make.
 from collections.abc import Sequence
 from typing import Literal
 
-from stepscope.recording.rows.precision import Output
+from stepscope.recording.rows.precision_report import Output
 
 Policy = Literal["lower", "fp32", "widest"]
 

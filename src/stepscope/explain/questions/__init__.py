@@ -4,12 +4,12 @@ timeline, with the evidence beside each answer. What a recording does not hold i
 from collections.abc import Sequence
 
 from stepscope.explain.questions.answers import Answer, answers_table, answers_text, evidence_tables
-from stepscope.explain.questions.attention import softmax_against_products
 from stepscope.explain.questions.copies import copies_in_backward
 from stepscope.explain.questions.forward import forward_time, top_kernel, what_else_matters
-from stepscope.explain.questions.idle import idle_time
-from stepscope.explain.questions.products import products_by_role
+from stepscope.explain.questions.idle_gaps import idle_time
+from stepscope.explain.questions.product_roles import products_by_role
 from stepscope.explain.questions.sizes import share_of_products, small_against_large
+from stepscope.explain.questions.softmax import softmax_against_products
 from stepscope.explain.trace.profile import Profile
 
 __all__ = ["Answer", "answer", "answers_table", "answers_text", "evidence_tables"]

@@ -6,7 +6,7 @@ import polars as pl
 
 from stepscope.explain.questions.answers import Answer, in_phases, kernel_word, missing, share_by, time_of
 from stepscope.explain.trace.attribution import EVALUATE
-from stepscope.explain.trace.nesting import innermost
+from stepscope.explain.trace.nesting import around
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Column, Table
 from stepscope.units import say_count, say_share, say_time
@@ -88,11 +88,12 @@ def _explain(profile: Profile, copies: pl.DataFrame) -> pl.DataFrame:
     """Adds `node` and `reason`."""
     at = copies.select("process", "thread", ns="launch_ns")
     names = profile.recording.ops["name"]
-    node = _around(profile.recording.ops.filter(names.str.starts_with(EVALUATE)), at).str.strip_prefix(EVALUATE)
-    copier = _around(profile.recording.ops.filter(names != "aten::copy_"), at)
-    asker = _around(profile.recording.ops.filter(~names.is_in(_COPYING_OPS)), at)
+    node, copier, asker = (
+        around(profile.recording.ops.filter(chosen), "name", at)
+        for chosen in (names.str.starts_with(EVALUATE), names != "aten::copy_", ~names.is_in(_COPYING_OPS))
+    )
     framed = copies.with_columns(
-        node=node,
+        node=node.str.strip_prefix(EVALUATE),
         asked=asker.str.strip_prefix(EVALUATE),
         cast=pl.col("is_cast").fill_null(value=False) | copier.is_in(_CASTING_OPS).fill_null(value=False),
     )
@@ -102,10 +103,6 @@ def _explain(profile: Profile, copies: pl.DataFrame) -> pl.DataFrame:
     wanted = framed.select("node", "op", "asked", "cast", "recomputed", "name", "launched")
     reason = pl.Series([explain_copy(**row) for row in wanted.iter_rows(named=True)], dtype=pl.String)
     return framed.with_columns(reason=pl.when(hooked).then(pl.lit(_BUCKETS)).otherwise(reason))
-
-
-def _around(ops: pl.DataFrame, at: pl.DataFrame) -> pl.Series:
-    return ops["name"].gather(innermost(ops, at)) if ops.height else _nulls(at.height)
 
 
 def explain_copy(
@@ -175,7 +172,3 @@ def _table(explained: pl.DataFrame, steps: int) -> Table:
         rows=tuple(rows),
         notes=tuple(notes),
     )
-
-
-def _nulls(length: int) -> pl.Series:
-    return pl.Series([None] * length, dtype=pl.String)

@@ -29,7 +29,7 @@ _RECORD = "stepscope profile --mode train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Clock:
+class _PhaseClock:
     name: str
     per_step_ns: float
     remark: str
@@ -80,16 +80,16 @@ def _with_loss(kernels: pl.DataFrame) -> str:
     return " (with the loss)" if (kernels["phase"] == "loss").any() else ""
 
 
-def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_Clock]:
+def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_PhaseClock]:
     word = device_word(profile)
     spans = _spans(profile, kernels)
     clocks = [
-        _Clock(
+        _PhaseClock(
             name="kernels",
             per_step_ns=time_of(kernels) / profile.num_steps,
             remark=f"durations of what ran on the {word}, added up",
         ),
-        _Clock(name="span", per_step_ns=statistics.median(spans), remark=f"first start to last end on the {word}"),
+        _PhaseClock(name="span", per_step_ns=statistics.median(spans), remark=f"first start to last end on the {word}"),
     ]
     ranges = profile.recording.ranges.filter(pl.col("name") == FORWARD_RANGE).sort("start_ns")
     if ranges.height:
@@ -98,7 +98,7 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_Clock]:
         each = (ranges["end_ns"] - ranges["start_ns"]).to_list()
         host = [sum(each[first : first + passes]) for first in range(0, len(each), passes)]
         clocks.append(
-            _Clock(
+            _PhaseClock(
                 name="range", per_step_ns=statistics.median(host), remark="the host's range around forward, recorded"
             )
         )
@@ -106,7 +106,7 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_Clock]:
     if plain:
         clock = profile.recording.steps["clock"][0]
         clocks.append(
-            _Clock(
+            _PhaseClock(
                 name="plain",
                 per_step_ns=statistics.median(plain),
                 remark=f"without the recorder, by {clock}: median of {len(plain)} steps",

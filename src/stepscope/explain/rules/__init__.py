@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.rules import fusion, host, matrix_products, naive_attention, step
-from stepscope.explain.rules.evidence import Evidence
+from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.rule import Hit, Rule
 from stepscope.explain.trace.profile import Profile, code_digest
 from stepscope.files import decode as decode_file
@@ -27,7 +27,7 @@ __all__ = ["RULES", "Rule", "describe_rule", "find", "find_once", "find_rule", "
 
 def find(profile: Profile) -> tuple[Finding, ...]:
     """What was found, the largest saving first; what has none to name comes last."""
-    evidence = Evidence(profile=profile)
+    evidence = StepEvidence(profile=profile)
     if not evidence.kernels.height:
         return ()
     rules = [rule for rule in RULES.values() if rule.on_cpu or not profile.on_cpu]
@@ -79,7 +79,7 @@ def describe_rule(rule: Rule) -> Table:
     return Table(title="", columns=columns, rows=rows)
 
 
-def _make_finding(evidence: Evidence, rule: Rule, hit: Hit) -> Finding:
+def _make_finding(evidence: StepEvidence, rule: Rule, hit: Hit) -> Finding:
     saving = None if hit.saving_ns is None else round(min(hit.saving_ns, evidence.step_ns))
     return Finding(
         code=rule.code,

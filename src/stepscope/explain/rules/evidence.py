@@ -15,7 +15,7 @@ import polars as pl
 from stepscope.explain.rules.replay import Bools, Change, Floats, Replay
 from stepscope.explain.trace.accounting import account
 from stepscope.explain.trace.clock import Clock
-from stepscope.explain.trace.nesting import innermost
+from stepscope.explain.trace.nesting import innermost, look_up
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import operator_calls
 from stepscope.hardware import Hardware
@@ -50,7 +50,7 @@ class Gain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class StepEvidence:
     profile: Profile
 
     @property
@@ -135,21 +135,19 @@ class Evidence:
 
     @cached_property
     def waits(self) -> pl.DataFrame:
-        """The host's waits for the device, in the order of their end: start_ns, end_ns, op, phase, step, `kind`, and
-        `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue` for
-        a launch that had to wait for a place in the queue. Short calls waited for nothing."""
+        """The host's waits for the device, in the order of their end: `wait` (their row), start_ns, end_ns, op, phase,
+        step, `kind`, and `last`: whether nothing more was launched in its step. The kind is `call` for a call that
+        waits, and `queue` for a launch that had to wait for a place in the queue. Short calls waited for nothing."""
         start, end = self.clock.window
         ops = self.profile.ops.filter((pl.col("end_ns") > start) & (pl.col("start_ns") < end))
         calls = self._waiting_calls()
         op_row = innermost(ops, calls.select("process", "thread", ns="start_ns"))
         calls = calls.select("start_ns", "end_ns").with_columns(
-            op=ops["name"].gather(op_row) if ops.height else pl.lit(None, pl.String),
-            phase=ops["phase"].gather(op_row) if ops.height else pl.lit(None, pl.String),
-            kind=pl.lit("call"),
+            op=look_up(ops, "name", op_row), phase=look_up(ops, "phase", op_row), kind=pl.lit("call")
         )
         queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
         waits = pl.concat([calls, queued], how="diagonal").sort("end_ns")
-        return _with_steps(waits, self._steps, self.kernels)
+        return _with_steps(waits, self._steps, self.kernels).with_row_index("wait")
 
     def _waiting_calls(self) -> pl.DataFrame:
         process = self.kernels["process"].drop_nulls().unique().to_list()
@@ -196,6 +194,21 @@ class Evidence:
         after = self.replay.run(change, host_scale=self.host_scale)
         step = max(0.0, (self.replayed_ns - after) / self.num_steps)
         return Gain(gpu_ns=gpu, step_ns=min(step, self.step_ns))
+
+    def gain_without(self, waits: pl.DataFrame, removed: pl.DataFrame | None = None) -> Gain | None:
+        """The host does not wait there, and the kernels `removed` take no time; None where that is not worth saying."""
+        change = self.replay.unchanged()
+        change.skipped_waits = set(waits["wait"].to_list())
+        if removed is not None:
+            change.duration_ns[removed["row"].to_numpy()] = 0.0
+        gain = self.gain(change)
+        return gain if gain.step_ns >= WORTH_SAYING * self.step_ns else None
+
+    def mark(self, kernels: pl.DataFrame) -> Bools:
+        """Which of all kernels these are."""
+        marked = np.zeros(self.kernels.height, dtype=np.bool_)
+        marked[kernels["row"].to_numpy()] = True
+        return marked
 
     def gain_of(self, new_ns: Floats, removed: Bools | None = None, *, host_share: Floats | None = None) -> Gain:
         """Kernels take `new_ns` (by row); those `removed` are gone, and the host's time for them. Of the host's time

@@ -6,8 +6,7 @@ import numpy as np
 import polars as pl
 
 from stepscope.cost import ADAM_BYTES, SGD_BYTES
-from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, Evidence, ms
-from stepscope.explain.rules.replay import Bools
+from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule, compile_model, settle, workload_of
 from stepscope.recording.store import Manifest
 from stepscope.spec import Optimizer
@@ -31,7 +30,7 @@ _MANY_TENSORS = r"(?i)foreach|multi_tensor"
 _FUSED = r"(?i)fused_?adam|FusedAdam|fused_?sgd|FusedSgd|fused_adagrad"
 
 
-def find_chains(evidence: Evidence) -> Hit | None:
+def find_chains(evidence: StepEvidence) -> Hit | None:
     compiled = evidence.profile.recording.manifest.compiled or bool(evidence.kernels["is_fused"].any())
     chains = _chains(evidence.kernels)
     if compiled or not chains.height:
@@ -90,7 +89,7 @@ def _is_cast() -> pl.Expr:
     return pl.when(known).then(target != source).otherwise(pl.col("is_cast"))
 
 
-def _copies(evidence: Evidence) -> pl.DataFrame:
+def _copies(evidence: StepEvidence) -> pl.DataFrame:
     """Copies that a program asked for; where no operator is known, PyTorch's own kernels."""
     asked = pl.when(pl.col("op").is_null()).then(pl.col("library") == "ATen").otherwise(pl.col("op").is_in(_COPIES))
     outside = pl.col("phase").fill_null("") != "optimizer"
@@ -98,18 +97,12 @@ def _copies(evidence: Evidence) -> pl.DataFrame:
     return evidence.kernels.filter(copies).with_columns(cast=_is_cast())
 
 
-def _remove(evidence: Evidence, kernels: pl.DataFrame) -> tuple[Bools, float]:
-    removed = np.zeros(evidence.kernels.height, dtype=np.bool_)
-    removed[kernels["row"].to_numpy()] = True
-    return removed, evidence.per_step(kernels)
-
-
-def find_layout_copies(evidence: Evidence) -> Hit | None:
+def find_layout_copies(evidence: StepEvidence) -> Hit | None:
     copies = _copies(evidence).filter(~pl.col("cast"))
-    removed, time = _remove(evidence, copies)
+    time = evidence.per_step(copies)
     if time < LEAST_LAYOUT_SHARE * evidence.step_ns:
         return None
-    gain = evidence.gain_of(evidence.durations, removed)
+    gain = evidence.gain_of(evidence.durations, evidence.mark(copies))
     backward = evidence.per_step(copies.filter(pl.col("phase") == "backward")) / time
     text = f"{copies.height / evidence.num_steps:,.0f} copies a step that change only the layout, {ms(time)}"
     if copies["phase"].is_not_null().all():
@@ -117,12 +110,12 @@ def find_layout_copies(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def find_casts(evidence: Evidence) -> Hit | None:
+def find_casts(evidence: StepEvidence) -> Hit | None:
     casts = _copies(evidence).filter("cast")
     if not casts.height:
         return None
-    removed, time = _remove(evidence, casts)
-    gain = evidence.gain_of(evidence.durations, removed)
+    time = evidence.per_step(casts)
+    gain = evidence.gain_of(evidence.durations, evidence.mark(casts))
     two_sizes = pl.col("shapes").str.replace_all(" ", "").str.contains(r"^\[\[\d+,\d+\],")
     to_half = pl.col("dtypes").str.contains(r'^\[\s*"c10::(?:BFloat16|Half)",\s*"float"')
     weights = casts.filter((pl.col("phase") == "forward") & two_sizes & to_half)
@@ -132,7 +125,7 @@ def find_casts(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def find_unfused_optimizer(evidence: Evidence) -> Hit | None:
+def find_unfused_optimizer(evidence: StepEvidence) -> Hit | None:
     update = evidence.kernels.filter(
         (pl.col("phase") == "optimizer")
         & pl.col("class").is_in(["optimizer", *POINTWISE])
@@ -158,7 +151,7 @@ def find_unfused_optimizer(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def _fused_update_ns(evidence: Evidence, update: pl.DataFrame) -> float | None:
+def _fused_update_ns(evidence: StepEvidence, update: pl.DataFrame) -> float | None:
     """How long a fused update takes; None where nothing says what is updated."""
     is_adam = bool(
         update["op"].str.contains(_ADAM).any()
@@ -189,40 +182,30 @@ RULES = (
         code="SS003",
         title="chains of small operations that could be one kernel",
         check=find_chains,
-        meaning=(
-            "Each elementwise operation, copy and sum is a kernel of its own that reads its input from memory and "
-            "writes its result back. Fused, the intermediate results never leave the chip."
-        ),
-        seen=(
-            "Two or more such kernels in a row on one stream, of one module and phase, outside of the optimizer, not "
-            "from a compiler."
-        ),
-        saving=(
-            "A chain is taken to cost what its longest kernel does, and at least a fifth of itself (a third where "
-            "modules are not known): a fused kernel still reads its inputs and writes its result. These shares are "
-            "assumed. Replayed with the host's time that SS001 has, to the same estimates and errors where the host "
-            "is the limit. Where the GPU is, it was not measured. Overlaps with SS001, SS004, SS006 and SS008."
-        ),
+        meaning="""Each elementwise operation, copy and sum is a kernel of its own that reads its input from memory and
+            writes its result back. Fused, the intermediate results never leave the chip.""",
+        seen="""Two or more such kernels in a row on one stream, of one module and phase, outside of the optimizer, not
+            from a compiler.""",
+        saving="""A chain is taken to cost what its longest kernel does, and at least a fifth of itself (a third where
+            modules are not known): a fused kernel still reads its inputs and writes its result. These shares are
+            assumed. Replayed with the host's time that SS001 has, to the same estimates and errors where the host is
+            the limit. Where the GPU is, it was not measured. Overlaps with SS001, SS004, SS006 and SS008.""",
         builtin="--compile",
         own=(
             "model = torch.compile(model)",
             "# or a fused layer: torch.nn.RMSNorm, F.scaled_dot_product_attention, a kernel of Liger's",
         ),
-        paste="model = torch.compile(model)",
         change=compile_model,
     ),
     Rule(
         code="SS006",
         title="copies between layouts",
         check=find_layout_copies,
-        meaning=(
-            "A tensor that is transposed, permuted or expanded is copied to be contiguous, often because of a "
-            "view(), reshape() or contiguous(), or because a gradient arrives in the other layout."
-        ),
+        meaning="""A tensor that is transposed, permuted or expanded is copied to be contiguous, often because of a
+            view(), reshape() or contiguous(), or because a gradient arrives in the other layout.""",
         seen="Copies on the device that do not change the data type, at least 2 % of the step.",
-        saving=(
-            "All of their time, which is the most that can be had: what reads the tensor next then reads it strided."
-        ),
+        saving="""All of their time, which is the most that can be had: what reads the tensor next then reads it
+            strided.""",
         builtin="--compile, which fuses them into their neighbours",
         own=(
             "q, k, v = qkv.unbind(2)  # choose the layout in which the next operation reads, once",
@@ -235,18 +218,14 @@ RULES = (
         code="SS007",
         title="an optimizer of many kernels",
         check=find_unfused_optimizer,
-        meaning=(
-            "AdamW needs 28 bytes a parameter: read weight, gradient and two averages, write all but the gradient. "
-            "Operation by operation it moves about 80, in thousands of launches."
-        ),
+        meaning="""AdamW needs 28 bytes a parameter: read weight, gradient and two averages, write all but the gradient.
+            Operation by operation it moves about 80, in thousands of launches.""",
         seen="Elementwise or foreach kernels in the optimizer's phase, none of them fused.",
-        saving=(
-            "The optimizer's time less 28 bytes a parameter (12 for SGD) at 89 % of the bandwidth; where the number "
-            "of parameters is not known and the operations are Adam's, 65 % of it. Replayed: kernels one by one cost "
-            "the host eight times what the fused one does, and kernels for many tensors the same. 9.0 ms were "
-            "estimated where the optimizer's phase went from 19.0 to 4.6 ms, in the fastest steps from 13.9 to 4.4; "
-            "the steps' own times varied by more."
-        ),
+        saving="""The optimizer's time less 28 bytes a parameter (12 for SGD) at 89 % of the bandwidth; where the number
+            of parameters is not known and the operations are Adam's, 65 % of it. Replayed: kernels one by one cost the
+            host eight times what the fused one does, and kernels for many tensors the same. 9.0 ms were estimated where
+            the optimizer's phase went from 19.0 to 4.6 ms, in the fastest steps from 13.9 to 4.4; the steps' own times
+            varied by more.""",
         builtin="--optimizer adamw-fused",
         own=(
             "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
@@ -259,21 +238,16 @@ RULES = (
         code="SS008",
         title="casts between data types",
         check=find_casts,
-        meaning=(
-            "Under autocast, weights are cast to 16 bits anew in each step and activations wherever a 32-bit "
-            "operation meets a 16-bit one."
-        ),
+        meaning="""Under autocast, weights are cast to 16 bits anew in each step and activations wherever a 32-bit
+            operation meets a 16-bit one.""",
         seen="Copies on the device whose source and target differ in data type.",
-        saving=(
-            "All of their time. Compiling fuses the casts of activations; those of weights go only if the weights "
-            "are kept in 16 bits, with a 32-bit copy in the optimizer."
-        ),
+        saving="""All of their time. Compiling fuses the casts of activations; those of weights go only if the weights
+            are kept in 16 bits, with a 32-bit copy in the optimizer.""",
         builtin="--compile",
         own=(
             "model = torch.compile(model)  # casts become part of their neighbours",
             "model = model.to(torch.bfloat16)  # with an optimizer that keeps fp32 weights of its own",
         ),
-        paste="model = torch.compile(model)  # casts become part of their neighbours",
         change=compile_model,
     ),
 )

@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from stepscope.explain.rules.evidence import WORTH_SAYING, Evidence, Gain, ms, often
+from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms, often
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Ints
 from stepscope.explain.rules.rule import Hit, Rule, compile_model, grow_batch, settle, workload_of
 from stepscope.recording.store import Manifest
@@ -13,7 +13,7 @@ _INPUT = r"(?i)enumerate\(DataLoader\)|\bdata ?load(?:er|ing)?\b|\bnext_batch\b|
 _PAGEABLE = r"(?i)HtoD.*Pageable|Pageable.*(?:-> ?Device|to device)"
 
 
-def _gaps(evidence: Evidence) -> Ints:
+def _gaps(evidence: StepEvidence) -> Ints:
     """Before each kernel, how long the device was idle; at the start of a step, since then."""
     replay = evidence.replay
     since = replay.ready
@@ -24,17 +24,17 @@ def _gaps(evidence: Evidence) -> Ints:
     return replay.start - since
 
 
-def _is_long(evidence: Evidence) -> Bools:
+def _is_long(evidence: StepEvidence) -> Bools:
     result: Bools = evidence.replay.starved & (_gaps(evidence) > LONG_GAP_NS)
     return result
 
 
-def _opens_step(evidence: Evidence) -> Bools:
+def _opens_step(evidence: StepEvidence) -> Bools:
     step = evidence.kernels["step"].to_numpy()
     return np.concatenate(([True], step[1:] != step[:-1]))
 
 
-def find_launch_bound(evidence: Evidence) -> Hit | None:
+def find_launch_bound(evidence: StepEvidence) -> Hit | None:
     updates = (evidence.kernels["phase"].fill_null("") == "optimizer").to_numpy()
     short = evidence.replay.is_launching & ~_is_long(evidence) & ~_opens_step(evidence) & ~updates
     change = evidence.replay.unchanged()
@@ -54,17 +54,11 @@ def find_launch_bound(evidence: Evidence) -> Hit | None:
     return Hit(evidence=text, saving_ns=saving)
 
 
-def find_synchronisation(evidence: Evidence) -> Hit | None:
-    waits = evidence.waits.with_row_index("wait").filter(
-        (pl.col("kind") == "call") & ~pl.col("last") & pl.col("step").is_not_null()
-    )
+def find_synchronisation(evidence: StepEvidence) -> Hit | None:
+    waits = evidence.waits.filter((pl.col("kind") == "call") & ~pl.col("last") & pl.col("step").is_not_null())
     waits = waits.filter(~_is_input_copy(evidence, waits))
-    if not waits.height:
-        return None
-    change = evidence.replay.unchanged()
-    change.skipped_waits = set(waits["wait"].to_list())
-    gain = evidence.gain(change)
-    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
+    gain = evidence.gain_without(waits) if waits.height else None
+    if gain is None:
         return None
     waited = float((waits["end_ns"] - waits["start_ns"]).sum()) / evidence.num_steps
     by_op = waits.filter(pl.col("op").is_not_null())["op"].unique().sort().to_list()
@@ -78,13 +72,13 @@ def find_synchronisation(evidence: Evidence) -> Hit | None:
     return Hit(evidence=text, saving_ns=gain.step_ns)
 
 
-def _is_input_copy(evidence: Evidence, waits: pl.DataFrame) -> pl.Series:
+def _is_input_copy(evidence: StepEvidence, waits: pl.DataFrame) -> pl.Series:
     """The waits that are calls of copies from pageable memory to the device."""
     copies = evidence.kernels.filter(pl.col("name").str.contains(_PAGEABLE))
     return waits["start_ns"].is_in(copies["launch_ns"].drop_nulls().to_list())
 
 
-def find_input_stalls(evidence: Evidence) -> Hit | None:
+def find_input_stalls(evidence: StepEvidence) -> Hit | None:
     recording = evidence.profile.recording
     begin, stop = evidence.clock.window
     inside = (pl.col("end_ns") > begin) & (pl.col("start_ns") < stop)
@@ -121,16 +115,11 @@ def _overlap(idle: list[tuple[int, int]], loading: list[tuple[int, int]]) -> flo
     return float(total)
 
 
-def find_pageable_copies(evidence: Evidence) -> Hit | None:
+def find_pageable_copies(evidence: StepEvidence) -> Hit | None:
     copies = evidence.kernels.filter(pl.col("name").str.contains(_PAGEABLE))
-    if not copies.height:
-        return None
-    waits = evidence.waits.with_row_index("wait")
-    change = evidence.replay.unchanged()
-    change.skipped_waits = set(waits.filter(_is_input_copy(evidence, waits))["wait"].to_list())
-    change.duration_ns[copies["row"].to_numpy()] = 0.0
-    gain = evidence.gain(change)
-    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
+    waits = evidence.waits.filter(_is_input_copy(evidence, evidence.waits))
+    gain = evidence.gain_without(waits, removed=copies) if copies.height else None
+    if gain is None:
         return None
     text = (
         f"{copies.height / evidence.num_steps:.3g} copies a step from pageable memory, {ms(evidence.per_step(copies))} "
@@ -139,19 +128,13 @@ def find_pageable_copies(evidence: Evidence) -> Hit | None:
     return Hit(evidence=text, saving_ns=gain.step_ns)
 
 
-def find_step_end_wait(evidence: Evidence) -> Hit | None:
-    waits = evidence.waits.with_row_index("wait").filter(
-        (pl.col("kind") == "call") & pl.col("last") & pl.col("step").is_not_null()
-    )
+def find_step_end_wait(evidence: StepEvidence) -> Hit | None:
+    waits = evidence.waits.filter((pl.col("kind") == "call") & pl.col("last") & pl.col("step").is_not_null())
     # The last step of all has no next one to hold up.
     steps = evidence.clock.steps["step"]
     waits = waits.filter(pl.col("step") < steps.max()) if steps.len() else waits.head(0)
-    if not waits.height:
-        return None
-    change = evidence.replay.unchanged()
-    change.skipped_waits = set(waits["wait"].to_list())
-    gain = evidence.gain(change)
-    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
+    gain = evidence.gain_without(waits) if waits.height else None
+    if gain is None:
         return None
     by_op = waits["op"].drop_nulls().unique().sort().to_list()
     inside = f" in {by_op[0]}" if by_op else ""
@@ -159,7 +142,7 @@ def find_step_end_wait(evidence: Evidence) -> Hit | None:
     return Hit(evidence=text, saving_ns=gain.step_ns)
 
 
-def find_host_absence(evidence: Evidence) -> Hit | None:
+def find_host_absence(evidence: StepEvidence) -> Hit | None:
     away = _is_long(evidence)
     if not away.any():
         return None
@@ -194,49 +177,35 @@ RULES = (
         code="SS001",
         title="the GPU waits for the host to launch kernels",
         check=find_launch_bound,
-        meaning=(
-            "Python and the framework take longer to launch a kernel than the GPU takes to run it. The queue is "
-            "empty, and a faster kernel would only wait longer."
-        ),
-        seen=(
-            "A kernel starts late because its launch came after all work before it was done. The rule fires when a "
-            "faster host would make the step at least 3 % shorter. Gaps of over 1 ms are not launches: see SS019."
-        ),
-        saving=(
-            "The recording is replayed with a host that needs 45 % of its time in forward and backward (25 % in "
-            "inference), as compiled code does on an H200; CUDA graphs leave less. The optimizer's launches stay "
-            "(SS007). Estimated and measured: 19.7 and 18.7 of 50.6 ms; 27.9 and 31.6 of 60.9; inference 11.5 and "
-            "12.3 of 16.0. The shares come from these three, all of a small model: another may differ by a third. A "
-            "recorder slows the host down: where the step was timed without one too, the host is scaled to that."
-        ),
+        meaning="""Python and the framework take longer to launch a kernel than the GPU takes to run it. The queue is
+            empty, and a faster kernel would only wait longer.""",
+        seen="""A kernel starts late because its launch came after all work before it was done. The rule fires when a
+            faster host would make the step at least 3 % shorter. Gaps of over 1 ms are not launches: see SS019.""",
+        saving="""The recording is replayed with a host that needs 45 % of its time in forward and backward (25 % in
+            inference), as compiled code does on an H200; CUDA graphs leave less. The optimizer's launches stay (SS007).
+            Estimated and measured: 19.7 and 18.7 of 50.6 ms; 27.9 and 31.6 of 60.9; inference 11.5 and 12.3 of 16.0.
+            The shares come from these three, all of a small model: another may differ by a third. A recorder slows the
+            host down: where the step was timed without one too, the host is scaled to that.""",
         builtin="--compile, or a larger --batch",
         own=(
             'model = torch.compile(model, mode="reduce-overhead")  # CUDA graphs; shapes must not change',
             "loader = DataLoader(data, batch_size=2 * batch)  # more work a launch",
         ),
-        paste='model = torch.compile(model, mode="reduce-overhead")  # CUDA graphs; shapes must not change',
         change=_compile_or_grow,
     ),
     Rule(
         code="SS002",
         title="the host waits for the GPU inside the step",
         check=find_synchronisation,
-        meaning=(
-            "Something needs a value of the GPU's on the host: .item(), .cpu(), print(loss), if tensor:, nonzero(), "
-            "a mask as an index. The host stops, the queue drains, and the GPU idles until new launches arrive."
-        ),
-        seen=(
-            "Calls that synchronise or copy to the host, last over 10 µs, and have launches after them in the same "
-            "step."
-        ),
-        saving=(
-            "The recording is replayed without these waits. 3.1 ms were estimated where 2.4 of 59.4 ms came, a "
-            "difference of 1 % of the step and less than the spread of its times. Where the host is slower than the "
-            "GPU anyway there is little to gain, and the rule is silent."
-        ),
-        builtin=(
-            "--precision bf16 in place of fp16, whose gradient scaler waits once a step; nothing else in it waits"
-        ),
+        meaning="""Something needs a value of the GPU's on the host: .item(), .cpu(), print(loss), if tensor:,
+            nonzero(), a mask as an index. The host stops, the queue drains, and the GPU idles until new launches
+            arrive.""",
+        seen="""Calls that synchronise or copy to the host, last over 10 µs, and have launches after them in the same
+            step.""",
+        saving="""The recording is replayed without these waits. 3.1 ms were estimated where 2.4 of 59.4 ms came, a
+            difference of 1 % of the step and less than the spread of its times. Where the host is slower than the GPU
+            anyway there is little to gain, and the rule is silent.""",
+        builtin="--precision bf16 in place of fp16, whose gradient scaler waits once a step; nothing else in it waits",
         own=(
             "total_loss += loss.detach()  # not loss.item(): ask for the number once in a hundred steps",
             "x = torch.where(mask, x, 0.0)  # not x[mask], whose size only the GPU knows",
@@ -268,12 +237,10 @@ RULES = (
         code="SS017",
         title="copies to the GPU from pageable memory",
         check=find_pageable_copies,
-        meaning=("Memory that is not pinned is first copied to a pinned buffer; the host stands still meanwhile."),
+        meaning="Memory that is not pinned is first copied to a pinned buffer; the host stands still meanwhile.",
         seen="Copies named `Pageable` to the device, and the host's calls that made them.",
-        saving=(
-            "The recording is replayed without the copies' time and the host's waits. Pinned copies take time on the "
-            "bus too, beside the kernels."
-        ),
+        saving="""The recording is replayed without the copies' time and the host's waits. Pinned copies take time on
+            the bus too, beside the kernels.""",
         builtin="its batch stays on the device",
         own=(
             "loader = DataLoader(data, pin_memory=True)",
@@ -288,7 +255,7 @@ RULES = (
         code="SS018",
         title="the host waits for the GPU at the end of each step",
         check=find_step_end_wait,
-        meaning=("A step that ends with loss.item() or a synchronisation starts the next one with an empty queue."),
+        meaning="A step that ends with loss.item() or a synchronisation starts the next one with an empty queue.",
         seen="A wait inside a step with no launch after it, and another step behind it.",
         saving="The recording is replayed without these waits.",
         builtin="stepscope's own waits lie between steps and are not counted",
@@ -306,11 +273,9 @@ RULES = (
         code="SS019",
         title="the host is away for milliseconds",
         check=find_host_absence,
-        meaning=(
-            "Nothing is launched for so long that it cannot be the cost of launching: loading, logging, saving, "
-            "garbage collection, compiling, another process on the core."
-        ),
-        seen=("Gaps of over 1 ms on the GPU, inside of a step or at its start, that end with a late launch."),
+        meaning="""Nothing is launched for so long that it cannot be the cost of launching: loading, logging, saving,
+            garbage collection, compiling, another process on the core.""",
+        seen="Gaps of over 1 ms on the GPU, inside of a step or at its start, that end with a late launch.",
         saving="The recording is replayed without the host's time before those launches.",
         builtin="stepscope doctor: is the machine busy?",
         own=(

@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 
 from stepscope import cost
-from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, PRODUCT_SHARE, Evidence, ms
+from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, PRODUCT_SHARE, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule, grow_batch, settle, workload_of
 from stepscope.explain.trace.roofline import least_ns
 from stepscope.recording.store import Manifest
@@ -25,7 +25,7 @@ _REGISTERS, _THREADS, _SHARED_BYTES = 65_536, 2_048, 228 * 1024
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp8": 1}
 
 
-def _products(evidence: Evidence) -> pl.DataFrame:
+def _products(evidence: StepEvidence) -> pl.DataFrame:
     """The kernels of products with, where known, batch, m, n and k."""
     products = evidence.kernels.filter((pl.col("class") == "gemm") & (pl.col("kind") == "kernel"))
     distinct = products.select("op", "shapes").unique()
@@ -35,7 +35,7 @@ def _products(evidence: Evidence) -> pl.DataFrame:
     return products.join(sizes, on=["op", "shapes"], how="left", nulls_equal=True, maintain_order="left")
 
 
-def find_single_precision(evidence: Evidence) -> Hit | None:
+def find_single_precision(evidence: StepEvidence) -> Hit | None:
     hardware = evidence.hardware
     if hardware is None or not {"fp32", "tf32"} <= set(hardware.peak_flops):
         return None
@@ -63,7 +63,7 @@ def find_single_precision(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def find_odd_sizes(evidence: Evidence) -> Hit | None:
+def find_odd_sizes(evidence: StepEvidence) -> Hit | None:
     products = _products(evidence).filter(pl.col("m").is_not_null() & pl.col("flops").is_not_null())
     products = products.filter(
         pl.col("dtype").is_in(list(_ELEMENT_BYTES)) & pl.col("tensor_cores").fill_null(value=True)
@@ -96,7 +96,7 @@ def find_odd_sizes(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def _aligned_speed(evidence: Evidence, products: pl.DataFrame, dtype: str, flops: float) -> float | None:
+def _aligned_speed(evidence: StepEvidence, products: pl.DataFrame, dtype: str, flops: float) -> float | None:
     """FLOP/ns of the best aligned product that does at least half as much."""
     like = products.filter(
         ~pl.col("odd") & (pl.col("dtype") == dtype) & (pl.col("flops") >= flops / 2) & (pl.col("time_ns") > 0)
@@ -108,7 +108,7 @@ def _aligned_speed(evidence: Evidence, products: pl.DataFrame, dtype: str, flops
     return peak * USUAL_ALIGNED_SHARE * 1e-9 if peak else None
 
 
-def _aligned_ns(evidence: Evidence, row: dict[str, float], speed: float | None) -> float | None:
+def _aligned_ns(evidence: StepEvidence, row: dict[str, float], speed: float | None) -> float | None:
     """The product, padded, at `speed`, and no faster than its bytes."""
     if speed is None:
         return None
@@ -131,7 +131,7 @@ def _filled(first: float, second: float, row: dict[str, float]) -> float:
     return first * second / (tiles * row["tile_m"] * row["tile_n"])
 
 
-def find_empty_waves(evidence: Evidence) -> Hit | None:
+def find_empty_waves(evidence: StepEvidence) -> Hit | None:
     multiprocessors = evidence.profile.recording.manifest.device_sms
     if not multiprocessors:
         return None
@@ -178,7 +178,7 @@ def _waves(row: dict[str, int | None], multiprocessors: int) -> float | None:
     return grid / (multiprocessors * max(1, min(limits)))
 
 
-def find_memory_bound(evidence: Evidence) -> Hit | None:
+def find_memory_bound(evidence: StepEvidence) -> Hit | None:
     hardware = evidence.hardware
     if hardware is None or not hardware.bandwidth:
         return None
@@ -219,17 +219,13 @@ RULES = (
         code="SS005",
         title="products in fp32 without tensor cores",
         check=find_single_precision,
-        meaning=(
-            "The matrix units are idle. TF32 keeps fp32's range, rounds the inputs of products to 10 bits and is "
-            "about seven times as fast at its peak; bf16 is twice as fast again and halves the memory traffic."
-        ),
+        meaning="""The matrix units are idle. TF32 keeps fp32's range, rounds the inputs of products to 10 bits and is
+            about seven times as fast at its peak; bf16 is twice as fast again and halves the memory traffic.""",
         seen="Kernels of matrix products whose name says fp32 on the CUDA cores, on a device with TF32.",
-        saving=(
-            "Each product at TF32's peak, with the share of the peak that it has in fp32 now (75 % at most), or at "
-            "89 % of the bandwidth, whichever is slower. Replayed. 52 ms were estimated where 57 of 167 came (71 by "
-            "the fastest steps): afterwards the host was the limit, and its pace is taken to be the slowest that "
-            "fits the recording."
-        ),
+        saving="""Each product at TF32's peak, with the share of the peak that it has in fp32 now (75 % at most), or at
+            89 % of the bandwidth, whichever is slower. Replayed. 52 ms were estimated where 57 of 167 came (71 by the
+            fastest steps): afterwards the host was the limit, and its pace is taken to be the slowest that fits the
+            recording.""",
         builtin="--precision tf32, or bf16",
         own=(
             'torch.set_float32_matmul_precision("high")',
@@ -246,22 +242,16 @@ RULES = (
         code="SS009",
         title="sizes that fit no tile",
         check=find_odd_sizes,
-        meaning=(
-            "Products are computed in tiles and loaded 16 bytes at a time. A size that is no multiple of 8 (in 16 "
-            "bits; 4 in TF32) forces slower loads and kernels, and one just above a multiple of the tile computes "
-            "mostly padding."
-        ),
-        seen=(
-            "Products with tensor cores one of whose sizes is not such a multiple; or whose tiles, by the kernel's "
-            "name, compute at least 15 % more than asked for."
-        ),
-        saving=(
-            "For the first, the product at the speed of the best aligned product of its kind in the recording (65 % "
-            "of the peak where there is none), padded to a multiple of 64. For the second, the share of the padding. "
-            "Replayed; none was estimated for a step that the host limits, and its fastest steps took the same (51.6 "
-            "ms). The GPU time of the first is not measured: which kernels cuBLAS has for odd sizes changes with its "
-            "version."
-        ),
+        meaning="""Products are computed in tiles and loaded 16 bytes at a time. A size that is no multiple of 8 (in 16
+            bits; 4 in TF32) forces slower loads and kernels, and one just above a multiple of the tile computes mostly
+            padding.""",
+        seen="""Products with tensor cores one of whose sizes is not such a multiple; or whose tiles, by the kernel's
+            name, compute at least 15 % more than asked for.""",
+        saving="""For the first, the product at the speed of the best aligned product of its kind in the recording (65 %
+            of the peak where there is none), padded to a multiple of 64. For the second, the share of the padding.
+            Replayed; none was estimated for a step that the host limits, and its fastest steps took the same (51.6 ms).
+            The GPU time of the first is not measured: which kernels cuBLAS has for odd sizes changes with its
+            version.""",
         builtin="--vocab 10048 in place of 10007: the next multiple of 64",
         own=(
             "# pad sizes to multiples of 64: tokens, widths, heads",
@@ -274,15 +264,11 @@ RULES = (
         code="SS010",
         title="a last wave that is mostly empty",
         check=find_empty_waves,
-        meaning=(
-            "Thread blocks run in waves of as many as the GPU holds at once. 133 tiles on 132 multiprocessors take "
-            "as long as 264."
-        ),
-        seen=("Products whose tiles make one to six waves, the last of which leaves at least 10 % of all slots empty."),
-        saving=(
-            "The empty share of their time, which is the most that can be had; libraries split work over K to mend "
-            "it, and an interplay of sizes decides. Take it as a reason to try, not as a promise."
-        ),
+        meaning="""Thread blocks run in waves of as many as the GPU holds at once. 133 tiles on 132 multiprocessors take
+            as long as 264.""",
+        seen="Products whose tiles make one to six waves, the last of which leaves at least 10 % of all slots empty.",
+        saving="""The empty share of their time, which is the most that can be had; libraries split work over K to mend
+            it, and an interplay of sizes decides. Take it as a reason to try, not as a promise.""",
         builtin="another --batch: batch × context decides the number of tiles",
         own=(
             (
@@ -298,14 +284,10 @@ RULES = (
         code="SS015",
         title="products bound by memory",
         check=find_memory_bound,
-        meaning=(
-            "A product does few operations a byte when one of its sizes is small. Then the bandwidth is its limit, "
-            "and tensor cores or a lower precision of the arithmetic do not help; more rows do, at no cost in time."
-        ),
-        seen=(
-            "Matrix products whose bytes at full bandwidth take longer than their FLOPs at the peak, at least 5 % of "
-            "the step."
-        ),
+        meaning="""A product does few operations a byte when one of its sizes is small. Then the bandwidth is its limit,
+            and tensor cores or a lower precision of the arithmetic do not help; more rows do, at no cost in time.""",
+        seen="""Matrix products whose bytes at full bandwidth take longer than their FLOPs at the peak, at least 5 % of
+            the step.""",
         saving="None is estimated: the step gets no shorter, but does more.",
         builtin="a larger --batch or --context",
         own=(

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from stepscope import cost
-from stepscope.explain.rules.evidence import POINTWISE, Evidence, ms
+from stepscope.explain.rules.evidence import POINTWISE, StepEvidence, ms
 from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.rule import Hit, Rule, settle, workload_of
 from stepscope.explain.trace.phases import number_passes
@@ -31,7 +31,7 @@ _DIAGONAL = 128  # tiles on the diagonal of a causal mask are computed as a whol
 _MOST_BETWEEN = 16  # kernels from a product to the softmax
 
 
-def find_naive_attention(evidence: Evidence) -> Hit | None:
+def find_naive_attention(evidence: StepEvidence) -> Hit | None:
     pieces = _by_parts(evidence)
     if not pieces.height:
         pieces = _by_pattern(evidence.kernels)
@@ -49,7 +49,7 @@ def find_naive_attention(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def _host_share(evidence: Evidence, pieces: pl.DataFrame) -> Floats:
+def _host_share(evidence: StepEvidence, pieces: pl.DataFrame) -> Floats:
     """The host's time for the first few launches of each attention stays, as that of the fused call."""
     share = np.ones(evidence.kernels.height)
     launch = pl.int_range(pl.len()).over("group")
@@ -58,7 +58,7 @@ def _host_share(evidence: Evidence, pieces: pl.DataFrame) -> Floats:
     return share
 
 
-def _by_parts(evidence: Evidence) -> pl.DataFrame:
+def _by_parts(evidence: StepEvidence) -> pl.DataFrame:
     """The kernels of our own attention by its annotation, with `group` (one pass of one module) and `forward`."""
     forward = (pl.col("phase") != "backward") | pl.col("recomputed")
     pieces = evidence.kernels.filter(pl.col("part").is_in(_PARTS)).with_columns(forward=forward.fill_null(value=True))
@@ -102,7 +102,7 @@ def _reach(row: int, step: int, batched: list[bool], small: list[bool], products
     return [] if missing else rows
 
 
-def _fused_times(evidence: Evidence, pieces: pl.DataFrame) -> pl.DataFrame:
+def _fused_times(evidence: StepEvidence, pieces: pl.DataFrame) -> pl.DataFrame:
     """group and fused_ns: from the products' FLOPs at a fused kernel's speed. Where they are not known, the products'
     own time: a fused kernel does the same products, and the rest of its work beside them."""
     pieces = _pad(pieces)
@@ -148,7 +148,7 @@ def _padding(dims: tuple[int, int, int, int] | None) -> float:
     return math.prod(_TILE * math.ceil(size / _TILE) / size for size in dims[1:] if size) if dims else 1.0
 
 
-def _fused_speeds(evidence: Evidence, pieces: pl.DataFrame) -> tuple[float, float] | None:
+def _fused_speeds(evidence: StepEvidence, pieces: pl.DataFrame) -> tuple[float, float] | None:
     """FLOP/s of a fused forward and backward for these shapes."""
     products = pieces.filter((pl.col("class") == "gemm") & pl.col("forward"))
     dtypes = products["op_dtype"].drop_nulls().to_list()
@@ -177,20 +177,15 @@ RULES = (
         code="SS004",
         title="attention that writes its scores to memory",
         check=find_naive_attention,
-        meaning=(
-            "Scores, softmax and values as separate operations move a matrix of queries by keys through memory many "
-            "times. A fused kernel keeps it on the chip, skips the masked half, and its memory grows with the "
-            "length, not its square."
-        ),
+        meaning="""Scores, softmax and values as separate operations move a matrix of queries by keys through memory
+            many times. A fused kernel keeps it on the chip, skips the masked half, and its memory grows with the
+            length, not its square.""",
         seen="The parts of the built-in attention, or two batched products with a softmax between them.",
-        saving=(
-            "The time of these kernels less that of a fused one, from its FLOPs at the speed that PyTorch's own "
-            "kernels have on an H200 (a share of the peak that grows with the number of queries; fp32 has slower "
-            "kernels than bf16); right to a tenth for cuDNN's at lengths of 512 and 1024. Replayed; the host needs "
-            "four launches a call. 48 ms were estimated where 39 of 146 came (53 by the fastest): afterwards the "
-            "host was the limit, whose pace a step that the GPU limits does not show. Expect a quarter either way "
-            "then."
-        ),
+        saving="""The time of these kernels less that of a fused one, from its FLOPs at the speed that PyTorch's own
+            kernels have on an H200 (a share of the peak that grows with the number of queries; fp32 has slower kernels
+            than bf16); right to a tenth for cuDNN's at lengths of 512 and 1024. Replayed; the host needs four launches
+            a call. 48 ms were estimated where 39 of 146 came (53 by the fastest): afterwards the host was the limit,
+            whose pace a step that the GPU limits does not show. Expect a quarter either way then.""",
         builtin="--attention flash",
         own=(
             "out = stepscope.kernels.flash_attention(q, k, v, causal=True)  # docs/kernels.md",

@@ -7,14 +7,14 @@ it. Codes are stable: one that was given out never means something else.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stepscope.explain.rules.evidence import WORTH_SAYING, Evidence, Gain, ms
+from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Copyable
 from stepscope.recording.store import Manifest
 from stepscope.spec import Workload
 
 # The settings that fix a finding in a run of ours, whose manifest has a case; none where they are set already.
-Change = Callable[[Manifest], dict[str, object]]
+SettingsChange = Callable[[Manifest], dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +31,29 @@ class Hit:
 class Rule:
     code: str
     title: str
-    check: Callable[[Evidence], Hit | None]
+    check: Callable[[StepEvidence], Hit | None]
     meaning: str
     seen: str  # in which data, by which threshold
     saving: str  # how it is estimated, and how far off that may be
     builtin: str  # the flag of the built-in model that fixes it
     own: tuple[str, ...]  # lines for one's own code
-    paste: str = ""  # valid Python for a report's page to offer for one's own code
-    change: Change | None = None
+    paste: str = ""  # valid Python for a report's page to offer; the first line of `own` unless it is a remark
+    change: SettingsChange | None = None
     look_up: Callable[[Profile], Copyable] | None = None  # for what is not a fault: the command that tells more
     on_cpu: bool = False  # whether it says anything about a recording of a CPU
+
+    def __post_init__(self) -> None:
+        """Paragraphs are written over several lines, as the code has room for them, and are one line each."""
+        for name in ("meaning", "seen", "saving", "builtin"):
+            object.__setattr__(self, name, " ".join(getattr(self, name).split()))
+        if not self.paste and not self.own[0].startswith("#"):
+            object.__setattr__(self, "paste", self.own[0])
 
 
 IDLE_ENOUGH = 0.1  # of a step, to blame the host
 
 
-def settle(evidence: Evidence, gain: Gain, text: str) -> Hit | None:
+def settle(evidence: StepEvidence, gain: Gain, text: str) -> Hit | None:
     """A hit where the gain is worth saying, with a word on what the host's pace leaves of it."""
     least = WORTH_SAYING * evidence.step_ns
     if gain.gpu_ns < least and gain.step_ns < least:

@@ -5,7 +5,7 @@ import shlex
 import numpy as np
 import polars as pl
 
-from stepscope.explain.rules.evidence import Evidence, ms
+from stepscope.explain.rules.evidence import StepEvidence, ms
 from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.rule import Hit, Rule, settle, workload_of
 from stepscope.explain.trace.accounting import account
@@ -23,11 +23,11 @@ FEW_KERNELS, MOST_OF_TIME = 3, 0.6
 _LONGEST_NAME = 1000  # a longer one is no name to type
 
 
-def find_exposed_communication(evidence: Evidence) -> Hit | None:
+def find_exposed_communication(evidence: StepEvidence) -> Hit | None:
     return _find_exposed(evidence, evidence.kernels, "communication runs", "backward")
 
 
-def find_exposed_copies(evidence: Evidence) -> Hit | None:
+def find_exposed_copies(evidence: StepEvidence) -> Hit | None:
     crossing = pl.col("name").str.contains(r"(?i)HtoD|DtoH|host to device|device to host").fill_null(value=False)
     marked = evidence.kernels.with_columns(
         pl.when(crossing).then(pl.lit("communication")).otherwise(pl.lit("other")).alias("class")
@@ -35,7 +35,7 @@ def find_exposed_copies(evidence: Evidence) -> Hit | None:
     return _find_exposed(evidence, marked, "copies between host and GPU run", None)
 
 
-def _find_exposed(evidence: Evidence, kernels: pl.DataFrame, what: str, phase: str | None) -> Hit | None:
+def _find_exposed(evidence: StepEvidence, kernels: pl.DataFrame, what: str, phase: str | None) -> Hit | None:
     """What is of the class `communication` and runs alone on the device."""
     whole = account(kernels, evidence.clock.window)
     exposed, hidden = (
@@ -54,13 +54,11 @@ def _find_exposed(evidence: Evidence, kernels: pl.DataFrame, what: str, phase: s
     return Hit(evidence=text, saving_ns=min(exposed, room))
 
 
-def find_recomputation(evidence: Evidence) -> Hit | None:
+def find_recomputation(evidence: StepEvidence) -> Hit | None:
     again = evidence.kernels.filter("recomputed")
     if not again.height:
         return None
-    removed = np.zeros(evidence.kernels.height, dtype=np.bool_)
-    removed[again["row"].to_numpy()] = True
-    gain = evidence.gain_of(evidence.durations, removed, host_share=_unhooked(evidence, again))
+    gain = evidence.gain_of(evidence.durations, evidence.mark(again), host_share=_unhooked(evidence, again))
     text = (
         f"{again.height / evidence.num_steps:,.0f} kernels a step compute activations a second time, "
         f"{ms(evidence.per_step(again))}"
@@ -68,7 +66,7 @@ def find_recomputation(evidence: Evidence) -> Hit | None:
     return settle(evidence, gain, text)
 
 
-def _unhooked(evidence: Evidence, again: pl.DataFrame) -> Floats:
+def _unhooked(evidence: StepEvidence, again: pl.DataFrame) -> Floats:
     """The share of the host's time that stays in the modules which are called a second time."""
     if evidence.profile.ops["name"].str.contains(_WITHOUT_HOOKS).any():
         return np.ones(evidence.kernels.height)
@@ -77,7 +75,7 @@ def _unhooked(evidence: Evidence, again: pl.DataFrame) -> Floats:
     return np.where(hooked, UNHOOKED_HOST_SHARE, 1.0)
 
 
-def find_dominant_kernels(evidence: Evidence) -> Hit | None:
+def find_dominant_kernels(evidence: StepEvidence) -> Hit | None:
     total = float(evidence.kernels["time_ns"].sum())
     by_name = evidence.kernels.group_by("short").agg(pl.col("time_ns").sum()).sort("time_ns", "short", descending=True)
     top = by_name.head(FEW_KERNELS)
@@ -87,7 +85,7 @@ def find_dominant_kernels(evidence: Evidence) -> Hit | None:
     return Hit(evidence=f"{named}: together {float(top['time_ns'].sum()) / total:.0%} of the GPU time")
 
 
-def report_doubts(evidence: Evidence) -> Hit | None:
+def report_doubts(evidence: StepEvidence) -> Hit | None:
     doubts = evidence.profile.recording.manifest.doubts
     return Hit(evidence="; ".join(doubt.text for doubt in doubts)) if doubts else None
 
@@ -112,15 +110,11 @@ RULES = (
         code="SS011",
         title="communication that nothing hides",
         check=find_exposed_communication,
-        meaning=(
-            "Collectives run while the device has nothing else to do. A rank that waits for a slower one is seen as "
-            "communication as well."
-        ),
+        meaning="""Collectives run while the device has nothing else to do. A rank that waits for a slower one is seen
+            as communication as well.""",
         seen="Time in which communication runs alone on the device, at least 2 % of the step.",
-        saving=(
-            "As much of it as there is computing in the backward pass that does not hide communication yet. How much "
-            "of that can be had depends on the order of the gradients."
-        ),
+        saving="""As much of it as there is computing in the backward pass that does not hide communication yet. How
+            much of that can be had depends on the order of the gradients.""",
         builtin="one process; nothing to hide",
         own=(
             "model = DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)",
@@ -137,17 +131,13 @@ RULES = (
         code="SS013",
         title="activations computed a second time",
         check=find_recomputation,
-        meaning=(
-            "Activation checkpointing throws activations away and computes them again in the backward pass: about a "
-            "third more work, for memory."
-        ),
+        meaning="""Activation checkpointing throws activations away and computes them again in the backward pass: about
+            a third more work, for memory.""",
         seen="Modules that are called inside of the backward pass.",
-        saving=(
-            "The time of these kernels, replayed, and a fifth of the host's time for the other launches of their "
-            "modules: PyTorch passes each saved tensor through Python (not with use_reentrant=True). 76 ms were "
-            "estimated where 88 of 192 came, 71 by the fastest steps; the host was the limit. Whether the memory "
-            "suffices the recording does not know."
-        ),
+        saving="""The time of these kernels, replayed, and a fifth of the host's time for the other launches of their
+            modules: PyTorch passes each saved tensor through Python (not with use_reentrant=True). 76 ms were estimated
+            where 88 of 192 came, 71 by the fastest steps; the host was the limit. Whether the memory suffices the
+            recording does not know.""",
         builtin="--checkpoint none",
         own=(
             "# checkpoint fewer blocks: every second one, or only those with the largest activations",
@@ -179,7 +169,7 @@ RULES = (
         code="SS016",
         title="a measurement to doubt",
         check=report_doubts,
-        meaning=("The machine was not in a state to measure in: throttled, shared, cold, or with a wide spread."),
+        meaning="The machine was not in a state to measure in: throttled, shared, cold, or with a wide spread.",
         seen="The doubts that stepscope noted while it recorded.",
         saving="None: the figures may be off by as much as the doubt says.",
         builtin="stepscope doctor, then record again",
@@ -191,12 +181,10 @@ RULES = (
         code="SS020",
         title="copies between host and GPU that nothing hides",
         check=find_exposed_copies,
-        meaning=("Weights, activations or optimizer state cross the bus while the GPU has nothing else to do."),
-        seen=("Time in which copies to or from the host run alone on the device, at least 2 % of the step."),
-        saving=(
-            "As much of it as there is other work on the GPU that hides no copies yet; on a stream of their own they "
-            "can run beside it. What is more than that, only fewer bytes can save."
-        ),
+        meaning="Weights, activations or optimizer state cross the bus while the GPU has nothing else to do.",
+        seen="Time in which copies to or from the host run alone on the device, at least 2 % of the step.",
+        saving="""As much of it as there is other work on the GPU that hides no copies yet; on a stream of their own
+            they can run beside it. What is more than that, only fewer bytes can save.""",
         builtin="its weights and batch stay on the device",
         own=(
             "with torch.cuda.stream(copies): layer.weight.copy_(pinned, non_blocking=True)  # one layer ahead",

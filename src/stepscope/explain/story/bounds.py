@@ -2,7 +2,7 @@
 the class of kernels that takes most.
 
 Shares are of the step's wall time, and the largest names the bound. An operator is bound by whichever of its FLOPs and
-its bytes needs longer at the device's limit (`explain.roofline`); that is known for those whose shapes were recorded.
+its bytes needs longer at the device's limit (`trace.roofline`); that is known for those whose shapes were recorded.
 Where it is not known for most of the kernels' time, nothing is said of limits.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 
 import polars as pl
 
-from stepscope.explain.questions.gaps import BETWEEN_STEPS, HOST_LATE, SYNCHRONISING, find_gaps
+from stepscope.explain.questions.idle_gaps import BETWEEN_STEPS, HOST_LATE, SYNCHRONISING, find_gaps
 from stepscope.explain.story.phrases import name_class, say_class_takes
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import roofline
@@ -26,7 +26,7 @@ WORTH_A_WORD = 0.2  # of the step, for idle time that is not the bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class StepBound:
     """`share` is of the step's wall time, or of the kernels' time where `is_of_kernels`."""
 
     limit: Limit
@@ -91,30 +91,30 @@ class Shares:
         return {bound: time / max(1, self.profile.gpu_time_ns) for bound, time in sums}
 
     @cached_property
-    def bound(self) -> Bound:
+    def bound(self) -> StepBound:
         busy = 1 - self.idle
-        found = [Bound(limit="host", share=self.idle), Bound(limit="communication", share=self.communication)]
+        found = [StepBound(limit="host", share=self.idle), StepBound(limit="communication", share=self.communication)]
         if sum(self.limits.values()) >= _KNOWN_ENOUGH:
             names: tuple[Limit, ...] = ("compute", "memory", "launch")
-            found += [Bound(limit=name, share=busy * self.limits.get(name, 0.0)) for name in names]
+            found += [StepBound(limit=name, share=busy * self.limits.get(name, 0.0)) for name in names]
         else:
             found.append(self._find_class())
         bound = max(found, key=lambda one: one.share)
         if bound.limit == "host" and not self.waits_for_host:
-            return Bound(limit="idle", share=bound.share)
+            return StepBound(limit="idle", share=bound.share)
         return bound
 
-    def _find_class(self) -> Bound:
+    def _find_class(self) -> StepBound:
         """The class that takes most, by the time in which it runs alone; by its kernels' time where wall time means
         nothing."""
         if not self.profile.has_gaps:
             row = self.profile.time_by("class").row(0, named=True)
-            return Bound(limit="class", share=row["share"], kernel_class=row["class"], is_of_kernels=True)
+            return StepBound(limit="class", share=row["share"], kernel_class=row["class"], is_of_kernels=True)
         alone: Counter[str] = Counter()
         for device in self.profile.devices:
             alone.update(device.whole.classes)
         name, time = alone.most_common(1)[0]
-        return Bound(limit="class", share=min(1.0, time / self._wall_ns), kernel_class=name)
+        return StepBound(limit="class", share=min(1.0, time / self._wall_ns), kernel_class=name)
 
     def say_bound(self) -> str:
         """A clause after `takes 60.9 ms;`: what `it` is spent on."""

@@ -6,13 +6,12 @@ from functools import cached_property
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms, tokens_per_s
 from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
-from stepscope.explain.memory.summary import summarise_memory
 from stepscope.explain.questions.answers import say_list
-from stepscope.explain.statistics import Summary
+from stepscope.explain.statistics import Statistics
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.story.commands import find_case, find_strangers
-from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.phrases import find_torch, name_model, name_step, say_started, with_article
+from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.roofline import measure_use
 from stepscope.findings import Fact
@@ -45,7 +44,7 @@ class Opening:
         return materials.shares if materials.is_profile_of_step or materials.step_ns is None else None
 
     @cached_property
-    def timed(self) -> Summary | None:
+    def timed(self) -> Statistics | None:
         return step_ms(self.row) if self.row else None
 
     @property
@@ -180,7 +179,7 @@ def _say_memory(opening: Opening, memory: MemoryProfile) -> str:
 
 def say_peak(memory: MemoryProfile) -> str:
     """`2.77 GiB at its peak, first in backward of step 2, 48 % of it activations`."""
-    summary = summarise_memory(memory)
+    summary = memory.summary
     step = f" of step {summary.peak_step + 1}" if summary.peak_step is not None else ""
     first = "first " if step else ""
     where = f", {first}in {summary.peak_phase}{step}" if summary.peak_phase else ""

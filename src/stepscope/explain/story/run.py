@@ -3,25 +3,77 @@
 A section is made of `Materials` alone, whatever else is there: a comparison puts those of two runs beside each other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from stepscope import __version__
+from stepscope.explain.memory.answers import answer_memory
+from stepscope.explain.questions import Answer, answer
 from stepscope.explain.rules import RULES, find_once
-from stepscope.explain.story.attention_section import show_attention
-from stepscope.explain.story.commands import list_commands, write_command
-from stepscope.explain.story.environment_section import show_environment
-from stepscope.explain.story.memory_section import show_memory, show_saved
+from stepscope.explain.story.commands import add_settings, find_case, list_commands, write_command
+from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
-from stepscope.explain.story.precision_section import show_precision
-from stepscope.explain.story.questions_section import answer_questions
+from stepscope.explain.story.phrases import shorten
+from stepscope.explain.story.sections.environment_facts import show_environment
+from stepscope.explain.story.sections.experiment_results import show_attention, show_precision
+from stepscope.explain.story.sections.memory_peak import show_memory, show_saved
+from stepscope.explain.story.sections.step_time import show_ranks, show_roofline, show_time, show_timeline
 from stepscope.explain.story.soundness import judge
 from stepscope.explain.story.sources import Materials
-from stepscope.explain.story.time_sections import show_ranks, show_roofline, show_time, show_timeline
 from stepscope.explain.trace.profile import Profile
-from stepscope.findings import Advice, Copyable, Finding, Report, Section
-from stepscope.spec import ModelShape
+from stepscope.findings import Advice, Copyable, Exhibit, Finding, Question, Questions, Report, Section
+from stepscope.spec import Case, ModelShape
+
+# --- Questions --------------------------------------------------------------------------------------------------------
+
+
+_EVIDENCE_ROWS = 20
+_OF_NO_RUN = ("by-hand",)  # an exercise with sizes of its own
+
+
+def answer_questions(materials: Materials) -> Section:
+    key, title = "questions", "Questions"
+    asked: list[tuple[str, str, tuple[Answer, ...]]] = []
+    if materials.profile is not None:
+        asked.append(("questions-time", "About time", answer([materials.profile])))
+    if materials.memory is not None:
+        of_this_run = tuple(one for one in answer_memory(materials.memory) if one.key not in _OF_NO_RUN)
+        asked.append(("questions-memory", "About memory", of_this_run))
+    if not asked:
+        return Section(
+            key=key,
+            title=title,
+            missing=(explain_absence(materials, "profile", "answers to what people ask of a step"),),
+        )
+    answers = [one for _, _, found in asked for one in found]
+    answered = sum(one.status == "answered" for one in answers)
+    rest = len(answers) - answered
+    needs = "1 needs another recording, and names it" if rest == 1 else f"{rest} need another recording, and name it"
+    lead = f"{answered} of {len(answers)} questions are answered{f'; {needs}' if rest else ''}."
+    case = find_case(materials)
+    exhibits = tuple(
+        Exhibit(key=name, part=Questions(title=heading, questions=_write(found, case)))
+        for name, heading, found in asked
+    )
+    return Section(key=key, title=title, lead=lead, exhibits=exhibits)
+
+
+def _write(answers: Sequence[Answer], case: Case | None) -> tuple[Question, ...]:
+    return tuple(
+        Question(
+            question=one.question,
+            figure=one.figure,
+            answer=one.sentence,
+            evidence=shorten(one.evidence, "", _EVIDENCE_ROWS) if one.evidence else None,
+            command=add_settings(one.command, case.workload) if case else one.command,
+            is_answered=one.status == "answered",
+        )
+        for one in answers
+    )
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
 
 # In the order of the page. `ranks` is there for several of them only.
 SECTIONS: dict[str, Callable[[Materials], Section]] = {

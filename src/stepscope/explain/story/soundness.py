@@ -11,9 +11,9 @@ from stepscope.explain.experiments.attention_tables import DOUBTS
 from stepscope.explain.experiments.bench_tables import step_ms
 from stepscope.explain.experiments.cases import describe_case, limit_notes
 from stepscope.explain.story.commands import find_strangers
-from stepscope.explain.story.environment_section import find_environment
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.phrases import name_source
+from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Soundness
 from stepscope.recording.rows.bench import Doubt

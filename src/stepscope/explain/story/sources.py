@@ -18,9 +18,9 @@ from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Missing
-from stepscope.recording.rows.attention import AttentionRow
+from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow
-from stepscope.recording.rows.precision import PrecisionReport
+from stepscope.recording.rows.precision_report import PrecisionReport
 from stepscope.spec import Case, Workload
 
 NOISE = 0.05  # so much longer than the step its kernels may be: the two were not measured at once

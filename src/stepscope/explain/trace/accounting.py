@@ -43,12 +43,12 @@ class DeviceAccount:
 
 def account_devices(kernels: pl.DataFrame, window: tuple[int, int]) -> tuple[DeviceAccount, ...]:
     """One account a device and process, over one window that holds every kernel."""
-    sweep = Sweep()
+    sweep = DeviceSweep()
     sweep.add(kernels, None)
     return sweep.accounts(window[1] - window[0])
 
 
-class Sweep:
+class DeviceSweep:
     """Devices' time, swept in portions of kernels that each begin before the `border` which the portion ends at. What
     runs across a border is swept up to it, and from it on with the next portion."""
 

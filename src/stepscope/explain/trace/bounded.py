@@ -17,8 +17,8 @@ from pathlib import Path
 import polars as pl
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.trace import breakdown
-from stepscope.explain.trace.accounting import DeviceAccount, Sweep
+from stepscope.explain.trace import profile_tables as breakdown
+from stepscope.explain.trace.accounting import DeviceAccount, DeviceSweep
 from stepscope.explain.trace.attribution import Attribution
 from stepscope.explain.trace.names import classify
 from stepscope.explain.trace.profile import Profile, no_kernels, no_time
@@ -146,7 +146,7 @@ def _add_up(kernels: pl.DataFrame) -> pl.DataFrame:
 
 def _sweep(swept: EventTable, steps: pl.DataFrame) -> tuple[tuple[DeviceAccount, ...], tuple[int, int]]:
     """The account of each device, and the window from the first thing to the last."""
-    sweep = Sweep()
+    sweep = DeviceSweep()
     borders = choose_borders((swept,), WINDOW_ROWS)
     first, last = [steps["start_ns"].min()], [steps["end_ns"].max()]
     for border, kernels in zip((*borders, None), swept.windows(borders), strict=True):

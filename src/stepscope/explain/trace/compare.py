@@ -39,7 +39,7 @@ _T |= {12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0, 120: 1.98, 1000: 1.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One thing in both recordings, in whole nanoseconds a step."""
 
     group: str
@@ -58,22 +58,22 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ProfileComparison:
     """`parts` add up to `wall` in A, in B and in the difference. `gate` is the row that decides a regression: the steps
     timed without the recorder where both recordings have them, else the recorded ones."""
 
     names: tuple[str, str]
     by: By
     steps: tuple[int, int]
-    wall: Row
-    totals: tuple[Row, ...]
-    parts: tuple[Row, ...]
-    gate: Row
+    wall: ComparisonRow
+    totals: tuple[ComparisonRow, ...]
+    parts: tuple[ComparisonRow, ...]
+    gate: ComparisonRow
     remarks: tuple[str, ...]
     shorts: dict[str, str]  # of kernels by their names, where it is by kernel
 
 
-def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] = ("A", "B")) -> Comparison:
+def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] = ("A", "B")) -> ProfileComparison:
     pieces = [_take_apart(profile, by) for profile in (a, b)]
     walls = [[sum(step.values(), Fraction(0)) for step in each] for each in pieces]
     wall = _row("step", WALL, walls[0], walls[1])
@@ -86,7 +86,7 @@ def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] 
     idle = [[step.get(IDLE, Fraction(0)) for step in each] for each in pieces]
     totals.append(_row("step", IDLE.strip("()"), idle[0], idle[1]))
     gate = totals[1] if all(alone) else wall
-    return Comparison(
+    return ProfileComparison(
         names=names,
         by=by,
         steps=(len(walls[0]), len(walls[1])),
@@ -179,7 +179,9 @@ def _gpu_times(profile: Profile) -> list[Fraction]:
 # --- Rows that add up -----------------------------------------------------------------------------------------------
 
 
-def _parts(a: Sequence[dict[str, Fraction]], b: Sequence[dict[str, Fraction]], wall: Row, by: By) -> list[Row]:
+def _parts(
+    a: Sequence[dict[str, Fraction]], b: Sequence[dict[str, Fraction]], wall: ComparisonRow, by: By
+) -> list[ComparisonRow]:
     """The largest changes first, then the rest. Values are rounded so that they still add up."""
     names = list(dict.fromkeys(name for step in (*a, *b) for name in step))
     samples = {name: ([s.get(name, Fraction(0)) for s in a], [s.get(name, Fraction(0)) for s in b]) for name in names}
@@ -198,7 +200,7 @@ def _parts(a: Sequence[dict[str, Fraction]], b: Sequence[dict[str, Fraction]], w
         for k, total in ((0, wall.a_ns), (1, wall.b_ns))
     ]
     return [
-        Row(group=by, name=name, a_ns=a_ns, b_ns=b_ns, verdict=judge(*samples[name]))
+        ComparisonRow(group=by, name=name, a_ns=a_ns, b_ns=b_ns, verdict=judge(*samples[name]))
         for name, a_ns, b_ns in zip(shown, *rounded, strict=True)
         if a_ns or b_ns
     ]
@@ -215,8 +217,8 @@ def _round_to_sum(values: Sequence[Fraction], total: int) -> list[int]:
     return rounded
 
 
-def _row(group: str, name: str, a: Sequence[Fraction], b: Sequence[Fraction]) -> Row:
-    return Row(group=group, name=name, a_ns=round(_mean(a)), b_ns=round(_mean(b)), verdict=judge(a, b))
+def _row(group: str, name: str, a: Sequence[Fraction], b: Sequence[Fraction]) -> ComparisonRow:
+    return ComparisonRow(group=group, name=name, a_ns=round(_mean(a)), b_ns=round(_mean(b)), verdict=judge(a, b))
 
 
 def _mean(values: Sequence[Fraction]) -> Fraction:
@@ -269,14 +271,14 @@ def parse_percent(text: str) -> float:
     return value / 100
 
 
-def regressed(comparison: Comparison, limit: float) -> bool:
+def regressed(comparison: ProfileComparison, limit: float) -> bool:
     """Whether B's step is slower by more than `limit` and by more than noise. Too few steps to tell noise from change
     are compared all the same."""
     gate = comparison.gate
     return gate.verdict in ("slower", "cannot tell") and gate.b_ns > gate.a_ns * (1 + limit)
 
 
-def gate_sentence(comparison: Comparison, limit: float) -> str:
+def gate_sentence(comparison: ProfileComparison, limit: float) -> str:
     gate, failed = comparison.gate, regressed(comparison, limit)
     change = f"{(gate.b_ns / gate.a_ns - 1) * 100:+.2f} %" if gate.a_ns else "–"
     said = f"{'FAIL' if failed else 'pass'}: {gate.name} {change} against a limit of +{limit * 100:g} %"
@@ -285,7 +287,7 @@ def gate_sentence(comparison: Comparison, limit: float) -> str:
     return said + ("; within noise" if gate.verdict == "noise" else "")
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def comparison_table(comparison: ProfileComparison) -> Table:
     total = comparison.wall.difference_ns
     columns = (
         Column(key="group", label=""),
@@ -305,7 +307,7 @@ def comparison_table(comparison: Comparison) -> Table:
     return Table(title=_title(comparison), columns=columns, rows=tuple(rows), notes=tuple(_notes(comparison)))
 
 
-def _cells(row: Row, total: int | None, comparison: Comparison) -> tuple[Cell, ...]:
+def _cells(row: ComparisonRow, total: int | None, comparison: ProfileComparison) -> tuple[Cell, ...]:
     share = row.difference_ns / total if total else None
     times = (row.a_ns / 1e6, row.b_ns / 1e6, row.difference_ns / 1e6)
     verdict: str = row.verdict
@@ -315,7 +317,7 @@ def _cells(row: Row, total: int | None, comparison: Comparison) -> tuple[Cell, .
     return (row.group, name, *times, row.ratio, share, verdict, row.a_ns, row.b_ns, row.name)
 
 
-def _title(comparison: Comparison) -> str:
+def _title(comparison: ProfileComparison) -> str:
     a, b = comparison.names
     counts = " and ".join(f"{count} step{'s' * (count != 1)}" for count in comparison.steps)
     return f"A: {a}; B: {b}; means over {counts}, in ms"
@@ -325,7 +327,7 @@ def say_sum(by: By) -> str:
     return f"the rows under `{by}` add up to `{WALL}`: what ran alone, several at once, and idle"
 
 
-def _notes(comparison: Comparison) -> list[str]:
+def _notes(comparison: ProfileComparison) -> list[str]:
     notes = [*comparison.remarks, say_sum(comparison.by)]
     verdicts = {row.verdict for row in (*comparison.totals, *comparison.parts)}
     if "cannot tell" in verdicts:

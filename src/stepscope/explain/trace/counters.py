@@ -5,21 +5,20 @@ part that a causal kernel does not skip, three products where fp32 is split into
 product at all. So a ratio of 1 is a coincidence, and what is constant along an axis of the grid is the finding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import polars as pl
 
 from stepscope import hardware
 from stepscope.cost import attention_flops, softmax_flops
 from stepscope.errors import StepscopeError, nearest
-from stepscope.explain.kernel_names.types import CLASSES
+from stepscope.explain.kernel_names.vocabulary import CLASSES
 from stepscope.explain.trace.names import classify
 from stepscope.findings import Cell, Column, Table
 from stepscope.recording.readers.counter_metrics import L1_HIT_RATE, L2_HIT_RATE, PASSES, canonical_counters
 from stepscope.recording.store import Recording
-from stepscope.spec import Case, ModelShape, Workload
+from stepscope.spec import RUN_SETTINGS, SHAPE_SETTINGS, Case, ModelShape, Setting, Workload, complete
 
 DEFAULT_CLASS = "attention"
 _US = 1e3
@@ -185,18 +184,20 @@ def _kernel_notes(recording: Recording, *, rest: int, total: int) -> tuple[str, 
 
 def cases_table(cases: Sequence[CountedCase], classes: Sequence[str] = (DEFAULT_CLASS,)) -> Table:
     """One row a case and class of kernels: the counters of all its launches, the formula, and their ratio."""
-    settings = [one for one in _SETTINGS if one.always or len({one.read(case.case.workload) for case in cases}) > 1]
+    settings = [
+        one for one in _SETTINGS if one.name == "context" or len({_read(one, case.case.workload) for case in cases}) > 1
+    ]
     totals = [(case, kind, _total(case, kind)) for case in cases for kind in classes]
     has_fp64 = any(total["fp64_flops"] is not None for _, _, total in totals)
     keys = ("launches", "tensor_ops", "fp32_flops", *(("fp64_flops",) if has_fp64 else ()))
     rows = tuple(
-        (*(one.read(case.case.workload) for one in settings), kind, *_case_cells(case.case, kind, total, keys))
+        (*(_read(one, case.case.workload) for one in settings), kind, *_case_cells(case.case, kind, total, keys))
         for case, kind, total in totals
     )
     return Table(
         title="Counters and the textbook",
         columns=(
-            *(Column(key=one.key, label=one.label, kind=one.kind) for one in settings),
+            *(Column(key=one.name, label=one.label, kind=one.kind) for one in settings),
             Column(key="class", label="kernels"),
             *(Column(key=key, label=_LABELS[key], kind="count") for key in keys),
             Column(key="textbook_flops", label="textbook", kind="count"),
@@ -220,40 +221,20 @@ _LABELS = {
 _Total = dict[str, int | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    key: str
-    label: str
-    read: Callable[[Workload], Cell]
-    kind: Literal["text", "count"] = "count"
-    always: bool = False
-
-
-def _of_shape(name: str) -> Callable[[Workload], Cell]:
-    return lambda workload: getattr(workload.model, name, None)
-
-
-def _model_name(workload: Workload) -> Cell:
-    """Of a model whose shape is not ours to tell in columns."""
-    return None if isinstance(workload.model, ModelShape) else workload.model.name
-
-
+# Of the run, what may differ in the modes that are counted; the mode itself and the seed last.
+_LAST = ("mode", "seed")
 _SETTINGS = (
-    _Setting(key="model", label="model", read=_model_name, kind="text"),
-    _Setting(key="num_layers", label="layers", read=_of_shape("num_layers")),
-    _Setting(key="d_model", label="width", read=_of_shape("d_model")),
-    _Setting(key="d_ff", label="feed-forward", read=_of_shape("d_ff")),
-    _Setting(key="num_heads", label="heads", read=_of_shape("num_heads")),
-    _Setting(key="num_kv_heads", label="kv heads", read=_of_shape("num_kv_heads")),
-    _Setting(key="vocab", label="vocab", read=_of_shape("vocab")),
-    _Setting(key="batch", label="batch", read=lambda workload: workload.batch),
-    _Setting(key="context", label="context", read=lambda workload: workload.context or None, always=True),
-    _Setting(key="precision", label="precision", read=lambda workload: workload.precision, kind="text"),
-    _Setting(key="attention", label="attention", read=lambda workload: workload.attention, kind="text"),
-    _Setting(key="compile", label="compile", read=lambda one: "yes" if one.compile else "no", kind="text"),
-    _Setting(key="mode", label="mode", read=lambda workload: workload.mode, kind="text"),
-    _Setting(key="seed", label="seed", read=lambda workload: workload.seed),
+    complete(Setting(help="", label="model"), "model"),
+    *(SHAPE_SETTINGS[name] for name in ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "vocab")),
+    *(one for name, one in RUN_SETTINGS.items() if "forward" in one.modes and name not in ("device", *_LAST)),
+    *(RUN_SETTINGS[name] for name in _LAST),
 )
+
+
+def _read(setting: Setting, workload: Workload) -> Cell:
+    if setting.name == "model":  # of one whose shape is not ours to tell in columns
+        return None if isinstance(workload.model, ModelShape) else workload.model.name
+    return setting.read(workload.model if setting.name in SHAPE_SETTINGS else workload)
 
 
 def _total(case: CountedCase, kind: str) -> _Total:

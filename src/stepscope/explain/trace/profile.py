@@ -20,6 +20,7 @@ from stepscope.explain.trace.phases import step_ranges
 from stepscope.files import replacing
 from stepscope.hardware import Hardware
 from stepscope.recording.parquet import DamagedTableError, pack, unpack
+from stepscope.recording.readers.nsys_database import EXPORT_COMMAND
 from stepscope.recording.store import Recording
 
 UNKNOWN = "unknown"
@@ -194,7 +195,7 @@ def no_time(recording: Recording) -> StepscopeError:
         case _ if manifest.command:  # a recording of ours
             hint = f"record it again: {manifest.command}"
         case "nsight systems":
-            hint = "export it again: nsys export --type sqlite --output FILE.sqlite FILE.nsys-rep"
+            hint = f"export it again: {EXPORT_COMMAND}"
         case "nsight compute":
             table = shlex.join(["stepscope", "explain", manifest.file or "FILE", "--table", "counters"])
             hint = f"count `gpu__time_duration.sum` as well, or: {table}"

@@ -138,10 +138,7 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
         classes=_classes(profile, profile.kernels),
         phases=tuple(
             PhaseTime(
-                phase=row["phase"],
-                time_ns=row["time_ns"],
-                share=row["share"],
-                count=row["count"],
+                **row,
                 classes=_classes(profile, profile.kernels.filter(pl.col("phase").fill_null(UNKNOWN) == row["phase"])),
             )
             for row in profile.time_by("phase").iter_rows(named=True)
@@ -149,10 +146,7 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
         modules=tuple(ModuleTime(**row) for row in profile.time_by("module", "layer").iter_rows(named=True)),
         kernels=kernel_times(profile),
         coverage=Coverage(kernel_class=covered["class"], phase=covered["phase"], module=covered["module"]),
-        launched=tuple(
-            LaunchTime(launched=row["launched"], time_ns=row["time_ns"], count=row["count"])
-            for row in profile.time_by("launched").iter_rows(named=True)
-        ),
+        launched=tuple(LaunchTime(**row) for row in profile.time_by("launched").drop("share").iter_rows(named=True)),
         devices=tuple(
             SweptDevice(
                 device=one.device,
@@ -172,37 +166,16 @@ def kernel_times(profile: Profile) -> tuple[KernelTime, ...]:
     grouped = profile.kernels.group_by("name", "short", "class", maintain_order=True).agg(
         pl.col("time_ns", "count").sum(), pl.col("min_ns").min(), pl.col("max_ns").max()
     )
-    rows = grouped.sort("time_ns", "name", descending=[True, False]).iter_rows(named=True)
-    return tuple(
-        KernelTime(
-            name=row["name"],
-            short=row["short"],
-            kernel_class=row["class"],
-            count=row["count"],
-            time_ns=row["time_ns"],
-            share=row["time_ns"] / max(1, profile.gpu_time_ns),
-            min_ns=row["min_ns"],
-            mean_ns=row["time_ns"] / row["count"],
-            max_ns=row["max_ns"],
-        )
-        for row in rows
-    )
+    time = pl.col("time_ns")
+    told = grouped.with_columns(share=time / max(1, profile.gpu_time_ns), mean_ns=time / pl.col("count"))
+    rows = told.sort("time_ns", "name", descending=[True, False]).rename({"class": "kernel_class"})
+    return tuple(KernelTime(**row) for row in rows.iter_rows(named=True))
 
 
 def _classes(profile: Profile, kernels: pl.DataFrame) -> tuple[ClassTime, ...]:
-    return tuple(
-        ClassTime(kernel_class=row["class"], time_ns=row["time_ns"], share=row["share"], count=row["count"])
-        for row in profile.time_by("class", kernels=kernels).iter_rows(named=True)
-    )
+    times = profile.time_by("class", kernels=kernels).rename({"class": "kernel_class"})
+    return tuple(ClassTime(**row) for row in times.iter_rows(named=True))
 
 
 def _swept(account: Account) -> Swept:
-    return Swept(
-        wall_ns=account.wall_ns,
-        busy_ns=account.busy_ns,
-        idle_ns=account.idle_ns,
-        overlap_ns=account.overlap_ns,
-        communication_hidden_ns=account.communication_hidden_ns,
-        communication_exposed_ns=account.communication_exposed_ns,
-        classes=account.classes,
-    )
+    return Swept(**{name: getattr(account, name) for name in Swept.__struct_fields__})

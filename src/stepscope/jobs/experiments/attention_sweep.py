@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stepscope.cost.attention import flops_of_attention
-from stepscope.jobs.experiments.grids import AttentionGrid
+from stepscope.jobs.experiments.flag_grids import AttentionGrid
 from stepscope.jobs.experiments.sweep import Experiment, PlannedCase, Turn, judge, look_at
 from stepscope.jobs.workers.messages import AttentionDone, Failed, MeasureAttention
 from stepscope.jobs.workers.process import InputRefusedError, Workers
-from stepscope.recording.rows.attention import AttentionCase, AttentionRow
+from stepscope.recording.rows.attention_case import AttentionCase, AttentionRow
 from stepscope.recording.rows.bench import Environment
 from stepscope.spec import build_case
 

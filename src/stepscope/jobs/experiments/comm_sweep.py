@@ -17,9 +17,9 @@ from pathlib import Path
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.comm_tables import fit_links
 from stepscope.files import MARKER_NAME, claim, find_foreign, require_own
-from stepscope.jobs.experiments.grids import CommGrid, RankHost
+from stepscope.jobs.experiments.flag_grids import CommGrid, RankHost
 from stepscope.jobs.experiments.sweep import Experiment, PlannedCase, Results, Sweep, SweepListener, Turn, look_at
-from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.cpu_limits import limit_instructions
 from stepscope.jobs.workers.messages import (
     CommMeasured,
     Inspect,
@@ -31,10 +31,10 @@ from stepscope.jobs.workers.messages import (
 )
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.jobs.workers.rank import serve_here
-from stepscope.jobs.workers.ranks import JOURNAL_NAME, LOGS_NAME, Heard, run_ranks
+from stepscope.jobs.workers.rank_processes import JOURNAL_NAME, LOGS_NAME, Heard, run_ranks
 from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.rows.bench import Environment, Status
-from stepscope.recording.rows.comm import CommCase, CommRow
+from stepscope.recording.rows.collective_case import CommCase, CommRow
 from stepscope.recording.rows.links import LINKS_NAME, keep_links, links_path, read_links
 from stepscope.spec import build_case
 

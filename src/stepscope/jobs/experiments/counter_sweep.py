@@ -20,8 +20,8 @@ from stepscope.errors import StepscopeError
 from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.sweep import Experiment, Planned, PlannedCase, Results, Sweep, Turn, plan_cases
 from stepscope.jobs.recorders.external import compress
-from stepscope.jobs.recorders.ncu import CaseRefusedError, choose_metrics, count_with_ncu, require_ncu
-from stepscope.jobs.recorders.profile import check_folder, describe_run, versions_of
+from stepscope.jobs.recorders.nsight_compute import CaseRefusedError, choose_metrics, count_with_ncu, require_ncu
+from stepscope.jobs.recorders.recording_job import check_folder, describe_run, versions_of
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.measure.targets.ncu import MOST_LAYERS, NcuCounted, no_gpu, too_many_layers
 from stepscope.recording.rows.bench import CaseRow, Row

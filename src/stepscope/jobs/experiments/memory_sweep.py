@@ -17,11 +17,11 @@ from stepscope.explain.experiments.cases import describe_case, limit_notes
 from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.sweep import PlannedCase, Turn, WorkloadExperiment
 from stepscope.jobs.recorders.external import compress
-from stepscope.jobs.recorders.profile import describe_run, median_ns
+from stepscope.jobs.recorders.recording_job import describe_run, median_ns
 from stepscope.jobs.workers.messages import Failed, MemoryRecorded, RecordMemory
 from stepscope.jobs.workers.process import Ended, Workers
 from stepscope.recording.memory.labels import SNAPSHOT_NAME, MemoryRun
-from stepscope.recording.rows.memory import MemoryRow
+from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.spec import Case, Grid, grid_from_flags
 
 if TYPE_CHECKING:  # loads polars, which a bad flag need not wait for
@@ -59,7 +59,6 @@ class MemoryExperiment(WorkloadExperiment[MemoryRow]):
 
     def _keep(self, snapshot: Path, turn: Turn[Case, MemoryRow], run: MemoryRun, started: str) -> dict[str, object]:
         from stepscope.explain.memory import make_memory_profile
-        from stepscope.explain.memory.summary import summarise_memory
         from stepscope.recording.memory import reader as memory
         from stepscope.recording.store import save
 
@@ -67,7 +66,7 @@ class MemoryExperiment(WorkloadExperiment[MemoryRow]):
         recording = _describe(memory.read(snapshot), planned, run, command=sweep.command, started=started)
         raw = compress(snapshot, level=1) if self.snapshots or len(self.grid.cases()) == 1 else None
         save(recording, recording_folder(sweep.folder, planned.key), raw=raw, force=True)
-        return {"summary": summarise_memory(make_memory_profile(recording)), "run": run}
+        return {"summary": make_memory_profile(recording).summary, "run": run}
 
 
 def recording_folder(folder: Path, key: str) -> Path:

@@ -213,6 +213,7 @@ class Sweep(Generic[C, R]):
         for group in self.experiment.groups(waiting):
             turn.waiting.extend(group)
             self.experiment.run_group(turn, workers)
+            assert not turn.waiting, "a group was left before its last case"
         turn.keep_refused()
         return tuple(rows[one.key] for one in planned)
 
@@ -232,7 +233,7 @@ class Turn(Generic[C, R]):
         self._started, self._clock = datetime.now(UTC), time.monotonic()
         self.listener.start(self.waiting[0])
 
-    def take(self, outcome: "CaseOutcome[Any]") -> None:
+    def take(self, outcome: CaseOutcome[Any]) -> None:
         """The case that runs is done, and its process goes on with the next."""
         self.finish(outcome.status, outcome.reason, measurement=outcome.measurement, doubts=outcome.doubts)
         if self.waiting:

@@ -20,7 +20,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import decode, read_plain, writing
-from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.cpu_limits import limit_instructions
 
 _LAST_WORDS = 1000  # characters of what was printed, for the error
 _LEAVE_S = (10.0, 3.0)  # how long a profiler gets to end its program, after being asked and after being told

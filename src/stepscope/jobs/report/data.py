@@ -15,7 +15,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
-from stepscope.files import decode, read_plain, try_lock, write_atomically, writing
+from stepscope.files import Versioned, decode, read_plain, try_lock, write_atomically, writing
 from stepscope.findings import Missing
 from stepscope.jobs.experiments.sweep import Planned
 from stepscope.recording.rows.bench import Environment
@@ -39,10 +39,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     absent: dict[str, Missing] = msgspec.field(default_factory=dict)
 
 
-class _StateVersion(msgspec.Struct):
-    schema: str
-
-
 def is_data(path: Path) -> bool:
     return path.is_dir() and (path / STATE_NAME).is_file()
 
@@ -51,7 +47,7 @@ def read_state(folder: Path) -> State:
     path = folder / STATE_NAME
     try:
         content = read_plain(path)
-        if decode(content, _StateVersion).schema == SCHEMA:
+        if decode(content, Versioned).schema == SCHEMA:
             state = decode(content, State)
             if all(keys and all(map(_KEY.fullmatch, keys)) for keys in state.done.values()):
                 return state

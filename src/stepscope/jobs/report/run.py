@@ -23,7 +23,7 @@ from stepscope.explain.story.sources import Materials
 from stepscope.files import check_target, write_atomically, writing
 from stepscope.findings import STAGES, Missing, Report
 from stepscope.jobs.experiments.sweep import Planned, look_at, place_cases
-from stepscope.jobs.recorders.profile import only_case
+from stepscope.jobs.recorders.recording_job import only_case
 from stepscope.jobs.report import stages as report_stages
 from stepscope.jobs.report.data import State, check_data, open_data, write_state
 from stepscope.jobs.report.stages import ReportStage, StageWork, UnavailableError, other_precision

@@ -16,7 +16,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.attention_tables import summary_ms
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms
 from stepscope.explain.memory import make_memory_profile
-from stepscope.explain.precision.tables import find_speeds
+from stepscope.explain.precision.precision_tables import find_speeds
 from stepscope.explain.story.commands import write_command
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import make_profile
@@ -25,12 +25,12 @@ from stepscope.jobs.experiments.attention_sweep import AttentionExperiment, Plan
 from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, recording_folder
 from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, C, Experiment, Planned, Sweep, TextListener
 from stepscope.jobs.precision import CONTEXT_ON_CPU, PrecisionJob, choose_precisions
-from stepscope.jobs.recorders.profile import ProfileJob
+from stepscope.jobs.recorders.recording_job import ProfileJob
 from stepscope.jobs.workers.process import InputRefusedError, Workers
 from stepscope.recording import store
-from stepscope.recording.rows.attention import AttentionCase, AttentionRow
+from stepscope.recording.rows.attention_case import AttentionCase, AttentionRow
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
-from stepscope.recording.rows.precision import read_report
+from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import R, read_rows_of
 from stepscope.spec import Factory, ModelShape, Precision, for_precisions
 from stepscope.spec.backends import compared_on

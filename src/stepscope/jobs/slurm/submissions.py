@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain, write_atomically, writing
+from stepscope.files import read_document, write_atomically, writing
 from stepscope.jobs.slurm.resources import Resources
 from stepscope.recording.rows.bench import Retry
 from stepscope.spec import Case
@@ -79,7 +79,16 @@ class Job:
         return tuple(self.folder.parent / f"{self.id}_{task}_log.out" for task in range(self.tasks))
 
     def outcomes(self) -> tuple[TaskOutcome | None, ...]:
-        return tuple(_read_outcome(outcome_path(self.folder, task)) for task in range(self.tasks))
+        paths = [outcome_path(self.folder, task) for task in range(self.tasks)]
+        return tuple(
+            read_document(
+                path,
+                TaskOutcome,
+                refusal="cannot read how a job ended:",
+                hint=f"rm {path}    # the job then counts as running",
+            )
+            for path in paths
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +130,11 @@ def read_submissions(run_folder: Path) -> list[Kept]:
     found = []
     for folder in sorted(_numbered(run_folder), key=lambda one: int(one.name), reverse=True):
         path = folder / _MANIFEST_NAME
-        if not path.exists():
+        submission = read_document(
+            path, Submission, refusal="cannot read what was submitted:", hint=f"rm {path}    # forgets these jobs"
+        )
+        if submission is None:
             continue
-        try:
-            submission = decode(read_plain(path), Submission)
-        except (OSError, msgspec.DecodeError) as error:
-            raise StepscopeError(
-                f"cannot read what was submitted: `{path}`",
-                detail=str(error),
-                hint=f"rm {path}    # forgets these jobs",
-            ) from None
         if submission.schema != _SCHEMA:
             raise StepscopeError(
                 f"submitted by another version: `{path}`",
@@ -159,16 +163,3 @@ def write_whole(path: Path, content: bytes) -> None:
 def _numbered(run_folder: Path) -> Iterator[Path]:
     with suppress(FileNotFoundError):
         yield from (folder for folder in (run_folder / FOLDER_NAME).absolute().iterdir() if folder.name.isdigit())
-
-
-def _read_outcome(path: Path) -> TaskOutcome | None:
-    try:
-        return decode(read_plain(path), TaskOutcome)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise StepscopeError(
-            f"cannot read how a job ended: `{path}`",
-            detail=str(error),
-            hint=f"rm {path}    # the job then counts as running",
-        ) from None

@@ -16,7 +16,7 @@ import stepscope
 from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, Sweep
 from stepscope.jobs.slurm.executor import holding_signals, make_executor, require_slurm, script, submit
 from stepscope.jobs.slurm.resources import Resources
-from stepscope.jobs.slurm.rows import RowLedger, seed
+from stepscope.jobs.slurm.row_ledger import RowLedger, seed
 from stepscope.jobs.slurm.submissions import Job, Kept, ShareWork, keep, next_folder, read_submissions
 from stepscope.jobs.slurm.watch import JobListener, JobWatch, raise_failures
 from stepscope.jobs.workers.process import require_torch

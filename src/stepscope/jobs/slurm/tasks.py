@@ -23,7 +23,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, PlannedCase, Sweep, plan_cases
 from stepscope.jobs.slurm.executor import holding_signals
-from stepscope.jobs.slurm.rows import forget_killed
+from stepscope.jobs.slurm.row_ledger import forget_killed
 from stepscope.jobs.slurm.submissions import TaskOutcome, outcome_path, write_whole
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.recording.rows.bench import Row

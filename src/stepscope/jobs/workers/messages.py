@@ -8,11 +8,11 @@ import msgspec
 
 from stepscope.recording.memory.labels import MemoryRun
 from stepscope.recording.recorded import RecordedRun
-from stepscope.recording.rows.attention import AttentionCase, AttentionOutcome
+from stepscope.recording.rows.attention_case import AttentionCase, AttentionOutcome
 from stepscope.recording.rows.bench import Doubt, Environment, Inspection, Measurement
-from stepscope.recording.rows.comm import CommCase, CommOutcome
-from stepscope.recording.rows.precision import PrecisionComparison
-from stepscope.recording.rows.train import TrainMemory, TrainRow
+from stepscope.recording.rows.collective_case import CommCase, CommOutcome
+from stepscope.recording.rows.precision_report import PrecisionComparison
+from stepscope.recording.rows.training_log import TrainMemory, TrainRow
 from stepscope.spec import Case, Precision, Training
 
 

@@ -23,7 +23,7 @@ from typing import IO, Self
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.workers.instructions import limit_instructions
+from stepscope.jobs.workers.cpu_limits import limit_instructions
 from stepscope.jobs.workers.messages import Answer, AttentionMeasured, Failed, Request, Result, StageReached
 from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.rows.bench import Status

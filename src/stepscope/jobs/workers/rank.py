@@ -26,7 +26,7 @@ from stepscope.jobs.workers.messages import (
 )
 from stepscope.measure.failures import say_in_a_line
 from stepscope.parallel.journal import FOLDER_VARIABLE
-from stepscope.recording.rows.train import TrainMemory, TrainRow
+from stepscope.recording.rows.training_log import TrainMemory, TrainRow
 
 if TYPE_CHECKING:
     from stepscope.parallel.communicator import Communicator

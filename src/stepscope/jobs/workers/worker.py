@@ -7,9 +7,9 @@ with it.
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -40,8 +40,10 @@ from stepscope.jobs.workers.messages import (
     StepsRecorded,
 )
 from stepscope.measure.failures import is_out_of_memory, say_in_a_line
-from stepscope.recording.rows.attention import AttentionCase
 from stepscope.spec import Case, Factory, HuggingFace, ModelShape
+
+if TYPE_CHECKING:
+    import torch
 
 
 def serve(request_fd: int, answer_fd: int) -> NoReturn:
@@ -90,19 +92,49 @@ def _serve(request: Request, on_stage: Callable[[str], None], tell: Callable[[An
         case ProbeCases():
             return _probe(request, on_stage)
         case MeasureStep(case=case):
-            return _run(case, on_stage)
-        case Record():
-            return _record(request, on_stage)
-        case ComparePrecisions():
-            return _compare_precisions(request, on_stage)
-        case RecordMemory():
-            return _record_memory(request, on_stage)
+            from stepscope.measure.bench import measure
+
+            measurement, doubts = measure(case, _device_of(case), on_stage=on_stage)
+            return StepMeasured(measurement=measurement, doubts=doubts)
+        case Record(case=case):
+            from stepscope.measure.profiler import record
+
+            run = record(
+                case,
+                _device_of(case),
+                functions=request.functions,
+                folder_raw=Path(request.folder),
+                record_steps=request.steps,
+                with_stack=request.stacks,
+                on_stage=on_stage,
+            )
+            return StepsRecorded(run=run)
+        case ComparePrecisions(case=case, precisions=precisions):
+            from stepscope.measure.precision.comparison import compare_precisions
+
+            comparison = compare_precisions(case, precisions, _device_of(case), on_stage=on_stage)
+            return PrecisionsCompared(comparison=comparison)
+        case RecordMemory(case=case):
+            from stepscope.measure.memory.recorder import record_memory
+
+            recorded = record_memory(case, _device_of(case), folder=Path(request.folder), on_stage=on_stage)
+            return MemoryRecorded(run=recorded)
         case MeasureAttention(cases=cases):
-            return _measure_attention(cases, on_stage, tell)
+            from stepscope.measure.attention.cases import measure_cases
+
+            for outcome in measure_cases(cases, on_stage=on_stage):
+                tell(AttentionMeasured(outcome=outcome))
+            return AttentionDone()
         case Inspect():
             from stepscope.measure.environment import inspect_torch
 
             return Inspected(inspection=inspect_torch())
+
+
+def _device_of(case: Case) -> "torch.device":
+    import torch
+
+    return torch.device(case.workload.device)
 
 
 def _probe(request: ProbeCases, on_stage: Callable[[str], None]) -> Probed:
@@ -129,62 +161,6 @@ def _check_model(case: Case, on_stage: Callable[[str], None]) -> ProbedModel:
             return ProbedModel(source=digest, takes_context=takes_context)
         case ModelShape():
             return ProbedModel(source=None, takes_context=True)
-
-
-def _run(case: Case, on_stage: Callable[[str], None]) -> StepMeasured:
-    import torch
-
-    from stepscope.measure.bench import measure
-
-    measurement, doubts = measure(case, torch.device(case.workload.device), on_stage=on_stage)
-    return StepMeasured(measurement=measurement, doubts=doubts)
-
-
-def _record(request: Record, on_stage: Callable[[str], None]) -> StepsRecorded:
-    import torch
-
-    from stepscope.measure.profiler import record
-
-    run = record(
-        request.case,
-        torch.device(request.case.workload.device),
-        functions=request.functions,
-        folder_raw=Path(request.folder),
-        record_steps=request.steps,
-        with_stack=request.stacks,
-        on_stage=on_stage,
-    )
-    return StepsRecorded(run=run)
-
-
-def _compare_precisions(request: ComparePrecisions, on_stage: Callable[[str], None]) -> PrecisionsCompared:
-    import torch
-
-    from stepscope.measure.precision.comparison import compare_precisions
-
-    device = torch.device(request.case.workload.device)
-    return PrecisionsCompared(
-        comparison=compare_precisions(request.case, request.precisions, device, on_stage=on_stage)
-    )
-
-
-def _record_memory(request: RecordMemory, on_stage: Callable[[str], None]) -> MemoryRecorded:
-    import torch
-
-    from stepscope.measure.memory.recorder import record_memory
-
-    device = torch.device(request.case.workload.device)
-    return MemoryRecorded(run=record_memory(request.case, device, folder=Path(request.folder), on_stage=on_stage))
-
-
-def _measure_attention(
-    cases: Sequence[AttentionCase], on_stage: Callable[[str], None], tell: Callable[[Answer], None]
-) -> AttentionDone:
-    from stepscope.measure.attention.cases import measure_cases
-
-    for outcome in measure_cases(cases, on_stage=on_stage):
-        tell(AttentionMeasured(outcome=outcome))
-    return AttentionDone()
 
 
 def _explain_failure(error: BaseException, request: Request, stage: str) -> OutOfMemory | Failed:

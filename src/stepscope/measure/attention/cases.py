@@ -20,7 +20,7 @@ from stepscope.measure.attention.timing import TimedRepetitions, time_attention
 from stepscope.measure.failures import is_out_of_memory, say_in_a_line
 from stepscope.measure.memory.limits import limit_memory
 from stepscope.measure.soundness import MachineWatch, doubt_spread
-from stepscope.recording.rows.attention import NOT_TRIED, AttentionCase, AttentionMeasurement, AttentionOutcome
+from stepscope.recording.rows.attention_case import NOT_TRIED, AttentionCase, AttentionMeasurement, AttentionOutcome
 from stepscope.recording.rows.bench import Doubt
 from stepscope.units import GIB
 

@@ -15,7 +15,7 @@ from torch._C._profiler import _EventType
 
 from stepscope.measure.attention.problem import RandomAttention
 from stepscope.measure.memory.recorder import profiling, results_of
-from stepscope.recording.rows.attention import AttentionMemory
+from stepscope.recording.rows.attention_case import AttentionMemory
 
 
 def weigh(problem: RandomAttention) -> AttentionMemory:

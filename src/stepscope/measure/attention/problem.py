@@ -22,7 +22,7 @@ from torch import Tensor
 from stepscope.kernels import flash_attention
 from stepscope.measure.environment import DTYPES
 from stepscope.nn import functional
-from stepscope.recording.rows.attention import Accuracy, AttentionCase
+from stepscope.recording.rows.attention_case import Accuracy, AttentionCase
 
 ROWS = 64
 RESULTS = ("output", "dq", "dk", "dv")

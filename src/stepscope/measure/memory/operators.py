@@ -15,7 +15,7 @@ import torch
 from torch._C._profiler import RecordScope, _EventType
 
 from stepscope.measure.memory.marks import MARK, MODULE, Places
-from stepscope.recording.memory.labels import NOBODY, Fact, Operator
+from stepscope.recording.memory.labels import NOBODY, Operator, TensorFact
 
 _EVALUATE = "autograd::engine::evaluate_function"
 # Operators that only take memory, on behalf of the one around them.
@@ -39,7 +39,7 @@ class Happening:
 class Watched:
     happenings: list[Happening]
     operators: list[Operator]
-    facts: list[Fact]
+    facts: list[TensorFact]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _judge(
     elif place.node is not None and place.module_end_ns and (ended_ns is None or ended_ns > place.module_end_ns):
         category, name = "activations", "recomputed"
     if category is not None:
-        watched.facts.append(Fact(mark=mark, operator=operator, address=address, category=category, name=name))
+        watched.facts.append(TensorFact(mark=mark, operator=operator, address=address, category=category, name=name))
 
 
 def _cast_parameter(call: Any, size: int, parameters: Mapping[int, tuple[str, int]]) -> str | None:

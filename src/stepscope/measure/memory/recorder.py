@@ -40,11 +40,11 @@ from stepscope.recording.memory.labels import (
     KEY,
     NOBODY,
     SNAPSHOT_NAME,
-    Fact,
     MemoryLabels,
     MemoryRun,
     Operator,
     SavedRow,
+    TensorFact,
 )
 from stepscope.spec import Case
 from stepscope.step import Step, build
@@ -87,7 +87,7 @@ class _Recorder:
         self.step = step
         self.places = Places(on_mark)
         self.operators: list[Operator] = []
-        self.facts: list[Fact] = []
+        self.facts: list[TensorFact] = []
         self.watched: list[int] = []
         self.notes: list[str] = []
         self._saved: list[SavedRow] = []
@@ -158,7 +158,7 @@ class _Recorder:
         storage = tensor.untyped_storage()
         if tensor.device == self.step.device and storage.nbytes():
             self.facts.append(
-                Fact(
+                TensorFact(
                     mark=self.places.mark,
                     operator=NOBODY,
                     address=storage.data_ptr(),

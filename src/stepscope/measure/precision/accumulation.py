@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.measure.environment import DTYPES
-from stepscope.recording.rows.precision import LowDtype, NormKind, NormPart, Sum
+from stepscope.recording.rows.precision_report import LowDtype, NormKind, NormPart, Sum
 
 TERM, COUNT = 0.01, 1000
 # In the order of the table: the sum's dtype, the term's, and whether the term is widened by hand before.

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepscope.errors import StepscopeError
 from stepscope.measure.precision.accumulation import add_up, find_norm_width, measure_norm_parts
-from stepscope.recording.rows.precision import (
+from stepscope.recording.rows.precision_report import (
     GradientError,
     Output,
     PrecisionComparison,

@@ -3,7 +3,7 @@
     python -P -m stepscope.measure.targets.ncu REQUEST.json
 
 Nothing is annotated and nothing else records: the kernels that are counted are those of the bare model. Torch is
-imported when it runs, as `jobs.recorders.ncu` reads the types below without it.
+imported when it runs, as `jobs.recorders.nsight_compute` reads the types below without it.
 
 Nsight Compute says nothing until its end, as long as it writes CSV. How far it has come shows in PyTorch's allocator:
 the host waits for every kernel while it is counted, so a thread that compares the number of tensors made so far with

@@ -2,8 +2,8 @@
 
     python -P -m stepscope.measure.targets.nsys REQUEST.json
 
-What Nsight Systems records is its own; what we measured besides goes to `jobs.recorders.nsys`, which does not import
-torch. Neither does this file before it runs.
+What Nsight Systems records is its own; what we measured besides goes to `jobs.recorders.nsight_systems`, which does not
+import torch. Neither does this file before it runs.
 """
 
 import sys

@@ -32,17 +32,17 @@ from stepscope.recording.memory.allocator_start import (
     SEGMENT_FREE,
     SMALL,
     UNMAP,
-    Columns,
     Held,
-    Piece,
     Pieces,
+    ReservedPiece,
     Start,
+    TraceColumns,
     find_start,
     held_in,
     known_start,
     piece_of,
 )
-from stepscope.recording.memory.snapshot import Segment, Settings, Trace
+from stepscope.recording.memory.snapshot import AllocatorSettings, Segment, Trace
 
 _CHUNK = 1 << 18  # events taken out of their columns at a time: as Python's integers they weigh ten times as much
 _UNCOUNTED = -2  # instead of the event that ends it: a block whose free was asked for before the start
@@ -77,11 +77,11 @@ class Replayed:
 
 def replay(trace: Trace, segments_at_start: tuple[Segment, ...] | None = None) -> Replayed:
     """`segments_at_start` are the segments as they were before the first event, where somebody kept them."""
-    columns = Columns.of(trace)
+    columns = TraceColumns.of(trace)
     start = find_start(trace, columns) if segments_at_start is None else known_start(segments_at_start)
     # A recording may have been told to leave completions out; then no block can still wait for one at the end.
     waiting = any(block.pending for block in held_in(trace.segments_at_end))
-    run = _Run(trace.settings, start, completes=waiting or bool((columns.codes == COMPLETED).any()))
+    run = _Replay(trace.settings, start, completes=waiting or bool((columns.codes == COMPLETED).any()))
     for first in range(0, len(columns.codes), _CHUNK):
         run.follow(columns, first)
     run.confirm(columns)
@@ -94,7 +94,7 @@ class _Space:
 
     __slots__ = ("begins", "fine", "largest", "sizes", "walls")
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: AllocatorSettings) -> None:
         self.sizes: dict[int, int] = {}
         self.begins: dict[int, int] = {}
         self.walls: Counter[int] = Counter()  # where a segment begins or ends that nothing merges across
@@ -142,7 +142,7 @@ class _Space:
                 self.begins[high] = low
         return True
 
-    def wall(self, piece: Piece, count: int) -> None:
+    def wall(self, piece: ReservedPiece, count: int) -> None:
         """Raises the walls of a fixed piece, or takes them down. Two segments side by side share one."""
         if piece.fixed:
             for place in (piece.address, piece.address + piece.bytes):
@@ -168,10 +168,10 @@ class _Rows:
         return len(self.starts) - 1
 
 
-class _Run:
+class _Replay:
     """The allocator's state while the events pass."""
 
-    def __init__(self, settings: Settings, start: Start, *, completes: bool) -> None:
+    def __init__(self, settings: AllocatorSettings, start: Start, *, completes: bool) -> None:
         self.rows = _Rows()
         self.pieces = Pieces(start.pieces)
         self.anomalies: Counter[str] = Counter()
@@ -196,7 +196,7 @@ class _Run:
                 self.guessed.add(row)
                 self._open_rows[block.address + block.bytes] = row
 
-    def follow(self, columns: Columns, first: int) -> None:
+    def follow(self, columns: TraceColumns, first: int) -> None:
         """Takes the next events, beginning with `first`."""
         part = slice(first, first + _CHUNK)
         codes, addresses = columns.codes[part].tolist(), columns.addresses[part].tolist()
@@ -231,12 +231,12 @@ class _Run:
             elif code in (SEGMENT_ALLOC, SEGMENT_FREE, MAP, UNMAP) and size:
                 fixed = code in (SEGMENT_ALLOC, SEGMENT_FREE)
                 stream = int(columns.streams[event])
-                piece = Piece(address=address, bytes=size, stream=stream, fixed=fixed, start=event)
+                piece = ReservedPiece(address=address, bytes=size, stream=stream, fixed=fixed, start=event)
                 (self._reserve if code in (SEGMENT_ALLOC, MAP) else self._return)(piece, event)
             elif code == OTHER:
                 self.anomalies["not_understood"] += 1
 
-    def confirm(self, columns: Columns) -> None:
+    def confirm(self, columns: TraceColumns) -> None:
         """A block taken right behind a guessed one, while that was there, shows that the guess was right."""
         if not self._open_rows:
             return
@@ -314,13 +314,13 @@ class _Run:
         self._space.begins[address + self.rows.bytes[row]] = address
         self.anomalies["lost_free"] += 1
 
-    def _reserve(self, piece: Piece, event: int) -> None:
+    def _reserve(self, piece: ReservedPiece, event: int) -> None:
         if not self.pieces.add(piece, event):
             self.anomalies["lost_segment"] += 1
         self._space.wall(piece, 1)
         self._space.add(piece.address, piece.bytes)
 
-    def _return(self, piece: Piece, event: int) -> None:
+    def _return(self, piece: ReservedPiece, event: int) -> None:
         covered = self.pieces.remove(piece.address, piece.bytes, event)
         free = self._space.remove(piece.address, piece.bytes)
         if covered < piece.bytes or not free:
@@ -329,7 +329,7 @@ class _Run:
             self._space.wall(piece, -1)
 
 
-def _tabulate(run: _Run, trace: Trace, described: list[Held]) -> Replayed:
+def _tabulate(run: _Replay, trace: Trace, described: list[Held]) -> Replayed:
     """The rows as tables. What is known of an allocation is in its event, or `described` where it has none."""
     events, rows = trace.events, run.rows
     starts, ends, addresses, sizes = (

@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from stepscope.recording.memory.snapshot import ACTIONS, Segment, Settings, Trace
+from stepscope.recording.memory.snapshot import ACTIONS, AllocatorSettings, Segment, Trace
 
 LEAST = 512  # every block is a multiple of it
 SMALL = 1 << 20  # the largest block of the small pool, and the largest rest that a large block keeps
@@ -38,7 +38,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ReservedPiece:
     """Memory from CUDA. What a fixed piece holds never merges with what is beside it."""
 
     address: int
@@ -49,7 +49,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
+class TraceColumns:
     """The events, a column each. `rounded` is what the allocator makes of `sizes`, before it looks for a block."""
 
     codes: NDArray[np.uint8]
@@ -74,8 +74,8 @@ class Columns:
 class Start:
     """The state before the first event. `ranges` are the pieces, with those joined that blocks may lie across."""
 
-    pieces: list[Piece]
-    ranges: list[Piece]
+    pieces: list[ReservedPiece]
+    ranges: list[ReservedPiece]
     held: list[Held]
 
     def gaps(self) -> Iterator[tuple[int, int]]:
@@ -98,7 +98,7 @@ def known_start(segments: tuple[Segment, ...]) -> Start:
     return Start(pieces=pieces, ranges=_join(pieces), held=held_in(segments))
 
 
-def find_start(trace: Trace, columns: Columns) -> Start:
+def find_start(trace: Trace, columns: TraceColumns) -> Start:
     """The state that follows from the trace and its end."""
     pieces = _pieces_before(trace.segments_at_end, columns)
     ranges, held = _join(pieces), _held_before(trace.segments_at_end, columns)
@@ -106,7 +106,7 @@ def find_start(trace: Trace, columns: Columns) -> Start:
     return Start(pieces=pieces, ranges=ranges, held=held)
 
 
-def round_sizes(sizes: NDArray[np.int64], settings: Settings) -> NDArray[np.int64]:
+def round_sizes(sizes: NDArray[np.int64], settings: AllocatorSettings) -> NDArray[np.int64]:
     """What the allocator makes of the sizes asked for, before it looks for a block."""
     plain: NDArray[np.int64] = np.maximum((sizes + (LEAST - 1)) & -LEAST, LEAST)
     if not settings.roundup_divisions:
@@ -124,12 +124,12 @@ def round_sizes(sizes: NDArray[np.int64], settings: Settings) -> NDArray[np.int6
 class Pieces:
     """Memory from CUDA that is there now, without overlaps, and what was there and went."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[ReservedPiece]) -> None:
         self.there = {piece.address: piece for piece in pieces}
-        self.gone: list[tuple[Piece, int]] = []
+        self.gone: list[tuple[ReservedPiece, int]] = []
         self._order = sorted(self.there)
 
-    def add(self, piece: Piece, event: int) -> bool:
+    def add(self, piece: ReservedPiece, event: int) -> bool:
         """Whether the place was empty; if not, it is now."""
         covered = self.remove(piece.address, piece.bytes, event)
         if piece.bytes:
@@ -156,20 +156,22 @@ class Pieces:
                     at += 1
         return covered
 
-    def ordered(self) -> list[Piece]:
+    def ordered(self) -> list[ReservedPiece]:
         return [self.there[address] for address in self._order]
 
-    def _insert(self, piece: Piece) -> None:
+    def _insert(self, piece: ReservedPiece) -> None:
         self.there[piece.address] = piece
         insort(self._order, piece.address)
 
 
-def cut(piece: Piece, low: int, high: int) -> Piece:
-    return Piece(address=low, bytes=high - low, stream=piece.stream, fixed=piece.fixed, start=piece.start)
+def cut(piece: ReservedPiece, low: int, high: int) -> ReservedPiece:
+    return ReservedPiece(address=low, bytes=high - low, stream=piece.stream, fixed=piece.fixed, start=piece.start)
 
 
-def piece_of(segment: Segment) -> Piece:
-    return Piece(address=segment.address, bytes=segment.bytes, stream=segment.stream, fixed=not segment.expandable)
+def piece_of(segment: Segment) -> ReservedPiece:
+    return ReservedPiece(
+        address=segment.address, bytes=segment.bytes, stream=segment.stream, fixed=not segment.expandable
+    )
 
 
 def held_in(segments: Iterable[Segment]) -> list[Held]:
@@ -190,8 +192,8 @@ def held_in(segments: Iterable[Segment]) -> list[Held]:
     return sorted(found, key=lambda block: block.address)
 
 
-def _join(pieces: list[Piece]) -> list[Piece]:
-    ranges: list[Piece] = []
+def _join(pieces: list[ReservedPiece]) -> list[ReservedPiece]:
+    ranges: list[ReservedPiece] = []
     for piece in pieces:
         last = ranges[-1] if ranges else None
         if last and not (last.fixed or piece.fixed) and last.address + last.bytes == piece.address:
@@ -201,7 +203,7 @@ def _join(pieces: list[Piece]) -> list[Piece]:
     return ranges
 
 
-def _pieces_before(ended: tuple[Segment, ...], columns: Columns) -> list[Piece]:
+def _pieces_before(ended: tuple[Segment, ...], columns: TraceColumns) -> list[ReservedPiece]:
     """The segments at the end, with all that came taken away and all that went put back, last event first."""
     pieces = Pieces(map(piece_of, ended))
     for event in np.flatnonzero((columns.codes >= SEGMENT_ALLOC) & (columns.codes <= UNMAP))[::-1].tolist():
@@ -210,11 +212,11 @@ def _pieces_before(ended: tuple[Segment, ...], columns: Columns) -> list[Piece]:
             pieces.remove(address, size, event)
         else:
             stream = int(columns.streams[event])
-            pieces.add(Piece(address=address, bytes=size, stream=stream, fixed=code == SEGMENT_FREE), event)
+            pieces.add(ReservedPiece(address=address, bytes=size, stream=stream, fixed=code == SEGMENT_FREE), event)
     return pieces.ordered()
 
 
-def _held_before(ended: tuple[Segment, ...], columns: Columns) -> list[Held]:
+def _held_before(ended: tuple[Segment, ...], columns: TraceColumns) -> list[Held]:
     """A block was there at the start if the first that is heard of its address is a free, or nothing is at all."""
     events = np.flatnonzero(columns.codes <= COMPLETED)
     heard, first = np.unique(columns.addresses[events], return_index=True)
@@ -232,7 +234,7 @@ def _held_before(ended: tuple[Segment, ...], columns: Columns) -> list[Held]:
     return sorted(held, key=lambda block: block.address)
 
 
-def _fit(held: list[Held], ranges: list[Piece], settings: Settings) -> None:
+def _fit(held: list[Held], ranges: list[ReservedPiece], settings: AllocatorSettings) -> None:
     """Finds the sizes of blocks of which only the rounded size is known, by the room that they have."""
     begins = [piece.address for piece in ranges]
     largest = settings.max_split_bytes or 1 << 62

@@ -29,7 +29,7 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     module: str  # empty where nobody knows
 
 
-class Fact(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class TensorFact(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The memory at `address` that `operator` took, or else that is there when `mark` is made, is of this category."""
 
     mark: int
@@ -62,7 +62,7 @@ class MemoryLabels(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     marks: tuple[Mark, ...]
     operators: tuple[Operator, ...]
-    facts: tuple[Fact, ...]
+    facts: tuple[TensorFact, ...]
     # Steps in which operators were watched. The others take over from the last of them what is the same.
     watched_steps: tuple[int, ...]
     # What the allocator held when recording began, as snapshots have it; on a CPU a block a tensor.

@@ -75,7 +75,7 @@ _INDUCTOR = re.compile(r"^torchinductor_.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class SnapshotBlock:
     """A piece of a segment. `pending` is freed by its owner and still in use on another stream."""
 
     address: int
@@ -95,11 +95,11 @@ class Segment:
     small: bool
     expandable: bool
     stack: int | None
-    blocks: tuple[Block, ...]
+    blocks: tuple[SnapshotBlock, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class AllocatorSettings:
     """What decides how the allocator rounds and splits."""
 
     expandable_segments: bool = False
@@ -114,7 +114,7 @@ class Trace:
     device: int
     events: pl.DataFrame
     segments_at_end: tuple[Segment, ...]
-    settings: Settings
+    settings: AllocatorSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +360,7 @@ class _Reader:
             blocks=self._blocks(blocks, address, address + size, f"{place}.blocks"),
         )
 
-    def _blocks(self, found: list[Any], start: int, end: int, place: str) -> tuple[Block, ...]:
+    def _blocks(self, found: list[Any], start: int, end: int, place: str) -> tuple[SnapshotBlock, ...]:
         """Where blocks do not say their address, as in 2023, one begins where the one before it ends."""
         blocks = []
         for at, raw in enumerate(found):
@@ -377,7 +377,7 @@ class _Reader:
                 self._refuse(here, "a block inside of its segment, behind the one before it")
             start = address + size
             blocks.append(
-                Block(
+                SnapshotBlock(
                     address=address,
                     bytes=size,
                     requested_bytes=None if asked < 0 else asked,
@@ -391,10 +391,10 @@ class _Reader:
         number = self._stacks.number(raw["frames"], place) if "frames" in raw else -1
         return None if number < 0 else number
 
-    def _settings(self, raw: object, events: pl.DataFrame, ended: Iterable[Segment]) -> Settings:
+    def _settings(self, raw: object, events: pl.DataFrame, ended: Iterable[Segment]) -> AllocatorSettings:
         if raw is None:  # from before snapshots told: what was recorded shows at least this much
             mapped = any(segment.expandable for segment in ended)
-            return Settings(expandable_segments=mapped or bool((events["action"] == "segment_map").any()))
+            return AllocatorSettings(expandable_segments=mapped or bool((events["action"] == "segment_map").any()))
         place = "allocator_settings"
         if type(raw) is not dict:
             self._refuse(place, "a dict")
@@ -411,7 +411,7 @@ class _Reader:
             self._integer(by_interval, name, f"{place}.roundup_power2_divisions", most=2**30, absent=0)
             for name in names
         ]
-        return Settings(
+        return AllocatorSettings(
             expandable_segments=expandable,
             max_split_bytes=None if largest < 0 or largest >= 2**63 - 1 else largest,
             roundup_divisions=tuple(chosen) if any(chosen) else (),

@@ -5,11 +5,10 @@ import zlib
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
-from stepscope.files import scratch_folder
 from stepscope.recording import store
 from stepscope.recording.memory import reader as memory
 from stepscope.recording.memory import snapshot_pickle
-from stepscope.recording.readers import kineto, ncu, nsys, nsys_export
+from stepscope.recording.readers import kineto, ncu, nsys
 from stepscope.recording.store import Recording
 
 _READABLE = (
@@ -26,11 +25,8 @@ def open_recording(path: Path) -> Recording:
     if store.is_recording(path):
         return store.load(path)
     start = _first_bytes(path)
-    if start.startswith(b"SQLite format 3\0"):
+    if start.startswith(b"SQLite format 3\0") or path.suffix in nsys.REPORT_ENDINGS:
         return nsys.read(path)
-    if path.suffix in (".nsys-rep", ".qdrep"):
-        with scratch_folder() as folder:
-            return nsys.read(nsys_export.export(path, folder)).with_manifest(file=path.name)
     text = start.lstrip(_BLANK)
     if text[:1] in (b"{", b"["):
         return kineto.read(path)

@@ -5,6 +5,9 @@ it and the ranges. The file also holds its recorder's environment, host, user an
 """
 
 import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -13,12 +16,13 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.files import scratch_folder
 from stepscope.recording import tables
-from stepscope.recording.readers.nsys_database import Database, latest, set_aside
-from stepscope.recording.readers.nsys_export import REPORT_ENDING, export
+from stepscope.recording.readers.nsys_database import EXPORT_COMMAND, Database, latest, set_aside
 from stepscope.recording.readers.nsys_nvtx import read_nvtx
 from stepscope.recording.store import Manifest, Recording
 from stepscope.recording.validation import Repairs, repair
 
+REPORT_ENDINGS = (".nsys-rep", ".qdrep")  # that of today, and that of older versions
+_LAST_WORDS = 600  # characters of what nsys said, for the error
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
 _WORK_TABLES = tuple(_CUPTI + kind for kind in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE"))
 _CALL_TABLES = (_CUPTI + "RUNTIME", _CUPTI + "DRIVER")
@@ -41,10 +45,42 @@ _MEMORY_KINDS = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Manage
 def read(path: Path) -> Recording:
     """The recording in a `.sqlite` export, or in a report where `nsys` is there to export it. What was set aside or is
     missing stands in the manifest's notes."""
-    if path.suffix != REPORT_ENDING:
+    if path.suffix not in REPORT_ENDINGS:
         return _read(path)
     with scratch_folder() as folder:
         return _read(export(path, Path(folder))).with_manifest(file=path.name)
+
+
+def _export_command(nsys: str, report: Path, exported: Path) -> list[str]:
+    return [nsys, "export", "--type", "sqlite", "--output", str(exported), "--force-overwrite", "true", str(report)]
+
+
+def export(report: Path, folder: Path) -> Path:
+    """The report as a SQLite file in `folder`: only `nsys` turns its own format into one that others can read."""
+    if not report.is_file():
+        raise StepscopeError(f"no such file: `{report}`")
+    exported = folder / f"{report.stem}.sqlite"
+    nsys = shutil.which("nsys")
+    if nsys is None:
+        by_hand = _export_command("nsys", Path(report.name), Path(exported.name))
+        raise StepscopeError(
+            f"`{report}` can be read by `nsys` only, which is not on the PATH",
+            detail="its SQLite export is read without it: make that on a machine that has Nsight Systems",
+            hint=shlex.join(by_hand),
+        )
+    command = _export_command(nsys, report, exported)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise StepscopeError(f"`{nsys}` does not run", detail=error.strerror or "", hint="stepscope doctor") from None
+    if done.returncode or not exported.is_file():
+        said = (done.stderr.strip() or done.stdout.strip())[-_LAST_WORDS:]
+        raise StepscopeError(
+            f"nsys could not export `{report}`: it exited with {done.returncode}",
+            detail=said or "it said nothing",
+            hint=shlex.join(command),
+        )
+    return exported
 
 
 def _read(path: Path) -> Recording:
@@ -88,7 +124,7 @@ def _require_export(path: Path, database: Database) -> None:
         raise StepscopeError(
             f"not an export of Nsight Systems: `{path}`",
             detail=f"a SQLite file, but with none of the tables {', '.join(known)}",
-            hint="nsys export --type sqlite --output FILE.sqlite FILE.nsys-rep",
+            hint=EXPORT_COMMAND,
         )
 
 

@@ -21,7 +21,7 @@ NAME_BYTES = 16 * 1024  # of a text are kept; what was longer ends in an ellipsi
 _MAGIC = b"SQLite format 3\0"
 _BLOCK_ROWS = 1 << 16
 _LEAST_ROW_BYTES = 4  # a damaged tree can hand out the same page for ever; no file holds more rows than this allows
-_EXPORT = "nsys export --type sqlite --output FILE.sqlite FILE.nsys-rep"
+EXPORT_COMMAND = "nsys export --type sqlite --output FILE.sqlite FILE.nsys-rep"
 
 
 class Database:
@@ -49,7 +49,7 @@ class Database:
             raise StepscopeError(
                 f"damaged SQLite file: `{path}`",
                 detail=f"{str(error)[:200]}; a copy or an export that was cut short looks like this",
-                hint=f"export it again: {_EXPORT}",
+                hint=f"export it again: {EXPORT_COMMAND}",
             ) from None
 
     def fetch(self, table: str, integers: Sequence[str], texts: Sequence[str] = (), *, where: str = "") -> pl.DataFrame:
@@ -106,7 +106,7 @@ def _check(path: Path) -> None:
         raise StepscopeError(
             f"not a SQLite file: `{path}`",
             detail="expected what Nsight Systems exports",
-            hint=_EXPORT,
+            hint=EXPORT_COMMAND,
         )
 
 

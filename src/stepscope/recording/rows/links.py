@@ -97,11 +97,6 @@ def find_links(place: LinkPlace, path: Path | None = None) -> Links | None:
     return next((one for one in read_links(path or links_path(), missing_ok=path is None) if one.place == place), None)
 
 
-def find_link(collective: Collective, place: LinkPlace, path: Path | None = None) -> Link | None:
-    found = find_links(place, path)
-    return found.links.get(collective) if found else None
-
-
 def read_links(path: Path, *, missing_ok: bool = False) -> tuple[Links, ...]:
     """All places of a file. One that cannot be read is an error: to pass over it would predict from something else."""
     try:

@@ -16,16 +16,12 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain, try_lock, writing
+from stepscope.files import Versioned, decode, lock_or_raise, read_plain, writing
 from stepscope.recording.rows.bench import BenchRow, Row
 
 R = TypeVar("R", bound=Row)
 # How msgspec says that a word is none of those that a field may have, or that there is a field more.
 _LATER = ("Invalid enum value", "Object contains unknown field")
-
-
-class _Versioned(msgspec.Struct):
-    schema: str = ""
 
 
 class Parsed(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
@@ -180,7 +176,7 @@ def _verb_of(kind: type[Row]) -> str:
 
 
 def _decode(path: Path, number: int, line: bytes, kind: type[R]) -> R:
-    schema = decode(line, _Versioned).schema
+    schema = decode(line, Versioned).schema
     if schema != _schema_of(kind):
         raise _not_of_this_version(path, number, schema, kind)
     return decode(line, kind)
@@ -221,14 +217,12 @@ def _open_locked(path: Path, hint: str) -> int:
 
 
 def _lock(path: Path, descriptor: int, hint: str) -> None:
-    try:
-        try_lock(descriptor)
-    except BlockingIOError:
-        raise StepscopeError(
-            f"another sweep is writing to `{path}`",
-            detail="two would disturb each other's timings as well as the file",
-            hint=f"wait for it, or write elsewhere: {hint}",
-        ) from None
+    refusal = StepscopeError(
+        f"another sweep is writing to `{path}`",
+        detail="two would disturb each other's timings as well as the file",
+        hint=f"wait for it, or write elsewhere: {hint}",
+    )
+    lock_or_raise(descriptor, refusal)
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from stepscope import hardware
 from stepscope.recover.claims.claim import Claim
 from stepscope.recover.claims.prediction import Predictor, ShapeCheck
-from stepscope.recover.claims.unexplained import CountedKernel, find_counts
+from stepscope.recover.claims.unexplained import find_counts
 from stepscope.recover.evidence.layout import (
     MOST_EXTRAS,
     Fits,
@@ -26,7 +26,8 @@ from stepscope.recover.evidence.layout import (
     place,
     split_order,
 )
-from stepscope.recover.evidence.order import NoTransformerError, Role, breaks_feed_forward
+from stepscope.recover.evidence.observation import Seen
+from stepscope.recover.evidence.order import NoTransformerError, Role, Zone, breaks_feed_forward
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import LARGEST_SIZE, Gather, Rows, Sighting
 from stepscope.recover.families import find_platform, read_fact
@@ -50,7 +51,7 @@ class ClaimedRun:
     checks: list[ShapeCheck]
     wrong: int
     fits_otherwise: bool = False
-    counts: tuple[tuple[Sighting, CountedKernel], ...] = ()
+    counts: tuple[tuple[Zone, Seen], ...] = ()  # kernels that move data
 
 
 def make_shape(claim: Claim) -> ClaimedShape:
@@ -224,8 +225,7 @@ class _Opened:
 
     def count(self, file: ClaimedRun) -> ClaimedRun:
         """With the kernels that move data, which are needed of the best alone."""
-        found = find_counts(file.placement, self.platform)
-        return replace(file, counts=tuple((where.sighting, counted) for where, counted in found))
+        return replace(file, counts=tuple(find_counts(file.placement, self.platform)))
 
     def _read(
         self, claim: Claim, shape: ClaimedShape, gated: bool | None

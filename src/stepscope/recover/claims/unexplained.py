@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.recover.claims.prediction import Predictor, admits
-from stepscope.recover.evidence.layout import KernelPlace, Placement, SegmentedOrder
+from stepscope.recover.evidence.layout import Placement, SegmentedOrder
 from stepscope.recover.evidence.observation import FEWEST, Seen, see
 from stepscope.recover.evidence.order import Role, Zone, adds_parts
 from stepscope.recover.facts import Sighting, find_window
@@ -43,41 +43,33 @@ class UnclaimedWork(msgspec.Struct, frozen=True, kw_only=True):
     operations: int | None  # None where they were not counted
 
 
-class CountedKernel(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel that moves data, where it stands, and the counts of which one holds."""
-
-    place_zone: Zone
-    seen: Seen
-
-
-def find_counts(placement: Placement, platform: Platform) -> tuple[tuple[KernelPlace, CountedKernel], ...]:
-    found = []
+def find_counts(placement: Placement, platform: Platform) -> Iterator[tuple[Zone, Seen]]:
+    """The kernels that move data, and where they stand."""
     for place in placement.others:
         seen = see(place.sighting, platform) if place.zone is not None else None
         if seen is not None and place.zone is not None and max(one.high for one in seen.counts) >= FEWEST:
-            found.append((place, CountedKernel(place_zone=place.zone, seen=seen)))
-    return tuple(found)
+            yield place.zone, seen
 
 
-def is_explained(counted: CountedKernel, shape: ClaimedShape) -> bool:
+def is_explained(zone: Zone, seen: Seen, shape: ClaimedShape) -> bool:
     """Also where the claim leaves open a size that would be needed."""
     core = shape.core
     if core is None:
         return True
-    expected = set(tensor_sizes(core, counted.place_zone)) | set(_cast_weights(shape))
-    if counted.place_zone == "feed_forward":
+    expected = set(tensor_sizes(core, zone)) | set(_cast_weights(shape))
+    if zone == "feed_forward":
         if shape.d_ff is None:
             return True
         expected |= set(feed_forward_sizes(core.tokens, core.d_model, shape.d_ff, joint=True))
         expected.add(2 * core.tokens * shape.d_ff)
-    if counted.place_zone == "after":
+    if zone == "after":
         if shape.vocab_size is None:
             return True
         ways = HEAD_ROWS if shape.head_rows is None else (shape.head_rows,)
         # Positions may be cut off behind the head as well.
         rows = {count_head_rows(shape, way) or 0 for way in ways} | {core.tokens - core.batch}
         expected |= rows | {number * shape.vocab_size for number in rows}
-    return counted.seen.explained_by(one for one in expected if isinstance(one, int))
+    return seen.explained_by(one for one in expected if isinstance(one, int))
 
 
 def _cast_weights(shape: ClaimedShape) -> Iterator[int]:

@@ -18,7 +18,6 @@ from stepscope.recover.claims.claim import FIELDS, Claim
 from stepscope.recover.claims.claimed_run import ClaimedRun, ClaimedRuns, open_all
 from stepscope.recover.claims.plausibility import find_contradictions, find_step_ns
 from stepscope.recover.claims.prediction import describe_launch
-from stepscope.recover.claims.sensitivity import Interval, find_passing, is_narrowed, is_tested
 from stepscope.recover.claims.unexplained import (
     UnclaimedWork,
     find_unclaimed_products,
@@ -32,11 +31,15 @@ from stepscope.recover.claims.verdict import (
     ClaimVerdict,
     FieldResult,
     FieldVerdict,
+    Interval,
     KernelComparison,
     Refutation,
     Verification,
     describe_untested,
     explain,
+    find_passing,
+    is_narrowed,
+    is_tested,
 )
 from stepscope.recover.evidence.order import Role, Zone
 from stepscope.recover.evidence.recording import KernelEvidence
@@ -248,7 +251,7 @@ class _Judge:
                     f"kernels that work on numbers of elements which the claim does not explain take more than "
                     f"{_MOST_UNEXPLAINED:.0%} of the GPU's time"
                 )
-            inside = [one for one, counted in file.counts if counted.place_zone in _LAYER_ZONES]
+            inside = [seen.sighting for zone, seen in file.counts if zone in _LAYER_ZONES]
             unexplained = {one.index for one, _ in odd}
             if number := sum(one.index in unexplained for one in inside):
                 missing.append(
@@ -262,12 +265,12 @@ class _Judge:
         """Kernels that move data and take a number of elements without an explanation."""
         known: dict[object, bool] = {}
         found = []
-        for sighting, counted in file.counts:
-            key = (counted.place_zone, counted.seen.counts)
+        for zone, seen in file.counts:
+            key = (zone, seen.counts)
             if key not in known:
-                known[key] = is_explained(counted, self.shape)
+                known[key] = is_explained(zone, seen, self.shape)
             if not known[key]:
-                found.append((sighting, "works on a number of elements that no tensor of the claim has"))
+                found.append((seen.sighting, "works on a number of elements that no tensor of the claim has"))
         return found
 
     def _test_fields(self, refutations: list[Refutation]) -> dict[str, FieldResult]:
@@ -352,12 +355,12 @@ class _Judge:
     def _make_passes(self) -> Callable[[ClaimedShape], bool]:
         """Whether a shape passes every check of every file, and leaves no more counts unexplained than the claim."""
         checks = list({check.key: check for file in self.files for check in file.checks}.values())
-        counts = {(one.place_zone, one.seen.counts): one for file in self.files for _, one in file.counts}
-        explained = [one for one in counts.values() if is_explained(one, self.shape)]
+        counts = {(zone, seen.counts): (zone, seen) for file in self.files for zone, seen in file.counts}
+        explained = [one for one in counts.values() if is_explained(*one, self.shape)]
 
         def passes(shape: ClaimedShape) -> bool:
             return all(check.test(shape) is not False for check in checks) and all(
-                is_explained(one, shape) for one in explained
+                is_explained(*one, shape) for one in explained
             )
 
         return passes

@@ -17,12 +17,11 @@ from stepscope.recover.families.elementwise import (
     read_elementwise,
 )
 from stepscope.recover.families.fused_attention import read_attention
-from stepscope.recover.families.grids import join_choices
+from stepscope.recover.families.grids import PROCESSORS, UNKNOWN, join_choices
 from stepscope.recover.families.optimizers import read_update
 from stepscope.recover.families.products import read_product
 from stepscope.recover.families.reductions import read_reduction, read_scan
 from stepscope.recover.families.rowwise import read_lookup, read_norm, read_softmax
-from stepscope.recover.families.tilings import PROCESSORS, UNKNOWN
 
 
 class Platform(msgspec.Struct, frozen=True, kw_only=True):

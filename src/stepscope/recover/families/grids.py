@@ -13,6 +13,10 @@ from stepscope.explain.kernel_names.anatomy import Anatomy, dissect
 from stepscope.recover.facts import Elements, Fact, Gather, Rows, Sighting, Update, Window, exactly
 
 WARP = 32  # threads
+# The SMs of an H100 SXM, an H200 and a GH200.
+PROCESSORS = 132
+# In place of their number where nobody knows it: any grid may then have filled the GPU, and tells only the least.
+UNKNOWN = 1
 LARGEST = 2**31 - 1  # kernels count in 32 bits; larger problems are launched in pieces
 _BYTES = {
     "double": 8,

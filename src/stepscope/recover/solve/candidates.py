@@ -32,7 +32,7 @@ from stepscope.recover.solve.dependent_sizes import (
     is_explained,
     list_numbers,
 )
-from stepscope.recover.solve.heads import Triple, find_heads
+from stepscope.recover.solve.heads import HALF, Triple, find_heads
 from stepscope.recover.solve.priors import (
     Effort,
     surprise,
@@ -49,7 +49,6 @@ _ASKING = 300
 _KEEPING = 24
 # No model has heads that are together this many times as wide as its residual stream, or as narrow.
 _WIDEST_HEADS = 16
-_HALF = ("fp16", "bf16")
 _INTO_HEADS: tuple[Role, ...] = ("query", "key", "value", "key_value", "query_key_value")
 
 
@@ -219,7 +218,7 @@ def _find_widths(observation: Observation, tokens: int, effort: Effort) -> list[
             Window(-(-lookup.width_bytes.low // size), lookup.width_bytes.high // size)
             for lookup in observation.lookups[:1]
             if lookup.width_bytes is not None
-            for size in ((2,) if observation.structure.dtype in _HALF else (4,))
+            for size in ((2,) if observation.structure.dtype in HALF else (4,))
         ]
     widths = _keep_inside(list_numbers(map(_clip, ranges), Window(0, WIDEST)), fixed)
     if not effort.afford((1 + len(counted)) * len(widths)):

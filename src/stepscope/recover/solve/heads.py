@@ -18,7 +18,7 @@ from stepscope.recover.solve.priors import Effort, surprise_of_heads
 _MOST_HEADS = 256
 _LARGEST_HEAD = 512
 _MOST_TRIPLES = 6000
-_HALF = ("fp16", "bf16")
+HALF = ("fp16", "bf16")
 # Within each of these, kernels that were not counted do not depend on the head size.
 _BUCKETS = ((1, 64), (65, 128), (129, 256), (257, _LARGEST_HEAD))
 _PADDING = ("fill", "pad")
@@ -117,7 +117,7 @@ def _head_step(observation: Observation) -> int:
     """What head sizes are a multiple of. Kernels take eights in half precision; PyTorch pads what is not, which shows
     as kernels that fill. cuDNN is not asked for others at all, and the memory-efficient kernels' names tell."""
     names = [one.name.name for one in observation.structure.attentions]
-    half = observation.structure.dtype in _HALF
+    half = observation.structure.dtype in HALF
     if all("cudnn" in name for name in names):
         return 8
     if all("fmha_cutlass" in name for name in names):

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from stepscope.errors import StepscopeError
 from stepscope.findings import Figure, Table
 from stepscope.recording.store import Recording
-from stepscope.recover.study.components import components_tables
 from stepscope.recover.study.design import Design, make_design
 from stepscope.recover.study.elasticity import make_sensitivity
 from stepscope.recover.study.runs import Settings, read_runs, read_truths
-from stepscope.recover.study.tables import make_figures, reveals_table, sensitivity_table
+from stepscope.recover.study.tables import components_tables, make_figures, reveals_table, sensitivity_table
 
 _HINT = "stepscope profile --counters --size small --num-layers 2 --context 128,256,512 --out runs/grid"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stepscope.explain.story.dimensions import ORDERED, Totals, add_up
+from stepscope.explain.story.sections.breakdown import ORDERED, Totals, add_up
 from stepscope.findings import Bars, Breakdown, Quantity
 from stepscope.report.drawing.axes import Scale, draw_x_axis, find_ticks, name_quantity
 from stepscope.report.drawing.colours import Palette, assign_colours, colour_of
@@ -169,8 +169,9 @@ def _draw_axis(canvas: Canvas, bars: Bars, x: Scale, plot: Bounds) -> None:
         label = "memory"
     else:
         label, unit, size = _AXES.get(bars.kind, ("", "", 1.0))
-    # As many ticks as the longer side has room for, so that those of a short other side are not crowded.
-    ticks = find_ticks(x.low / size, x.high / size, 5)
+    # A short other side does not make the ticks of the longer one fewer.
+    most = math.ceil(5 * (x.high - x.low) / max(x.high, -x.low))
+    ticks = find_ticks(x.low / size, x.high / size, most)
     places = [(x(tick * size), format_tick(tick)) for tick in ticks]
     draw_x_axis(canvas, plot, places, name_quantity(label, unit) if label else "", grid=False)
 

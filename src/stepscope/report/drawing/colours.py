@@ -176,17 +176,41 @@ class Palette:
         return f"var(--on-{_name_pair(pair)})" if self.on_page else choose_ink(pair[0])
 
 
+# What a page is made of, by its name in the style sheet.
+_THEME: dict[str, Pair] = {
+    "paper": ("#ffffff", "#101216"),
+    "raised": ("#ffffff", "#181b21"),
+    "sunk": ("#f6f7f9", "#171a20"),
+    "code": ("#f6f7f9", "#0a0c0f"),
+    "ink": ("#14171c", "#eceef2"),
+    "soft": ("#3d4450", "#c3c9d3"),
+    "faint": ("#626b7a", "#98a1b0"),
+    "line": ("#e2e5ea", "#2a2f38"),
+    "grid": ("#eceef2", "#22262e"),
+    "accent": ("#4353c9", "#98a5ff"),
+    "accent-soft": ("#eef0fd", "#20253f"),
+    "hatch": ("#b9c0cb", "#4d5563"),
+    "good": ("#0a7a55", "#4fcf9f"),
+    "doubt": ("#9a5b00", "#f0b03a"),
+    "shadow": (
+        "0 1px 2px rgb(20 23 28 / 0.05), 0 8px 28px rgb(20 23 28 / 0.12)",
+        "0 1px 2px rgb(0 0 0 / 0.4), 0 8px 28px rgb(0 0 0 / 0.5)",
+    ),
+}
+
+
 def _name_pair(pair: Pair) -> str:
     return f"c{pair[0][1:]}"
 
 
 def write_colours(pairs: Iterable[Pair]) -> str:
-    """A style sheet that gives the colours of data their names, for light and for dark."""
-    distinct = list(dict.fromkeys((*pairs, NEUTRAL, _BLUE)))
-    light, dark = (
-        "".join(f"--{_name_pair(pair)}:{pair[at]};--on-{_name_pair(pair)}:{choose_ink(pair[at])};" for pair in distinct)
-        for at in (0, 1)
-    )
+    """A style sheet that gives the colours of the page and of its data their names, for light and for dark."""
+    named = dict(_THEME)
+    for pair in (*pairs, NEUTRAL, _BLUE):
+        named[_name_pair(pair)] = pair
+        named[f"on-{_name_pair(pair)}"] = (choose_ink(pair[0]), choose_ink(pair[1]))
+    light, dark = ("".join(f"--{name}:{pair[at]};" for name, pair in named.items()) for at in (0, 1))
+    # Twice, as a choice and as the system's: a style sheet cannot say "or".
     chosen = f':root[data-theme="dark"]{{{dark}}}'
     system = f'@media (prefers-color-scheme: dark){{:root[data-theme="auto"]{{{dark}}}}}'
     return f":root{{{light}}}{chosen}{system}\n"

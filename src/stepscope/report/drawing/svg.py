@@ -115,7 +115,7 @@ class Canvas:
 
     def sign(self, sign: Sign, x: float, y: float, size: float = 6.0) -> None:
         if sign.hollow:
-            self.mark(sign.shape, x, y, size - 1, fill="none", stroke=sign.fill, stroke_width=2)
+            self.mark(sign.shape, x, y, 0.8 * size, fill="none", stroke=sign.fill, stroke_width=0.36 * size)
         else:
             self.mark(sign.shape, x, y, size, fill=sign.fill)
 

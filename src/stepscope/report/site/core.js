@@ -73,6 +73,12 @@ function formatTime(ns) {
   return size >= 1e3 ? `${formatNumber(ns / 1e3)} µs` : `${formatNumber(ns, 0)} ns`;
 }
 
+// A time with all its nanoseconds: 1,234,567 ns is 1.234567 ms.
+function formatExactly(ns) {
+  const [unit, size] = ns >= 1e6 ? ["ms", 6] : ns >= 1e3 ? ["µs", 3] : ["ns", 0];
+  return `${formatNumber(ns / 10 ** size, Number.isInteger(ns) ? size : size + 1)} ${unit}`;
+}
+
 const formatShare = (share) => `${formatNumber(100 * share, 1)}%`;
 
 // Not Math.max(...values), which ends at some hundred thousand.

@@ -9,8 +9,12 @@ What comes from a recording is text and stays text: it is escaped where it is HT
 where it is data, and the policy lets nothing run but the script whose hash it names, nor anything be fetched.
 """
 
+import base64
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from html import escape
+from importlib import resources
 
 import msgspec
 
@@ -20,12 +24,12 @@ from stepscope.report.drawing.colours import Pair, Palette, assign_colours, writ
 from stepscope.report.drawing.timeline_layout import find_peak, format_height, format_time
 from stepscope.report.formats import clean
 from stepscope.report.site.drawings import pack_drawing
-from stepscope.report.site.html import embed, join_scripts, join_styles, markup, prose, write_policy
+from stepscope.report.site.html import markup, prose
 from stepscope.report.site.opening import write_opening
 from stepscope.report.site.packing import pack_exhibits, pack_timeline
 from stepscope.report.site.sections import write_chart, write_footer, write_navigation, write_sections
 
-_STYLES = ("page.css", "opening.css", "exhibits.css", "charts.css", "print.css")
+_STYLES = ("page.css", "opening.css", "exhibits.css", "charts.css")
 # In this order in one function: the core first, then what registers with it, and at last what starts it all.
 _SCRIPTS = (
     "core.js",
@@ -41,7 +45,7 @@ _SCRIPTS = (
     "start.js",
 )
 # Of a page with one chart alone.
-_STYLES_ALONE = ("page.css", "exhibits.css", "charts.css", "print.css")
+_STYLES_ALONE = ("page.css", "exhibits.css", "charts.css")
 _SCRIPTS_ALONE = ("core.js", "drawings.js", "plotting.js", "timeline_painter.js", "timeline.js", "start.js")
 _MOST_PARTS = 12
 
@@ -140,16 +144,16 @@ def _write_page(
     scripts: Iterable[str],
     kind: str = "",
 ) -> str:
-    style, script = join_styles(styles) + write_colours(colours.values()), join_scripts(scripts)
+    style, script = _join_styles(styles) + write_colours(colours.values()), _join_scripts(scripts)
     named = {clean(group): pair for group, pair in colours.items()}
     return _PAGE.format(
         generator=escape(generator),
-        policy=write_policy(script, style),
+        policy=_write_policy(script, style),
         title=markup(title),
         style=style,
         kind=kind,
         content=content,
-        data=embed({"colours": named, "exhibits": exhibits}),
+        data=_embed({"colours": named, "exhibits": exhibits}),
         script=script,
     )
 
@@ -164,3 +168,34 @@ def _describe_peak(timeline: Timeline) -> str:
     text = f"Peak {format_height(timeline.y, peak.value)} at {format_time(timeline.x, peak.time)}:"
     said = f"{', '.join(parts[:_MOST_PARTS])}{' and more' if len(parts) > _MOST_PARTS else ''}."
     return f'<p class="peak" id="peak"><strong>{escape(text)}</strong> {escape(said)}</p>'
+
+
+# --- what a page has in itself instead of fetching it ----------------------------------------------------------------
+
+
+def _join_styles(names: Iterable[str]) -> str:
+    return "".join(map(_read, names))
+
+
+def _join_scripts(names: Iterable[str]) -> str:
+    """The scripts in this order in one function, so that they share names with each other and with nobody else."""
+    return "".join(('(() => {\n"use strict";\n', *map(_read, names), "})();\n"))
+
+
+def _write_policy(script: str, style: str) -> str:
+    """For an attribute: only this script and this style, and nothing from anywhere."""
+    allowed = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
+    return escape(f"{allowed}; base-uri 'none'; form-action 'none'")
+
+
+def _embed(data: Mapping[str, object]) -> str:
+    """JSON for a script element: only `<` can end one or open a comment, and JSON may spell it out."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _read(name: str) -> str:
+    return resources.files("stepscope.report.site").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -33,10 +33,14 @@ charts.figure = charts.roofline = charts.bars = (root, part, page) => {
   const marksOf = (at) => plot.querySelectorAll(`[data-mark="${at}"]`);
 
   function choose(at, x, y) {
-    for (const mark of plot.querySelectorAll(".chosen")) mark.classList.remove("chosen");
+    for (const mark of plot.querySelectorAll(".chosen, .told")) mark.classList.remove("chosen", "told");
     chosen = at;
     if (at >= 0) {
-      for (const mark of marksOf(at)) mark.classList.add("chosen");
+      const { place } = part.marks[at];
+      part.marks.forEach((other, index) => {
+        const isTold = index === at || (place !== undefined && other.place === place);
+        if (isTold) for (const mark of marksOf(index)) mark.classList.add(index === at ? "chosen" : "told");
+      });
       page.tip.show(x, y, describe(at));
     } else if (isTelling) page.tip.hide();
     isTelling = at >= 0;

@@ -1,16 +1,22 @@
-"""HTML from the texts of a report, and what a page has in itself instead of fetching it: its style, its script and its
-data, and the policy that lets in nothing else."""
+"""Texts and tables of a report as HTML.
 
-import base64
-import hashlib
-import json
+A table is complete as it stands; the script only hides, orders and finds rows. Numbers are written by
+`report.numbers`, as everywhere; their raw value stands in `data-v`, which is what is sorted by.
+"""
+
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from html import escape
-from importlib import resources
 
+from stepscope.findings import Cell, Column, Table
 from stepscope.report.formats import NAME, PROSE, clean
+from stepscope.report.numbers import format_cells
 
+_SEARCHED_FROM, _SCROLLED_FROM = 15, 30  # rows; more than these get a search box, and scroll by themselves
+FOLDED_FROM = 12  # rows; a longer table that is not the first thing of its section waits to be opened
+
+_MOST_LABEL = 60  # characters above a column
+_LONG = 40  # characters from which on a text needs a wide column to be read
 _QUOTED = re.compile(r"`([^`]{1,200})`")
 _UNIT_APART = re.compile(r"(?<=\d) (?=(?:%|ns|[µm]?s|[KMGT]?i?B|×)(?![\w]))")
 
@@ -25,29 +31,75 @@ def prose(text: str, most: int = PROSE) -> str:
     return _QUOTED.sub(r"<code>\1</code>", _UNIT_APART.sub("&nbsp;", markup(text, most)))
 
 
-def join_styles(names: Iterable[str]) -> str:
-    return "".join(map(_read, names))
+def write_table(table: Table, key: str, *, titled: bool = True, run: str = "", folded: bool = False) -> str:
+    """A table; `run` is whose it is where two stand side by side."""
+    if folded and table.title:
+        summary = write_summary(table.title, len(table.rows))
+        inner = write_table(table, "", titled=False, run=run).replace(' id=""', "", 1)
+        return f'<details class="fold" id="{key}">{summary}{inner}</details>'
+    title = f"<figcaption><h3>{markup(table.title)}</h3></figcaption>" if titled and table.title else ""
+    notes = write_notes(table.notes)
+    if not table.rows:
+        return f'<figure class="table" id="{key}">{title}<p class="quiet">Nothing to list.</p>{notes}</figure>'
+    written = [format_cells(table, at) for at in range(len(table.columns))]
+    classes = [_classes(column, texts) for column, texts in zip(table.columns, written, strict=True)]
+    head = "".join(map(_write_header, table.columns, classes))
+    body = "".join(
+        f"<tr>{''.join(map(_write_cell, table.columns, classes, row, texts))}</tr>"
+        for row, texts in zip(table.rows, zip(*written, strict=True), strict=True)
+    )
+    return (
+        f'<figure class="table" id="{key}">{title}{_write_tools(table)}'
+        f"<div {_describe_box(table, run)}>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{notes}</figure>"
+    )
 
 
-def join_scripts(names: Iterable[str]) -> str:
-    """The scripts in this order in one function, so that they share names with each other and with nobody else."""
-    return "".join(('(() => {\n"use strict";\n', *map(_read, names), "})();\n"))
+def write_summary(title: str, num_rows: int) -> str:
+    """The line of what can be opened."""
+    return f'<summary><h3>{markup(title)}</h3> <span class="quiet">{num_rows:,} rows</span></summary>'
 
 
-def write_policy(script: str, style: str) -> str:
-    """For an attribute: only this script and this style, and nothing from anywhere."""
-    allowed = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
-    return escape(f"{allowed}; base-uri 'none'; form-action 'none'")
+def _describe_box(table: Table, run: str) -> str:
+    """A box that scrolls by itself is a place of its own, with a name, that keys can reach."""
+    if len(table.rows) <= _SCROLLED_FROM:
+        return 'class="scroll"'
+    name = f"{table.title or 'table'}{f', run {run}' if run else ''}"
+    return f'class="scroll tall" tabindex="0" role="region" aria-label="{markup(name)}"'
 
 
-def embed(data: Mapping[str, object]) -> str:
-    """JSON for a script element: only `<` can end one or open a comment, and JSON may spell it out."""
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+def write_notes(notes: tuple[str, ...]) -> str:
+    if not notes:
+        return ""
+    return f'<ul class="notes">{"".join(f"<li>{prose(note)}</li>" for note in notes)}</ul>'
 
 
-def _read(name: str) -> str:
-    return resources.files("stepscope.report.site").joinpath(name).read_text(encoding="utf-8")
+def _write_tools(table: Table) -> str:
+    """What the script needs, hidden until it runs."""
+    tools = []
+    if len(table.rows) > _SEARCHED_FROM:
+        tools.append('<input type="search" class="search" placeholder="Search rows" aria-label="Search rows">')
+        tools.append(f'<output class="found">{len(table.rows):,} rows</output>')
+    if count := sum(column.detail for column in table.columns):
+        label = f"{count} more column{'s' if count > 1 else ''}"
+        tools.append(f'<button type="button" class="quiet more-columns" aria-pressed="false">{label}</button>')
+    return f'<div class="tools" hidden>{"".join(tools)}</div>' if tools else ""
 
 
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+def _classes(column: Column, texts: Sequence[str]) -> str:
+    is_long = column.kind == "text" and max(map(len, texts)) > _LONG
+    asked = {"number": column.kind != "text", "detail": column.detail, "long": is_long}
+    names = [name for name, is_asked in asked.items() if is_asked]
+    return f' class="{" ".join(names)}"' if names else ""
+
+
+def _write_header(column: Column, classes: str) -> str:
+    label = f'<button type="button" class="sort">{markup(column.label, _MOST_LABEL) or "&nbsp;"}</button>'
+    return f'<th scope="col"{classes}>{label}</th>'
+
+
+def _write_cell(column: Column, classes: str, cell: Cell, text: str) -> str:
+    if column.kind == "text":
+        return f"<td{classes}>{prose(text, 2 * NAME)}</td>"
+    raw = f' data-v="{cell!r}"' if isinstance(cell, int | float) else ""
+    return f"<td{classes}{raw}>{markup(text, 2 * NAME)}</td>"

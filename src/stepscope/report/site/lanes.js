@@ -86,12 +86,6 @@ function layLanes(part) {
     legend: sumGroups(), findFirst, findAt, view, plot, state, toX, toTime, isWhole, setView };
 }
 
-// A time with all its nanoseconds: 1,234,567 ns is 1.234567 ms.
-function formatExactly(page, ns) {
-  const [unit, size] = ns >= 1e6 ? ["ms", 6] : ns >= 1e3 ? ["µs", 3] : ["ns", 0];
-  return `${page.formatNumber(ns / 10 ** size, Number.isInteger(ns) ? size : size + 1)} ${unit}`;
-}
-
 charts.lanes = (root, part, page) => {
   const model = layLanes(part);
   if (!model.numSpans) return plotting.sayNothing(root, "Nothing was recorded in this step.");
@@ -127,7 +121,7 @@ charts.lanes = (root, part, page) => {
     whole.style.visibility = model.isWhole() ? "hidden" : "visible";
     status.textContent = model.isWhole()
       ? `the whole step, ${page.formatTime(spanNs)}`
-      : `${formatExactly(page, length)} of ${page.formatTime(spanNs)}, from ${formatExactly(page, Math.round(view.start))}`;
+      : `${formatExactly(length)} of ${page.formatTime(spanNs)}, from ${formatExactly(Math.round(view.start))}`;
   }
 
   function zoom(factor, share = { x: 0.5 }) {
@@ -152,7 +146,7 @@ charts.lanes = (root, part, page) => {
     const share = length / spanNs >= 0.01 ? page.formatShare(length / spanNs) : `${page.formatNumber((100 * length) / spanNs)}%`;
     const lines = [{ text: part.names[track.names[at]], className: "name" }];
     if (group && group !== part.names[track.names[at]]) lines.push({ text: group, colour: page.colourOf(group) });
-    lines.push(`${formatExactly(page, length)}, ${share} of the step`, `from ${formatExactly(page, start)}`);
+    lines.push(`${formatExactly(length)}, ${share} of the step`, `from ${formatExactly(start)}`);
     const count = page.formatNumber(track.counts[at], 0);
     if (track.counts[at] > 1) lines.push(track.kind === "stream" ? `${count} drawn as one` : `${count} ${page.what}`);
     for (const text of detail ? detail.split("\n") : []) lines.push({ text, className: "of" });

@@ -23,9 +23,8 @@ from stepscope.findings import (
 )
 from stepscope.report.drawing.colours import Palette
 from stepscope.report.site.drawings import write_drawing
-from stepscope.report.site.html import markup, prose
+from stepscope.report.site.html import FOLDED_FROM, markup, prose, write_notes, write_summary, write_table
 from stepscope.report.site.opening import write_copyable
-from stepscope.report.site.tables import FOLDED_FROM, write_notes, write_summary, write_table
 
 KINDS: dict[type, str] = {
     Lanes: "lanes",

@@ -8,7 +8,7 @@ from stepscope.explain.kernel_names import decode
 from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recover.facts import Attention, Sighting, Triple, Window, exactly
 from stepscope.recover.families import Platform, read_fact
-from stepscope.recover.families.tilings import PROCESSORS
+from stepscope.recover.families.grids import PROCESSORS
 
 
 def read(sighting: Sighting, processors: int = PROCESSORS) -> Attention | None:

@@ -6,7 +6,7 @@ import pytest
 from stepscope.explain.kernel_names import decode
 from stepscope.recover.facts import LARGEST_SIZE, Product, Sighting, Window, find_window
 from stepscope.recover.families import Platform, read_fact
-from stepscope.recover.families.tilings import PROCESSORS
+from stepscope.recover.families.grids import PROCESSORS
 from tests.unit.recover.families.product_rows import (
     COUNTED,
     HALF_SUM_OF_PARTS,

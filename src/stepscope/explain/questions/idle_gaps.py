@@ -1,0 +1,253 @@
+"""The stretches in which a device ran nothing, each with what it waited for.
+
+A gap ends with a kernel, and the question is why that kernel did not start earlier. If the host asked for it only after
+the device had run dry, the host was late, and if a call that waits for the device was open meanwhile, that is why. If
+it had been asked for in time, the device was held up by another stream, or simply takes a moment from one kernel to the
+next. The gaps of a device add up to its idle time exactly. The question where the device idles, and why, is answered by
+them.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from stepscope.explain.questions.answers import Answer, device_word, missing, share_by
+from stepscope.explain.trace.nesting import around
+from stepscope.explain.trace.profile import Profile
+from stepscope.findings import Cell, Column, Table
+from stepscope.units import say_share, say_time
+
+BEFORE, AFTER, BETWEEN_STEPS = "before the first kernel", "after the last kernel", "between steps"
+SYNCHRONISING, HOST_LATE, RECORDER = "host synchronising", "host late", "the recorder's own work"
+OTHER_STREAM, DEVICE, IN_GRAPH = "waiting for another stream", "from kernel to kernel", "inside a graph"
+OUTSIDE, UNKNOWN_CAUSE = "between operators", "launch not recorded"
+CAUSES = {
+    HOST_LATE: "the host asked for the next kernel only after the device had run dry",
+    SYNCHRONISING: "the host was waiting for the device (a synchronising call) and launched nothing meanwhile",
+    OTHER_STREAM: "the next kernel had been launched in time and waited for work on another stream",
+    DEVICE: "the next kernel had been launched in time; the device needs a moment to start it",
+    IN_GRAPH: "between the kernels of one graph",
+    BETWEEN_STEPS: "the next kernel belongs to another step",
+    BEFORE: "from the beginning of the recording",
+    AFTER: "to the end of the recording",
+    RECORDER: "the profiler handled its own buffers",
+    OUTSIDE: "no operator was computing: Python, the dispatcher, or code that is not recorded",
+    UNKNOWN_CAUSE: "the launch of the next kernel is not in the recording",
+}
+# Calls that return only when the device is done. A copy without `Async` in its name is one.
+_SYNC = r"(?i)synchronize|^(?:cuda|hip)Memcpy(?:2D|3D|ToSymbol|FromSymbol)?(?:_v\d+)?$"
+_RECORDER = r"(?i)activity buffer|buffer (?:request|flush)|profiler (?:overhead|start|stop)|cupti"
+# Up to here a device takes from one kernel to the next of the same stream by itself; longer, it waited for something.
+_DEVICE_NS = 20_000
+
+
+def find_gaps(profile: Profile) -> pl.DataFrame:
+    """One row a gap: process, device, start_ns, end_ns, time_ns, cause, before and after (names of what ran around it),
+    host_op (the operator the launching thread was in when the device ran dry), step."""
+    kernels = profile.kernels.with_row_index("row")
+    frames = [_gaps_of(group, profile.window) for group in _devices(kernels)]
+    gaps = pl.concat(frames)
+    columns = [
+        "row",
+        "short",
+        "class",
+        "stream",
+        "correlation",
+        "launched",
+        "launch_ns",
+        "launch_end_ns",
+        "thread",
+        "step",
+    ]
+    for side in ("before", "after"):
+        ran = kernels.select(pl.col(columns).name.prefix(f"{side}_"))
+        gaps = gaps.join(ran, on=f"{side}_row", how="left", maintain_order="left")
+    at = gaps.select("process", thread="after_thread", ns="start_ns")
+    return gaps.with_columns(
+        cause=_causes(profile, gaps),
+        host_op=around(profile.recording.ops, "name", at),
+        time_ns=pl.col("end_ns") - pl.col("start_ns"),
+        before="before_short",
+        after="after_short",
+        step="after_step",
+    ).select("process", "device", "start_ns", "end_ns", "time_ns", "cause", "before", "after", "host_op", "step")
+
+
+def _devices(kernels: pl.DataFrame) -> Iterator[pl.DataFrame]:
+    yield from kernels.partition_by("process", "device", maintain_order=True)
+
+
+def _gaps_of(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
+    ordered = kernels.sort("start_ns", "end_ns")
+    starts, ends = ordered["start_ns"].to_numpy(), ordered["end_ns"].to_numpy()
+    rows = ordered["row"].to_numpy().astype(np.int64)
+    reached = np.maximum.accumulate(ends)
+    # Which kernel it was that ran longest so far: the one the gap begins after.
+    latest = np.maximum.accumulate(np.where(ends == reached, np.arange(len(ends)), 0))
+    holes = np.flatnonzero(starts[1:] > reached[:-1])
+    begin = np.concatenate(([window[0]], reached[holes], reached[-1:]))
+    end = np.concatenate((starts[:1], starts[holes + 1], [window[1]]))
+    before = [None, *rows[latest[holes]].tolist(), int(rows[latest[-1]])]
+    after = [int(rows[0]), *rows[holes + 1].tolist(), None]
+    frame = pl.DataFrame(
+        {"start_ns": begin, "end_ns": end, "before_row": before, "after_row": after},
+        schema={"start_ns": pl.Int64, "end_ns": pl.Int64, "before_row": pl.UInt32, "after_row": pl.UInt32},
+    )
+    process, device = ordered["process"][0], ordered["device"][0]
+    named = frame.with_columns(process=pl.lit(process, pl.Int64), device=pl.lit(device, pl.Int32))
+    return named.filter(pl.col("end_ns") > pl.col("start_ns"))
+
+
+def _causes(profile: Profile, gaps: pl.DataFrame) -> pl.Series:
+    if profile.on_cpu:
+        on_host = (
+            pl.when(pl.col("before_row").is_null())
+            .then(pl.lit(BEFORE))
+            .when(pl.col("after_row").is_null())
+            .then(pl.lit(AFTER))
+            .when(_steps_differ())
+            .then(pl.lit(BETWEEN_STEPS))
+            .otherwise(pl.lit(OUTSIDE))
+        )
+        return gaps.select(on_host.alias("c"))["c"]
+    launches = profile.recording.launches
+    waits = gaps.with_columns(until=pl.min_horizontal(pl.max_horizontal("after_launch_ns", "start_ns"), "end_ns"))
+    synchronising = _touches(launches.filter(pl.col("name").str.contains(_SYNC)), waits)
+    recorder = _touches(_recorder_calls(profile), waits)
+    late = pl.col("after_launch_end_ns") >= pl.col("start_ns")
+    same_graph = (pl.col("after_launched") == "graph") & (pl.col("before_correlation") == pl.col("after_correlation"))
+    communicates = (pl.col("before_class") == "communication") | (pl.col("after_class") == "communication")
+    crosses = (pl.col("before_stream") != pl.col("after_stream")) | communicates
+    cause = (
+        pl.when(pl.col("before_row").is_null())
+        .then(pl.lit(BEFORE))
+        .when(pl.col("after_row").is_null())
+        .then(pl.lit(AFTER))
+        .when(same_graph)
+        .then(pl.lit(IN_GRAPH))
+        .when(pl.col("after_launch_ns").is_null())
+        .then(pl.lit(UNKNOWN_CAUSE))
+        .when(recorder & late)
+        .then(pl.lit(RECORDER))
+        .when(_steps_differ() & late)
+        .then(pl.lit(BETWEEN_STEPS))
+        .when(synchronising & late)
+        .then(pl.lit(SYNCHRONISING))
+        .when(late)
+        .then(pl.lit(HOST_LATE))
+        .when(crosses | (pl.col("end_ns") - pl.col("start_ns") > _DEVICE_NS))
+        .then(pl.lit(OTHER_STREAM))
+        .otherwise(pl.lit(DEVICE))
+    )
+    return gaps.select(cause.alias("c"))["c"]
+
+
+def _steps_differ() -> pl.Expr:
+    return (pl.col("before_step") != pl.col("after_step")).fill_null(value=False)
+
+
+def _recorder_calls(profile: Profile) -> pl.DataFrame:
+    ranges = profile.recording.ranges
+    return ranges.filter(pl.col("name").str.contains(_RECORDER))
+
+
+def _touches(calls: pl.DataFrame, waits: pl.DataFrame) -> pl.Series:
+    """For each gap, whether one of the process's calls was open at any moment from its start to the next launch."""
+    found = np.zeros(waits.height, bool)
+    asked = waits.with_row_index("n").partition_by("process", as_dict=True)
+    for key, group in calls.partition_by("process", as_dict=True).items():
+        mine = asked.get(key)
+        if mine is None:
+            continue
+        start, end = np.sort(group["start_ns"].to_numpy()), np.sort(group["end_ns"].to_numpy())
+        begun = np.searchsorted(start, mine["until"].to_numpy(), side="right")
+        ended = np.searchsorted(end, mine["start_ns"].to_numpy(), side="left")
+        found[mine["n"].to_numpy()] = begun > ended
+    return pl.Series(found)
+
+
+# --- The question -----------------------------------------------------------------------------------------------------
+
+
+_LONGEST = 8
+
+
+def idle_time(profile: Profile) -> Answer:
+    word = device_word(profile)
+    key, question = (
+        "idle",
+        "Where is time spent outside of operators?" if profile.on_cpu else "Where does the GPU idle, and why?",
+    )
+    if profile.is_serialized:
+        reason = "Nsight Compute runs one kernel at a time and records no gaps between them"
+        return missing(key, question, reason, "stepscope profile")
+    gaps = find_gaps(profile)
+    wall = sum(device.whole.wall_ns for device in profile.devices)
+    idle = int(gaps["time_ns"].sum())
+    share, devices = idle / max(1, wall), len(profile.devices)
+    if not idle:
+        return Answer(key=key, question=question, figure="0 %", sentence=f"Nowhere: the {word} is busy all the time.")
+    causes = share_by(gaps, "cause")
+    said = [f"{row['cause']} {say_share(row['share'])}" for row in causes.head(3).iter_rows(named=True)]
+    first = causes["cause"][0]
+    longest = gaps.sort("time_ns", descending=True).row(0, named=True)
+    mean = f" (mean of {devices} devices)" if devices > 1 else ""
+    idles = f"idles for {say_time(idle / profile.num_steps / devices)} a step"
+    if profile.clock.is_recorded:
+        opening = f"It {idles}, {say_share(share)} of wall time{mean}"
+    else:
+        share, lost = profile.idle_share, round(profile.step_ns - profile.busy_step_ns)
+        opening = (
+            f"By the clock without the recorder it idles for {say_time(lost)} a step, {say_share(share)}. "
+            f"Under the recorder, which slows the host, it {idles}{mean}"
+        )
+    sentence = (
+        f"{opening}; of that, {', '.join(said)} ({CAUSES[first]}); the longest gap lasts "
+        f"{say_time(longest['time_ns'])}{_place(longest)}"
+    )
+    figure = f"{say_share(share)} of wall time"
+    return Answer(
+        key=key,
+        question=question,
+        figure=figure,
+        sentence=sentence + ".",
+        evidence=_table(profile, gaps, causes),
+    )
+
+
+def _place(gap: dict[str, object]) -> str:
+    before, after = gap["before"], gap["after"]
+    where = f" before `{after}`" if after else ""
+    where += f" and after `{before}`" if before and after else f" after `{before}`" if before else ""
+    return where
+
+
+def _table(profile: Profile, gaps: pl.DataFrame, causes: pl.DataFrame) -> Table:
+    """Causes first, then the longest gaps: one table, because they are read together."""
+    start, scale = profile.window[0], profile.num_steps * len(profile.devices) * 1e6
+    total = max(1, int(gaps["time_ns"].sum()))
+    rows: list[tuple[Cell, ...]] = [
+        ("cause", row["cause"], row["count"], row["time_ns"] / scale, row["share"], None, None, None, None)
+        for row in causes.iter_rows(named=True)
+    ]
+    for gap in gaps.sort("time_ns", "start_ns", descending=[True, False]).head(_LONGEST).iter_rows(named=True):
+        at = (gap["start_ns"] - start) / 1e6
+        around = (at, gap["before"], gap["after"], gap["host_op"])
+        rows.append(("gap", gap["cause"], 1, gap["time_ns"] / 1e6, gap["time_ns"] / total, *around))
+    return Table(
+        title="Idle time by cause (mean a step), then the longest single gaps",
+        columns=(
+            Column(key="kind", label=""),
+            Column(key="cause", label="cause"),
+            Column(key="gaps", label="gaps", kind="count"),
+            Column(key="time_ms", label="time", kind="ms"),
+            Column(key="share", label="of idle", kind="share"),
+            Column(key="at_ms", label="at", kind="ms"),
+            Column(key="before", label="ran before"),
+            Column(key="after", label="ran after"),
+            Column(key="host_op", label="host was in"),
+        ),
+        rows=tuple(rows),
+        notes=tuple(f"{cause}: {CAUSES[cause]}" for cause in causes["cause"]),
+    )

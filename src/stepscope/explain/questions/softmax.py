@@ -1,0 +1,227 @@
+"""Softmax against the two matrix products of attention, in time and in operations.
+
+Operations of a product: two a multiply-add, over the full square, because attention written out computes all of it.
+Operations of a softmax: five an element (compare for the maximum, subtract, exponential, add up, divide). Notes people
+write by hand often count three (exponential, add up, divide), so that figure stands beside it.
+"""
+
+import json
+from dataclasses import dataclass
+
+import polars as pl
+
+from stepscope.explain.questions.answers import Answer, device_word, in_phases, missing, share_by, time_of
+from stepscope.explain.questions.product_roles import SCORES, SOFTMAX, VALUES, Extent, extents, find_products
+from stepscope.explain.trace.profile import Profile
+from stepscope.findings import Cell, Column, Table
+from stepscope.spec import ModelShape
+from stepscope.units import say_flops, say_share, say_time
+
+_KEY = "softmax"
+_QUESTION = "How does softmax compare with the two matrix products of attention, in time and in operations?"
+_SOFTMAX_OPS, _SOFTMAX_OPS_BY_HAND = 5, 3
+_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+_RECORD = "stepscope profile --attention naive"
+_CONVENTION = (
+    f"FLOP: 2 a multiply-add over the full square, {_SOFTMAX_OPS} an element of softmax (maximum, subtract, "
+    f"exponential, sum, divide); by hand often {_SOFTMAX_OPS_BY_HAND} (exponential, sum, divide)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attention:
+    """Per step: times, kernels, and what the products are of."""
+
+    products_ns: float
+    softmax_ns: float
+    other_ns: float  # scaling and masking
+    softmax_kernels: float
+    scores: tuple[Extent, ...]
+    values: tuple[Extent, ...]
+    product_bytes: int  # an element of the products
+    softmax_bytes: int  # autocast runs a softmax in fp32, and the products in half precision
+    precision: str | None
+
+    @property
+    def product_flops(self) -> int:
+        return sum(one.flops for one in (*self.scores, *self.values))
+
+    @property
+    def elements(self) -> int:
+        return sum(one.elements for one in self.scores)
+
+    @property
+    def product_intensity(self) -> float:
+        """Operations a byte, when every factor and result moves once."""
+        return self.product_flops / max(1, self.product_bytes * sum(o.moved for o in (*self.scores, *self.values)))
+
+    @property
+    def softmax_intensity(self) -> float:
+        """When every element is read once and written once. Softmax in several kernels moves more."""
+        return _SOFTMAX_OPS / (2 * self.softmax_bytes)
+
+
+def softmax_against_products(profile: Profile) -> Answer:
+    found = _find(profile)
+    if found is None:
+        return _without_parts(profile)
+    ratio = found.softmax_ns / max(1.0, found.products_ns)
+    sentence = (
+        f"Softmax takes {say_time(found.softmax_ns)} of a step's forward, {ratio:.3g} times the "
+        f"{say_time(found.products_ns)} of the two products"
+    )
+    if not found.product_flops or not found.elements:
+        return Answer(
+            key=_KEY,
+            question=_QUESTION,
+            figure=f"{ratio:.3g}× the products' time",
+            sentence=sentence + "; shapes were not recorded, so operations cannot be counted.",
+            evidence=_table(found),
+            command="torch.profiler.profile(record_shapes=True)",
+        )
+    softmax_flops = _SOFTMAX_OPS * found.elements
+    by_hand = found.product_flops / (_SOFTMAX_OPS_BY_HAND * found.elements)
+    sentence += (
+        f", for 1/{found.product_flops / softmax_flops:.3g} of their operations (1/{by_hand:.3g} when counted as three "
+        f"an element): {_reason(profile, found)}"
+    )
+    return Answer(
+        key=_KEY,
+        question=_QUESTION,
+        figure=f"{ratio:.3g}× the time, 1/{found.product_flops / softmax_flops:.3g} of the FLOP",
+        sentence=sentence + ".",
+        evidence=_table(found),
+    )
+
+
+def _reason(profile: Profile, found: _Attention) -> str:
+    low, high = found.softmax_intensity, found.product_intensity
+    said = f"softmax does {low:.2g} FLOP a byte it must move, the products {high:.3g}"
+    hardware = profile.hardware
+    peak = hardware.peak_flops.get(found.precision or "") if hardware else None
+    if hardware is None or not peak or not hardware.bandwidth:
+        return f"{said}; what the device could do for each byte is not known here"
+    balance = peak / hardware.bandwidth
+    said += f", and the device ({hardware.name}) can do {balance:.3g} in {found.precision} in the time it moves one"
+    if high > balance:
+        return f"{said}, so softmax is bound by memory and the products by arithmetic"
+    return f"{said}, so both are bound by memory"
+
+
+def _find(profile: Profile) -> _Attention | None:
+    """By the annotated parts where there are any, else by bmm, softmax, bmm in a row."""
+    forward, steps = in_phases(profile, "forward"), profile.num_steps
+    products = find_products(profile).filter((pl.col("phase") == "forward") & pl.col("role").is_in([SCORES, VALUES]))
+    in_parts = forward.filter(pl.col("part").is_in([SCORES, SOFTMAX, VALUES]))
+    softmax = in_parts.filter(pl.col("part") == SOFTMAX)
+    if not softmax.height:
+        softmax = forward.filter(pl.col("class") == "softmax")
+    if not softmax.height or not products.height:
+        return None
+    other = in_parts.filter((pl.col("part") != SOFTMAX) & (pl.col("class") != "gemm"))
+    by_role = {role: _extents(profile, products.filter(pl.col("role") == role), role) for role in (SCORES, VALUES)}
+    return _Attention(
+        products_ns=time_of(products) / steps,
+        softmax_ns=time_of(softmax) / steps,
+        other_ns=time_of(other) / steps,
+        softmax_kernels=softmax.height / steps,
+        scores=by_role[SCORES],
+        values=by_role[VALUES],
+        product_bytes=_element_bytes(profile, products),
+        softmax_bytes=_element_bytes(profile, softmax),
+        precision=_precision(profile, forward),
+    )
+
+
+def _extents(profile: Profile, products: pl.DataFrame, role: str) -> tuple[Extent, ...]:
+    """Of one step: as recorded, else as the case says."""
+    recorded = [one for one in extents(profile, products["op_row"].to_list()) if one is not None]
+    if recorded and len(recorded) == products.height:
+        return tuple(recorded[:: profile.num_steps]) if _repeats(recorded, profile.num_steps) else ()
+    case = profile.recording.manifest.case
+    if case is None or not isinstance(case.workload.model, ModelShape):
+        return ()
+    shape, length = case.workload.model, case.workload.context
+    k, n = (shape.head_dim, length) if role == SCORES else (length, shape.head_dim)
+    one = Extent(case.workload.micro_batch * shape.num_heads, length, k, n)
+    return (one,) * shape.num_layers * case.workload.passes
+
+
+def _repeats(recorded: list[Extent], steps: int) -> bool:
+    return len(recorded) % steps == 0 and all(recorded.count(one) % steps == 0 for one in set(recorded))
+
+
+def _element_bytes(profile: Profile, calls: pl.DataFrame) -> int:
+    rows = calls["op_row"].drop_nulls()
+    recorded = (
+        profile.recording.ops["dtypes"].gather(rows).drop_nulls() if len(rows) else pl.Series([], dtype=pl.String)
+    )
+    sizes = [_BYTES[kind] for text in recorded.unique() for kind in _dtypes(text) if kind in _BYTES]
+    case = profile.recording.manifest.case
+    return max(sizes) if sizes else _BYTES[case.workload.precision] if case else 4
+
+
+def _dtypes(text: str) -> list[str]:
+    try:
+        return [kind for kind in json.loads(text) if isinstance(kind, str)]
+    except ValueError:
+        return []
+
+
+def _precision(profile: Profile, forward: pl.DataFrame) -> str | None:
+    case = profile.recording.manifest.case
+    if case is not None:
+        return case.workload.precision
+    dtypes = share_by(forward.filter(pl.col("class") == "gemm"), "name", "dtype")["dtype"].drop_nulls()
+    return dtypes[0] if dtypes.len() else None
+
+
+def _without_parts(profile: Profile) -> Answer:
+    forward = in_phases(profile, "forward")
+    fused = forward.filter(pl.col("class") == "attention")
+    if fused.height:
+        per_step, share = time_of(fused) / profile.num_steps, time_of(fused) / max(1, time_of(forward))
+        short = share_by(fused, "short")["short"][0]
+        return Answer(
+            key=_KEY,
+            question=_QUESTION,
+            figure=f"one kernel, {say_time(per_step)}",
+            sentence=f"Attention is fused: scores, softmax and values are one kernel (`{short}`), "
+            f"{say_time(per_step)} a step and {say_share(share)} of forward, and softmax alone cannot be timed in it.",
+            command=_RECORD,
+        )
+    reason = f"no softmax stands between two batched matrix products on the {device_word(profile)} in forward"
+    if profile.recording.manifest.compiled:
+        return missing(_KEY, _QUESTION, f"{reason}: the compiler merged it with others", f"{_RECORD} --compile no")
+    return missing(_KEY, _QUESTION, reason, _RECORD)
+
+
+def _table(found: _Attention) -> Table:
+    scores, values = (sum(one.flops for one in group) for group in (found.scores, found.values))
+    rows: list[tuple[Cell, ...]] = [
+        ("the two products", found.products_ns / 1e6, scores + values or None, None, found.product_intensity or None),
+        (
+            f"softmax ({found.softmax_kernels:,.0f} kernels)",
+            found.softmax_ns / 1e6,
+            _SOFTMAX_OPS * found.elements or None,
+            _SOFTMAX_OPS_BY_HAND * found.elements or None,
+            found.softmax_intensity,
+        ),
+    ]
+    if found.other_ns:
+        rows.append(("scaling and masking", found.other_ns / 1e6, None, None, None))
+    shapes = sorted({str(one) for one in found.scores})
+    notes = [_CONVENTION, "FLOP/byte: each element read once and written once; several kernels move more"]
+    notes += [f"scores: {', '.join(shapes[:3])}; {say_flops(scores)} in {len(found.scores)} products"] if shapes else []
+    return Table(
+        title="Attention in forward, per step",
+        columns=(
+            Column(key="part", label="part"),
+            Column(key="per_step_ms", label="time", kind="ms"),
+            Column(key="flops", label="FLOP", kind="count"),
+            Column(key="flops_by_hand", label="FLOP, three an element", kind="count"),
+            Column(key="flop_per_byte", label="FLOP/byte", kind="number"),
+        ),
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )

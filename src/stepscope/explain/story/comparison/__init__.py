@@ -1,0 +1,1 @@
+"""Two runs as one report: what changed, why, and everything else side by side."""

@@ -1,0 +1,1 @@
+"""The sections of a report, and the pictures and tables that stand in them."""

@@ -1,0 +1,341 @@
+"""The kernels' time of a step, taken apart by class, phase, layer, module and kernel at once.
+
+Rows add up to `Profile.gpu_time_ns` a step. Where two runs are joined, a row is what agrees in all five; what only one
+of them has is nothing in the other. Beyond what a page can hold, the smallest rows lose their layer first, then their
+module, and only then more, so that the times of classes, phases and kernels stay whole. Losing kernels first was tried:
+the table of kernels of a deep model then was mostly a rest. Added up a dimension at a time, it is the lists of a page
+and a table for each.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from stepscope.explain.trace.compare import REST, align_module
+from stepscope.explain.trace.names import cut_name, describe_kernel
+from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.explain.trace.profile_tables import scope
+from stepscope.findings import Breakdown, Cell, Column, Dimension, Table
+from stepscope.units import say_time
+
+TITLE = "Where the time goes"
+MOST_ROWS = 15_000
+# What the smallest rows lose, one after the other until they are few enough. With its layer a module loses its number.
+_GIVEN_UP = ("layer", "module", "kernel", "phase")
+_KEYS = ["class", "phase", "layer", "module", "kernel"]
+
+
+def break_down(profiles: Sequence[Profile], names: Sequence[str], steps_ns: Sequence[float] | None = None) -> Breakdown:
+    """`names` are the runs', one a profile; `steps_ns` their steps' wall time, the profiles' own unless told."""
+    assert len(profiles) == len(names), "a name a profile"
+    walls = [profile.step_ns for profile in profiles] if steps_ns is None else steps_ns
+    assert len(walls) == len(profiles), "a step a profile"
+    steps = [profile.steps_in_window for profile in profiles]
+    rows, notes = _fit(_join([_rows(profile) for profile in profiles], steps), steps, MOST_ROWS)
+    on_cpu = all(profile.on_cpu for profile in profiles)
+    dimensions = [_dimension(rows, key) for key in _KEYS]
+    places = [
+        rows[key].replace_strict(order, list(range(len(order))), return_dtype=pl.Int64).to_list()
+        for key, (order, _) in zip(_KEYS, dimensions, strict=True)
+    ]
+    runs = range(len(profiles))
+    return Breakdown(
+        title=TITLE,
+        runs=tuple(names),
+        dimensions=tuple(dimension for _, dimension in dimensions),
+        places=tuple(zip(*places, strict=True)),
+        times_ns=tuple(tuple((rows[f"time_{run}"] / steps[run]).to_list()) for run in runs),
+        counts=tuple(tuple((rows[f"count_{run}"] / steps[run]).to_list()) for run in runs),
+        shortest_ns=tuple(tuple(rows[f"shortest_{run}"].cast(pl.Float64).to_list()) for run in runs),
+        longest_ns=tuple(tuple(rows[f"longest_{run}"].cast(pl.Float64).to_list()) for run in runs),
+        walls_ns=tuple(float(wall) for wall in walls),
+        idles_ns=tuple(max(0.0, wall - profile.busy_step_ns) for wall, profile in zip(walls, profiles, strict=True)),
+        what="operators" if on_cpu else "kernels",
+        notes=(*_say_scopes(profiles, names), *notes),
+    )
+
+
+def _rows(profile: Profile) -> pl.DataFrame:
+    time = pl.col("time_ns")
+    kernels = profile.kernels.select(
+        "class",
+        pl.col("phase").fill_null(UNKNOWN),
+        name_layers(profile.kernels).alias("layer"),
+        pl.col("module").fill_null(UNKNOWN),
+        "time_ns",
+        "short",
+        kernel="name",
+        on_host=pl.col("kind") == "cpu",
+    )
+    return kernels.group_by(_KEYS).agg(
+        pl.col("short", "on_host").first(),
+        time=time.sum(),
+        count=pl.len().cast(pl.Int64),
+        shortest=time.min(),
+        longest=time.max(),
+    )
+
+
+def _join(frames: Sequence[pl.DataFrame], steps: Sequence[float]) -> pl.DataFrame:
+    """The keys of all runs with columns a run: time and count 0, shortest and longest null where it has no such row.
+    The largest first."""
+    spread = []
+    for mine, frame in enumerate(frames):
+        columns = [
+            (pl.col(name) if run == mine else pl.lit(nothing, pl.Int64)).alias(f"{name}_{run}")
+            for run in range(len(frames))
+            for name, nothing in (("time", 0), ("count", 0), ("shortest", None), ("longest", None))
+        ]
+        spread.append(frame.select(*_KEYS, "short", "on_host", *columns))
+    joined = spread[0] if len(spread) == 1 else _regroup(pl.concat(spread), len(frames))
+    return _sort(joined, steps)
+
+
+def _total(steps: Sequence[float]) -> pl.Expr:
+    """A row's time a step, of all runs together."""
+    return pl.sum_horizontal(pl.col(f"time_{run}") / num_steps for run, num_steps in enumerate(steps))
+
+
+def _sort(rows: pl.DataFrame, steps: Sequence[float]) -> pl.DataFrame:
+    return rows.sort(_total(steps), *_KEYS, descending=[True, *([False] * len(_KEYS))])
+
+
+def _fit(rows: pl.DataFrame, steps: Sequence[float], most: int) -> tuple[pl.DataFrame, list[str]]:
+    """The largest rows as they are, and the rest without what there is too much of, a third of the room for them."""
+    if rows.height <= most:
+        return rows, []
+    head, tail = rows.head(most - most // 3), rows.tail(rows.height - (most - most // 3))
+    merged = tail
+    for place, key in enumerate(_GIVEN_UP):
+        given_up = _GIVEN_UP[: place + 1]
+        merged = _regroup(_give_up(merged, key), len(steps))
+        if merged.height <= most // 3:
+            break
+    total = _total(steps).sum()
+    share = tail.select(total).item() / max(1.0, rows.select(total).item())
+    said = " and ".join(given_up) if len(given_up) < 3 else f"{', '.join(given_up[:-1])} and {given_up[-1]}"
+    note = (
+        f"of {rows.height:,} combinations the smallest {tail.height:,}, {share:.2%} of the time, have {said} `{REST}`"
+    )
+    return _sort(_regroup(pl.concat([head, merged]), len(steps)), steps), [note]
+
+
+def _give_up(rows: pl.DataFrame, key: str) -> pl.DataFrame:
+    lost = rows.with_columns(pl.lit(REST).alias(key))
+    if key != "layer":
+        return lost
+    paths = {path: align_module(path) for path in rows["module"].unique()}
+    return lost.with_columns(pl.col("module").replace_strict(paths, return_dtype=pl.String))
+
+
+def _regroup(rows: pl.DataFrame, runs: int) -> pl.DataFrame:
+    columns = []
+    for run in range(runs):
+        columns += [pl.col(f"time_{run}", f"count_{run}").sum()]
+        columns += [pl.col(f"shortest_{run}").min(), pl.col(f"longest_{run}").max()]
+    short = pl.when(pl.col("kernel").first() == REST).then(pl.lit(REST)).otherwise(pl.col("short").first())
+    return rows.group_by(_KEYS).agg(short.alias("short"), pl.col("on_host").first(), *columns)
+
+
+def _dimension(rows: pl.DataFrame, key: str) -> tuple[list[str], Dimension]:
+    """The values as the rows have them, in the order of their places, and as they are shown. By first appearance, so
+    about the largest first."""
+    order = rows[key].unique(maintain_order=True).to_list()
+    if key != "kernel":
+        return order, Dimension(key=key, label=key, values=tuple(cut_name(value) for value in order))
+    known = {row[0]: row for row in rows.select("kernel", "short", "on_host").unique("kernel").iter_rows()}
+    values = tuple(cut_name(known[name][1]) for name in order)
+    described = [name for name in order if name != REST][:MOST_DESCRIBED]
+    texts = {name: describe_kernel(name, on_host=known[name][2]) for name in described}
+    details = tuple(texts.get(name, "") for name in order)
+    return order, Dimension(key=key, label=key, values=values, details=details)
+
+
+def _say_scopes(profiles: Sequence[Profile], names: Sequence[str]) -> list[str]:
+    notes = []
+    for profile, name in zip(profiles, names, strict=True):
+        prefix = f"{name}: " if name else ""
+        notes.append(prefix + scope(profile))
+        if len(profile.devices) > 1:
+            notes.append(f"{prefix}{len(profile.devices)} devices: times are their sum, wall and idle time their mean")
+    return list(dict.fromkeys(notes))
+
+
+# --- Added up, a dimension at a time ----------------------------------------------------------------------------------
+
+
+_MS, _US = 1e6, 1e3
+# Of these a row also says its class, and how long one of them takes.
+_SINGLE = "kernel"
+# These have an order of their own; the others stand by time.
+ORDERED = ("phase", "layer")
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """A dimension's values, in the order in which they are shown, and their totals, a row a run."""
+
+    dimension: Dimension
+    order: tuple[int, ...]
+    times_ns: Numbers
+    counts: Numbers
+    shortest_ns: Numbers
+    longest_ns: Numbers
+
+
+def tabulate_dimensions(breakdown: Breakdown) -> Iterable[tuple[str, Table]]:
+    """A table for each dimension, kernels with their class and how long one of them takes."""
+    for place, dimension in enumerate(breakdown.dimensions):
+        totals = add_up(breakdown, place)
+        columns = [Column(key=dimension.key, label=dimension.label.lower())]
+        cells: list[Sequence[Cell]] = [[dimension.values[at] or "unknown" for at in totals.order]]
+        if dimension.key == _SINGLE:
+            _add_class(breakdown, place, totals, columns, cells)
+        for run, name in enumerate(breakdown.runs):
+            _add_run(totals, run, name, columns, cells)
+        if len(breakdown.runs) == 2:
+            _add_change(totals, columns, cells)
+        if dimension.details:
+            columns.append(Column(key="detail", label="detail", detail=True))
+            cells.append([dimension.details[at] for at in totals.order])
+        title = f"{breakdown.title}, by {dimension.label.lower()}"
+        notes = (*_describe_walls(breakdown), *breakdown.notes)
+        rows = tuple(zip(*cells, strict=True))
+        yield dimension.key, Table(title=title, columns=tuple(columns), rows=rows, notes=notes)
+
+
+def add_up(breakdown: Breakdown, place: int) -> Totals:
+    dimension = breakdown.dimensions[place]
+    size = len(dimension.values)
+    members = np.array([row[place] for row in breakdown.places], dtype=np.int64)
+    times = np.array([np.bincount(members, _numbers(own), size) for own in breakdown.times_ns])
+    counts = np.array([np.bincount(members, _numbers(own), size) for own in breakdown.counts])
+    shortest = np.full(times.shape, np.inf)
+    longest = np.full(times.shape, -np.inf)
+    for run in range(len(breakdown.runs)):
+        np.minimum.at(shortest[run], members, _numbers(breakdown.shortest_ns[run], np.inf))
+        np.maximum.at(longest[run], members, _numbers(breakdown.longest_ns[run], -np.inf))
+    order: Iterable[int] = range(size)
+    if dimension.key == "layer":
+        order = sorted(order, key=lambda at: _by_number(dimension.values[at]))
+    elif dimension.key not in ORDERED:
+        weights = times.max(axis=0) if len(times) else np.zeros(size)
+        order = sorted(order, key=lambda at: -weights[at])
+    return Totals(
+        dimension=dimension,
+        order=tuple(order),
+        times_ns=times,
+        counts=counts,
+        shortest_ns=shortest,
+        longest_ns=longest,
+    )
+
+
+def _numbers(values: Sequence[float | None], instead: float = 0.0) -> Numbers:
+    return np.array([instead if value is None else value for value in values], dtype=np.float64)
+
+
+def _by_number(name: str) -> tuple[bool, list[tuple[int, str]]]:
+    """Layer 10 after layer 9, and what has no number last."""
+    parts = re.findall(r"\d{1,9}|\D+", name[:200])
+    numbers = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    return not any(number >= 0 for number, _ in numbers), numbers
+
+
+def _add_class(
+    breakdown: Breakdown, place: int, totals: Totals, columns: list[Column], cells: list[Sequence[Cell]]
+) -> None:
+    """The class of each kernel: that of its first row, as a name has one class."""
+    keys = [dimension.key for dimension in breakdown.dimensions]
+    if "class" not in keys:
+        return
+    at = keys.index("class")
+    classes = {row[place]: breakdown.dimensions[at].values[row[at]] for row in reversed(breakdown.places)}
+    columns.append(Column(key="class", label="class"))
+    cells.append([classes.get(value, "") for value in totals.order])
+
+
+def _add_run(totals: Totals, run: int, name: str, columns: list[Column], cells: list[Sequence[Cell]]) -> None:
+    suffix, label = (f"_{'abcdefgh'[run]}", f"{name} ") if name else ("", "")
+    times, counts = totals.times_ns[run], totals.counts[run]
+    whole = max(float(times.sum()), 1e-12)
+    order = totals.order
+    columns += [
+        Column(key=f"ms{suffix}", label=f"{label}ms", kind="ms"),
+        Column(key=f"share{suffix}", label=f"{label}share", kind="share"),
+        Column(key=f"count{suffix}", label=f"{label}count", kind="number", detail=bool(name)),
+    ]
+    cells += [
+        [float(times[at]) / _MS for at in order],
+        [float(times[at]) / whole for at in order],
+        [float(counts[at]) for at in order],
+    ]
+    if totals.dimension.key == _SINGLE:
+        columns += [
+            Column(key=f"mean_us{suffix}", label=f"{label}mean µs", kind="us", detail=bool(name)),
+            Column(key=f"min_us{suffix}", label=f"{label}min µs", kind="us", detail=True),
+            Column(key=f"max_us{suffix}", label=f"{label}max µs", kind="us", detail=True),
+        ]
+        cells += [
+            [float(times[at]) / float(counts[at]) / _US if counts[at] else None for at in order],
+            [_finite(totals.shortest_ns[run][at]) for at in order],
+            [_finite(totals.longest_ns[run][at]) for at in order],
+        ]
+
+
+def _finite(value_ns: float) -> float | None:
+    return float(value_ns) / _US if np.isfinite(value_ns) else None
+
+
+def _add_change(totals: Totals, columns: list[Column], cells: list[Sequence[Cell]]) -> None:
+    before, after = totals.times_ns
+    columns.append(Column(key="change_ms", label="change ms", kind="ms"))
+    cells.append([float(after[at] - before[at]) / _MS for at in totals.order])
+
+
+def _describe_walls(breakdown: Breakdown) -> Iterable[str]:
+    for name, wall, idle in zip(breakdown.runs, breakdown.walls_ns, breakdown.idles_ns, strict=True):
+        who = f"{name}: a" if name else "A"
+        yield f"{who} step takes {say_time(wall)}; nothing runs for {say_time(idle)} of it."
+
+
+# --- Layers -----------------------------------------------------------------------------------------------------------
+
+
+OUTSIDE_LAYERS = "(outside layers)"
+# So many kernels are described; a recording with more names than that is a hostile one or makes a name for each call.
+MOST_DESCRIBED = 2_000
+_NUMBERED = re.compile(r"^(?:.*?\.)??(\d+)(?=\.|$)")
+
+
+def label_layers(kernels: pl.DataFrame) -> pl.Series:
+    """For each kernel its layer's name, null where it belongs to none or nobody knows. A layer is called by the path
+    that leads to its number, so that the third of the encoder is not the third of the decoder."""
+    known = kernels.select("module", "layer").unique()
+    labels = [_label_layer(module, layer) for module, layer in known.iter_rows()]
+    table = known.with_columns(label=pl.Series(labels, dtype=pl.String))
+    joined = kernels.select("module", "layer").join(
+        table, on=["module", "layer"], how="left", nulls_equal=True, maintain_order="left"
+    )
+    return joined["label"]
+
+
+def _label_layer(module: str | None, layer: int | None) -> str | None:
+    if layer is None:
+        return None
+    found = _NUMBERED.match(module or "")
+    # Paths that are made of classes count their layers otherwise, and have no path to the number.
+    return cut_name(found[0]) if found and int(found[1]) == layer else f"layer {layer}"
+
+
+def name_layers(kernels: pl.DataFrame) -> pl.Series:
+    """The same without nulls: a module outside of all layers is known to be there."""
+    labels = label_layers(kernels)
+    rest = pl.when(kernels["module"].is_not_null()).then(pl.lit(OUTSIDE_LAYERS)).otherwise(pl.lit(UNKNOWN))
+    return pl.select(pl.coalesce(labels, rest).alias("label")).to_series()

@@ -1,0 +1,140 @@
+"""Where and with what it ran, what the device could do, and what recording cost."""
+
+from collections.abc import Iterator
+
+from stepscope.explain.story.commands import find_case
+from stepscope.explain.story.phrases import find_torch, name_source, retitle, say_started
+from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.profile_tables import overhead_table
+from stepscope.findings import Cell, Column, Exhibit, Section, Table
+from stepscope.hardware import Hardware
+from stepscope.recording.rows.bench import Environment
+from stepscope.recording.store import Manifest
+from stepscope.units import say_size
+
+_Row = tuple[str, str]
+
+
+def show_environment(materials: Materials) -> Section:
+    rows = tuple(dict.fromkeys(_rows(materials)))
+    exhibits = [Exhibit(key="environment-table", part=_table(rows))] if rows else []
+    profile = materials.profile
+    manifest = profile.recording.manifest if profile is not None else None
+    if manifest is not None and manifest.case is not None and manifest.overhead is not None:
+        exhibits.append(
+            Exhibit(key="environment-overhead", part=retitle(overhead_table(manifest), "What recording cost"))
+        )
+    missing = (materials.absent["bench"],) if "bench" in materials.absent else ()
+    return Section(
+        key="environment", title="Environment", lead=_say_where(materials), exhibits=tuple(exhibits), missing=missing
+    )
+
+
+def find_environment(materials: Materials) -> Environment | None:
+    for row in (*materials.bench[:1], *materials.attention[:1]):
+        return row.environment
+    for manifest in _manifests(materials):
+        if manifest.environment is not None:
+            return manifest.environment
+    return materials.precision.environment if materials.precision else None
+
+
+def _manifests(materials: Materials) -> list[Manifest]:
+    return [one.recording.manifest for one in (materials.profile, materials.memory) if one is not None]
+
+
+def _table(rows: tuple[_Row, ...]) -> Table:
+    cells: tuple[tuple[Cell, ...], ...] = rows
+    return Table(
+        title="Where it ran",
+        columns=(Column(key="what", label="what"), Column(key="value", label="value")),
+        rows=cells,
+    )
+
+
+def _say_where(materials: Materials) -> str:
+    environment = find_environment(materials)
+    if environment is not None:
+        return f"It ran on {environment.driver_name} with PyTorch {environment.torch}, Python {environment.python}."
+    for manifest in _manifests(materials):
+        on_device = manifest.memory.device if manifest.memory else ""
+        torch, device = find_torch(manifest), manifest.device or on_device or "a device that the file does not name"
+        version = f" with PyTorch {torch}" if torch else ""
+        return f"It ran on {device}{version}; the file says nothing else about where."
+    return ""
+
+
+def _rows(materials: Materials) -> Iterator[_Row]:
+    environment = find_environment(materials)
+    profile = materials.profile
+    if environment is not None:
+        yield from _of_environment(environment)
+    elif profile is not None and profile.hardware is not None:
+        yield from _of_hardware(profile.hardware)
+    for manifest in _manifests(materials):
+        yield from _of_manifest(manifest, is_ours=environment is not None)
+    case = find_case(materials)
+    if case is not None:
+        timing, workload = case.timing, case.workload
+        yield "attention", workload.attention or "the model's own"
+        yield "compiled", "yes" if workload.compile else "no"
+        yield "seed", str(workload.seed)
+        if materials.bench:
+            yield "timing", f"{timing.steps} steps after {timing.warmup} to warm up"
+        if timing.memory_limit:
+            yield "memory limit", say_size(timing.memory_limit)
+    for row in materials.bench[:1]:
+        yield "timed", say_started(row.started)
+        if row.measurement is not None:
+            yield "parameters", f"{row.measurement.parameters:,}"
+            if row.measurement.attention_kernels:
+                yield "attention kernels", ", ".join(row.measurement.attention_kernels)
+
+
+def _of_environment(environment: Environment) -> Iterator[_Row]:
+    yield "device", environment.driver_name
+    yield from _of_hardware(environment.hardware)
+    versions = (
+        ("PyTorch", environment.torch),
+        ("Triton", environment.triton),
+        ("CUDA", environment.cuda),
+        ("driver", environment.driver),
+        ("Python", environment.python),
+        ("stepscope", environment.stepscope),
+        ("commit", environment.commit),
+    )
+    yield from ((name, version) for name, version in versions if version)
+    yield "CPU threads", str(environment.threads)
+    if environment.cpu_limits:
+        yield "CPU instructions limited by", environment.cpu_limits
+
+
+def _of_hardware(hardware: Hardware) -> Iterator[_Row]:
+    source = "measured on a large matrix product" if hardware.source == "measured" else "data sheet, dense"
+    peaks = ", ".join(f"{name} {peak / 1e12:.4g}" for name, peak in hardware.peak_flops.items())
+    if peaks:
+        yield f"peak in TFLOP/s ({source})", peaks
+    if hardware.bandwidth:
+        yield "memory bandwidth", f"{hardware.bandwidth / 1e9:,.0f} GB/s"
+    if hardware.memory_bytes:
+        yield "memory of the device", f"{hardware.memory_bytes / 1e9:,.0f} GB"
+
+
+def _of_manifest(manifest: Manifest, *, is_ours: bool) -> Iterator[_Row]:
+    what = "memory" if manifest.memory is not None else "recording"
+    if not is_ours:
+        if manifest.device:
+            yield "device", manifest.device
+        yield from ((name.replace("_", " "), version) for name, version in manifest.versions.items())
+    if manifest.device_sms:
+        yield "multiprocessors", str(manifest.device_sms)
+    yield f"{what} by", name_source(manifest)
+    if manifest.file and not is_ours:
+        yield f"{what} in", manifest.file
+    if manifest.rank is not None:
+        size = f" of {manifest.world_size}" if manifest.world_size else ""
+        yield "rank", f"{manifest.rank}{size}"
+    if manifest.started:
+        yield f"{what} made", say_started(manifest.started)
+    if manifest.memory is not None:
+        yield "memory events", f"{manifest.memory.events:,}"

@@ -1,0 +1,356 @@
+"""One step as it ran: its phases, layers and modules above the kernels of each stream.
+
+The step nearest to the median is drawn: a mean of steps never ran. Whatever ran in its window is there, also what the
+step before it had asked for. What belongs to no phase, layer or module leaves a gap in that track.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import polars as pl
+
+from stepscope.explain.story.sections.breakdown import MOST_DESCRIBED, label_layers
+from stepscope.explain.story.sections.spans import NONE, Ints, Stretches, fit, join_runs, lay_out
+from stepscope.explain.trace.names import cut_name, describe_kernel
+from stepscope.explain.trace.nesting import innermost
+from stepscope.explain.trace.phases import named_ranges, step_ranges
+from stepscope.explain.trace.profile import Profile
+from stepscope.findings import Lanes, Spans, Track
+
+MOST_STREAMS = 12
+# Together about what a page can hold and still move.
+MOST_KERNELS = 15_000
+MOST_RUNS = 5_000
+_MOSTLY = 0.9  # of a stream's time, to name the stream after it
+_STREAM = ["process", "device", "stream"]
+_NO_COMPUTING = ["communication", "memcpy", "memset"]
+_Kind = Literal["phase", "layer", "module", "stream", "host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lane:
+    """A track before it is written down: `names` and `groups` are what the numbers of its stretches stand for."""
+
+    label: str
+    kind: _Kind
+    stretches: Stretches
+    names: Sequence[str]
+    groups: Sequence[str]
+    shorten: Callable[[str], str]  # a name as shown
+    describe: Callable[[str], str] | None = None  # its detail
+    several: str  # how a block of several names is called; `{}` is its group
+
+
+def draw_step(profile: Profile, step_ns: float | None = None) -> Lanes:
+    """`step_ns` is what a step takes without the recorder, as the profile has it unless told."""
+    window, title, notes = _choose_step(profile, profile.step_ns if step_ns is None else step_ns)
+    inside = _cut_out(profile.kernels, window)
+    if inside.is_empty():
+        return _write_down(title, window[1] - window[0], [], [*notes, f"no {_what(profile)} took any time there"])
+    ran = _order_streams(inside)
+    lanes = [*_run_lanes(ran[0]), *_host_lane(profile, window)]
+    streams, hidden = _stream_lanes(profile, ran[:MOST_STREAMS])
+    notes += [*_name_main_stream(ran, profile), *_count_hidden(hidden, profile), *_name_left_out(ran, profile)]
+    drawn = []
+    for what, before, most in (
+        ("stretches of phases, layers and modules", lanes, MOST_RUNS),
+        (_what(profile), streams, MOST_KERNELS),
+    ):
+        fitted, cell = _fit(before, most)
+        notes += _say_merged(what, before, fitted, cell)
+        drawn += fitted
+    return _write_down(title, window[1] - window[0], drawn, notes)
+
+
+def _what(profile: Profile) -> str:
+    return "operators" if profile.on_cpu else "kernels"
+
+
+# --- Which step -------------------------------------------------------------------------------------------------------
+
+
+def _choose_step(profile: Profile, step_ns: float) -> tuple[tuple[int, int], str, list[str]]:
+    """The window, the title and what is to be said about the choice. For people the first recorded
+    step is the first, whatever number it has."""
+    if not profile.steps.height:
+        return profile.window, "The recording as it ran", ["no steps are marked: all of the recording is drawn"]
+    begun = np.sort(profile.kernels["start_ns"].to_numpy())
+    windows = [
+        (number, window)
+        for number, window in enumerate(profile.step_windows, start=1)
+        if begun[np.searchsorted(begun, window[0]) : np.searchsorted(begun, window[1])].size
+    ]
+    if not windows:
+        said = f"no {_what(profile)} began inside of the marked steps: all of the recording is drawn"
+        return profile.window, "The recording as it ran", [said]
+    lengths = [end - start for _, (start, end) in windows]
+    median = statistics.median(lengths)
+    number, window = min(windows, key=lambda one: abs(one[1][1] - one[1][0] - median))
+    wall = window[1] - window[0]
+    notes = []
+    if len(windows) > 1:
+        spread = f"{min(lengths) / 1e6:,.2f} to {max(lengths) / 1e6:,.2f} ms"
+        notes.append(
+            f"step {number}, {wall / 1e6:,.2f} ms while recorded: of {len(windows)} recorded steps ({spread}) the one "
+            "nearest to the median"
+        )
+    if step_ns < 0.95 * wall:
+        notes.append(
+            f"without the recorder a step takes {step_ns / 1e6:,.2f} ms: recording slows the host, so gaps "
+            "are longer here than without it"
+        )
+    return window, f"Step {number} as it ran", notes
+
+
+def _cut_out(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
+    """What ran in a window, cut to it, its times counted from the beginning of it, in order."""
+    start, end = window
+    touches = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
+    is_mark = (pl.col("end_ns") == pl.col("start_ns")) & (pl.col("start_ns") >= start) & (pl.col("start_ns") < end)
+    columns = (*_STREAM, "kind", "name", "short", "class", "phase", "module", "layer", "start_ns", "end_ns")
+    inside = kernels.select(columns).filter(touches | is_mark)
+    cut = inside.with_columns(pl.col("start_ns", "end_ns").clip(start, end) - start)
+    return cut.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns")).sort("start_ns", "end_ns")
+
+
+# --- Phases, layers and modules ---------------------------------------------------------------------------------------
+
+
+def _order_streams(kernels: pl.DataFrame) -> list[pl.DataFrame]:
+    """The main stream first, which computes most; the others by the time in which something ran on them."""
+
+    def computed(stream: pl.DataFrame) -> int:
+        return int(stream.filter(~pl.col("class").is_in(_NO_COMPUTING))["time_ns"].sum())
+
+    streams = kernels.partition_by(_STREAM, maintain_order=True)
+    streams.sort(key=lambda stream: (-int(stream["time_ns"].sum()), str(stream.select(_STREAM).row(0))))
+    main = max(streams, key=computed)
+    return [main, *(stream for stream in streams if stream is not main)]
+
+
+def _run_lanes(main: pl.DataFrame) -> list[_Lane]:
+    """Of the main stream: on two streams kernels of two layers run side by side."""
+    starts, ends = main["start_ns"].to_numpy(), main["end_ns"].to_numpy()
+    lanes = []
+    tracks: tuple[tuple[str, _Kind, pl.Series], ...] = (
+        ("phases", "phase", main["phase"]),
+        ("layers", "layer", label_layers(main)),
+        ("modules", "module", main["module"]),
+    )
+    for label, kind, column in tracks:
+        numbers, names = _number(column)
+        groups = numbers if kind == "phase" else np.zeros_like(numbers)
+        runs = join_runs(starts, ends, numbers, groups)
+        if len(runs):
+            lanes.append(
+                _Lane(
+                    label=label,
+                    kind=kind,
+                    stretches=runs,
+                    names=names,
+                    groups=names if kind == "phase" else ("",),
+                    shorten=cut_name,
+                    several=f"several {label}",
+                )
+            )
+    return lanes
+
+
+def _number(column: pl.Series) -> tuple[Ints, list[str]]:
+    """Each value as a number, in the order of first appearance, and what the numbers stand for; null is NONE."""
+    names = column.drop_nulls().unique(maintain_order=True).to_list()
+    numbers = column.replace_strict(names, list(range(len(names))), default=NONE, return_dtype=pl.Int64)
+    return numbers.to_numpy(), names
+
+
+def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
+    """What the host was at in this time, as its ranges say; on a CPU the operators show it already."""
+    named = named_ranges(profile.recording.ranges)
+    steps = step_ranges(profile.recording)
+    if profile.on_cpu or not named.height or not steps.height:
+        return []
+    process, thread = steps.select("process", "thread").row(0)
+    here = named.filter((pl.col("process") == process) & (pl.col("thread") == thread))
+    here = here.filter((pl.col("end_ns") > window[0]) & (pl.col("start_ns") < window[1]))
+    here = here.with_columns(pl.col("start_ns", "end_ns").clip(*window))
+    moments = np.unique(np.concatenate((here["start_ns"].to_numpy(), here["end_ns"].to_numpy())))
+    if len(moments) < 2:
+        return []
+    points = pl.DataFrame({"ns": moments[:-1]}).with_columns(process=pl.lit(process), thread=pl.lit(thread))
+    phase = here["phase"].gather(innermost(here, points))
+    numbers, names = _number(phase)
+    runs = join_runs(moments[:-1] - window[0], moments[1:] - window[0], numbers, numbers)
+    runs = replace(runs, counts=np.ones_like(runs.counts))  # a stretch of the host's time is no number of kernels
+    lane = _Lane(
+        label="host",
+        kind="host",
+        stretches=runs,
+        names=names,
+        groups=names,
+        shorten=cut_name,
+        several="several phases",
+    )
+    return [lane] if len(runs) else []
+
+
+# --- Streams ----------------------------------------------------------------------------------------------------------
+
+
+def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[list[_Lane], int]:
+    """One lane a stream, and how many kernels lie inside of others on their stream."""
+    lanes, hidden_in_all = [], 0
+    shorts = dict(profile.kernels.select("name", "short").unique("name").iter_rows())
+    for stream in streams:
+        names, texts = _number(stream["name"])
+        groups, classes = _number(stream["class"])
+        laid, hidden = lay_out(stream["start_ns"].to_numpy(), stream["end_ns"].to_numpy(), names, groups)
+        hidden_in_all += hidden
+        on_host = bool((stream["kind"] == "cpu").all())
+        lanes.append(
+            _Lane(
+                label=_label_stream(profile, stream),
+                kind="stream",
+                stretches=laid,
+                names=texts,
+                groups=classes,
+                shorten=lambda name: cut_name(shorts[name]),
+                describe=partial(describe_kernel, on_host=on_host),
+                several=f"{'operators' if on_host else 'kernels'}, mostly {{}}",
+            )
+        )
+    return lanes, hidden_in_all
+
+
+def _call_stream(profile: Profile, stream: pl.DataFrame) -> str:
+    process, device, number = stream.select(_STREAM).row(0)
+    what = "thread" if profile.on_cpu else "stream"
+    label = f"{what} {number}"
+    if len(profile.devices) > 1 and not profile.on_cpu:
+        several = len({one.process for one in profile.devices}) > 1
+        label = f"GPU {device} {label}" + (f" of process {process}" if several else "")
+    return label
+
+
+def _label_stream(profile: Profile, stream: pl.DataFrame) -> str:
+    """With what it is for, where it has one purpose."""
+    label = _call_stream(profile, stream)
+    times = stream.group_by("class").agg(pl.col("time_ns").sum()).sort("time_ns", "class", descending=[True, False])
+    mostly, time = times.row(0)
+    is_apart = mostly in ("communication", "memcpy") and time >= _MOSTLY * max(1, int(times["time_ns"].sum()))
+    return f"{label}: {'copies' if mostly == 'memcpy' else mostly}" if is_apart else label
+
+
+# --- Notes ------------------------------------------------------------------------------------------------------------
+
+
+def _name_main_stream(streams: Sequence[pl.DataFrame], profile: Profile) -> list[str]:
+    if len(streams) < 2:
+        return []
+    return [f"phases, layers and modules are those of {_call_stream(profile, streams[0])}, which computes most"]
+
+
+def _count_hidden(hidden: int, profile: Profile) -> list[str]:
+    if not hidden:
+        return []
+    return [f"{hidden:,} {_what(profile)} ran inside of others on their stream and are not drawn"]
+
+
+def _name_left_out(streams: Sequence[pl.DataFrame], profile: Profile) -> list[str]:
+    rest = streams[MOST_STREAMS:]
+    if not rest:
+        return []
+    total = max(1, sum(int(stream["time_ns"].sum()) for stream in streams))
+    share = sum(int(stream["time_ns"].sum()) for stream in rest) / total
+    named = ", ".join(_label_stream(profile, stream) for stream in rest[:MOST_STREAMS])
+    more = f" and {len(rest) - MOST_STREAMS} more" if len(rest) > MOST_STREAMS else ""
+    return [f"not drawn, {share:.1%} of the {_what(profile)}' time: {named}{more}"]
+
+
+def _say_merged(what: str, before: Sequence[_Lane], after: Sequence[_Lane], cell: int) -> list[str]:
+    if not cell:
+        return []
+    total, drawn = (sum(len(lane.stretches) for lane in lanes) for lanes in (before, after))
+    length = f"{cell / 1e6:,.3g} ms" if cell >= 1e6 else f"{cell / 1e3:,.3g} µs"
+    return [
+        f"{total:,} {what} are drawn as {drawn:,} blocks: what is shorter than {length} together with its neighbours"
+    ]
+
+
+# --- Written down -----------------------------------------------------------------------------------------------------
+
+
+def _fit(lanes: Sequence[_Lane], most: int) -> tuple[list[_Lane], int]:
+    merged, cell = fit([lane.stretches for lane in lanes], most)
+    return [replace(lane, stretches=stretches) for lane, stretches in zip(lanes, merged, strict=True)], cell
+
+
+@dataclass(kw_only=True)
+class _Places:
+    """Texts with their places, each once for what it is asked for by; only so many with their details."""
+
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    known: dict[tuple[str, str], int] = field(default_factory=dict)  # by text and what tells two of one text apart
+    described: int = 0
+
+    def of(self, text: str, apart: str = "", describe: Callable[[], str] | None = None) -> int:
+        """`describe` is asked only for what is kept: describing takes longer than all else."""
+        if (text, apart) in self.known:
+            return self.known[text, apart]
+        if describe is None or self.described >= MOST_DESCRIBED:
+            # Undescribed there is nothing that tells two of one text apart.
+            place = self.known.get((text, ""))
+            if place is None:
+                place = self.known[text, ""] = self._add(text, "")
+        else:
+            self.described += 1
+            place = self._add(text, describe())
+        self.known[text, apart] = place
+        return place
+
+    def _add(self, text: str, detail: str) -> int:
+        self.texts.append((text, detail))
+        return len(self.texts) - 1
+
+
+def _write_down(title: str, span_ns: int, lanes: Sequence[_Lane], notes: Sequence[str]) -> Lanes:
+    names, groups = _Places(), _Places()
+    tracks = tuple(_track(lane, names, groups) for lane in lanes)
+    return Lanes(
+        title=title,
+        span_ns=span_ns,
+        tracks=tracks,
+        names=tuple(text for text, _ in names.texts),
+        details=tuple(detail for _, detail in names.texts),
+        groups=tuple(text for text, _ in groups.texts),
+        notes=tuple(notes),
+    )
+
+
+def _track(lane: _Lane, names: _Places, groups: _Places) -> Track:
+    drawn = lane.stretches
+    group_places = {number: groups.of(lane.groups[number]) for number in np.unique(drawn.groups).tolist()}
+    pairs = np.unique(np.stack((drawn.names, drawn.groups)), axis=1).T.tolist() if len(drawn) else []
+    name_places = {}
+    for name, group in pairs:
+        if name == NONE:
+            name_places[name, group] = names.of(lane.several.format(lane.groups[group]))
+        else:
+            recorded = lane.names[name]
+            describe = partial(lane.describe, recorded) if lane.describe else None
+            name_places[name, group] = names.of(lane.shorten(recorded), recorded if describe else "", describe)
+    listed = drawn.names.tolist(), drawn.groups.tolist()
+    return Track(
+        label=lane.label,
+        kind=lane.kind,
+        spans=Spans(
+            starts_ns=tuple(drawn.starts.tolist()),
+            lengths_ns=tuple(drawn.lengths.tolist()),
+            names=tuple(name_places[pair] for pair in zip(*listed, strict=True)),
+            groups=tuple(group_places[number] for number in listed[1]),
+            counts=tuple(drawn.counts.tolist()),
+        ),
+    )

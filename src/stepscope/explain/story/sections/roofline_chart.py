@@ -1,0 +1,161 @@
+"""Operators under the limits of their device: how many operations a second against operations a byte.
+
+A point is all calls of one operator with one shape (`trace.roofline`). Operators that only move memory have no
+operations to count and therefore no place in the picture; how much of the time they take is said below it.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import polars as pl
+
+from stepscope.explain.trace.names import cut_name
+from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.roofline import roofline, shorten_shapes
+from stepscope.findings import Missing, Roof, Roofline, RoofPoint
+from stepscope.hardware import Hardware
+
+MOST_POINTS = 150  # a run
+_WHAT = "operators under the device's limits"
+_RECORD_SHAPES = "torch.profiler.profile(record_shapes=True)"
+
+
+def draw_roofline(profiles: Sequence[Profile], names: Sequence[str]) -> Roofline | Missing:
+    """Of runs on one device. What cannot be drawn of one is said in a note, of all is Missing."""
+    assert len(profiles) == len(names), "a name a profile"
+    limits = _shared_limits(profiles)
+    if isinstance(limits, Missing):
+        return limits
+    hardware, bandwidth = limits
+    points: list[RoofPoint] = []
+    precisions: set[str] = set()
+    notes: list[str] = []
+    absent: list[Missing] = []
+    for run, (profile, name) in enumerate(zip(profiles, names, strict=True)):
+        prefix = f"{name}: " if name else ""
+        frame = roofline(profile)
+        drawn = frame.filter((pl.col("flops") > 0) & (pl.col("bytes") > 0) & (pl.col("time_ns") > 0))
+        if not drawn.height:
+            absent.append(_explain_nothing(profile))
+            notes.append(f"{prefix}nothing to draw: {absent[-1].why}")
+            continue
+        shown = drawn.head(MOST_POINTS)
+        points += _tell_apart([_point(row, profile, run) for row in shown.iter_rows(named=True)])
+        precisions |= set(shown["dtype"].drop_nulls())
+        notes += [prefix + note for note in _notes(profile, frame, drawn)]
+    if not points:
+        return absent[0]
+    peaks = sorted(((peak, name) for name, peak in hardware.peak_flops.items() if name in precisions), reverse=True)
+    unknown = sorted(precisions - set(hardware.peak_flops))
+    if unknown:
+        notes.append(f"the peak of {hardware.name} in {', '.join(unknown)} is not known")
+    return Roofline(
+        title=f"Operators under the limits of {hardware.name}",
+        runs=tuple(names),
+        bytes_per_s=bandwidth,
+        roofs=tuple(Roof(label=name, flops_per_s=peak) for peak, name in peaks),
+        points=tuple(points),
+        notes=tuple(notes),
+    )
+
+
+def _have_one_roof(profiles: Sequence[Profile]) -> bool:
+    """Whether the runs can be drawn in one picture: their devices have the same limits."""
+    limits = [profile.hardware for profile in profiles]
+    return all(one is not None and _limits_of(one) == _limits_of(limits[0]) for one in limits)
+
+
+def _limits_of(hardware: Hardware | None) -> tuple[object, ...]:
+    return (hardware.bandwidth, dict(hardware.peak_flops)) if hardware else ()
+
+
+def _shared_limits(profiles: Sequence[Profile]) -> tuple[Hardware, float] | Missing:
+    for profile in profiles:
+        device, hardware = profile.recording.manifest.device, profile.hardware
+        if hardware is None:
+            why = f"the limits of `{device}` are not known" if device else "the recording does not name its device"
+            return Missing(what=_WHAT, why=why)
+        if hardware.bandwidth is None:
+            return Missing(what=_WHAT, why=f"the memory bandwidth of `{device}` is not known")
+    if not _have_one_roof(profiles):
+        return Missing(what=_WHAT, why="the runs are of devices with other limits, which are two pictures")
+    first = profiles[0].hardware
+    assert first is not None
+    assert first.bandwidth is not None
+    return first, first.bandwidth
+
+
+def _explain_nothing(profile: Profile) -> Missing:
+    if not profile.recording.manifest.shapes_recorded:
+        return Missing(what=_WHAT, why="the operators' shapes were not recorded", command=_RECORD_SHAPES)
+    if not profile.kernels["op_row"].is_not_null().any():
+        return Missing(what=_WHAT, why="the recording does not say which operators launched the kernels")
+    return Missing(what=_WHAT, why="no product, attention or convolution with known shapes is in the recording")
+
+
+def _point(row: dict[str, object], profile: Profile, run: int) -> RoofPoint:
+    numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
+    # Calls are known of what was launched in marked steps, so a step is one of those, as in the table.
+    steps, calls, time_ns = profile.num_steps, numbers["calls"], numbers["time_ns"]
+    reached = row["reached"]
+    assert reached is None or isinstance(reached, float)
+    roof = f", under the roof of {row['dtype']}" if row["dtype"] else ""
+    shapes = shorten_shapes(str(row["shapes"] or "")) or ""
+    lines = (
+        cut_name(f"{row['op']} {shapes}".strip()),
+        cut_name(str(row["short"])),
+        f"{calls / steps:,.4g} calls a step, {time_ns / calls / 1e3:,.4g} µs each",
+        f"{numbers['bytes_per_s'] / 1e9:,.4g} GB/s, {numbers['flops_per_s'] / 1e12:,.4g} TFLOP/s{roof}",
+    )
+    return RoofPoint(
+        label=cut_name(_label(str(row["op"]), shapes)),
+        group=str(row["class"]),
+        intensity=numbers["intensity"],
+        flops_per_s=numbers["flops_per_s"],
+        time_ms=time_ns / steps / 1e6,
+        share=time_ns / max(1, profile.gpu_time_ns),
+        reached=reached,
+        bound=str(row["bound"]),
+        detail="\n".join(lines),
+        run=run,
+    )
+
+
+def _label(op: str, shapes: str) -> str:
+    """An operator with its sizes, short enough to stand beside a point: `mm 1024×768 · 768×3072`."""
+    bare = op.removeprefix("aten::")
+    sizes = [tensor.replace(",", "×") for tensor in re.findall(r"\[([\d,]+)\]", shapes)]
+    # Compiled code hands a product its result's memory too, which makes it no other product.
+    return " ".join((bare, " · ".join(sizes[:2] if bare in ("mm", "bmm") else sizes))).strip()
+
+
+def _tell_apart(points: Sequence[RoofPoint]) -> list[RoofPoint]:
+    """A product whose calls took several kernels is several points: those are named after their kernel too."""
+    times = Counter(point.label for point in points)
+    return [
+        msgspec.structs.replace(point, label=f"{point.label}, {point.detail.splitlines()[1]}")
+        if times[point.label] > 1
+        else point
+        for point in points
+    ]
+
+
+def _notes(profile: Profile, frame: pl.DataFrame, drawn: pl.DataFrame) -> list[str]:
+    """What is not in the picture, as shares of all kernels' time."""
+    total = max(1, profile.gpu_time_ns)
+    moving = frame.filter((pl.col("flops") == 0) & pl.col("bytes").is_not_null())
+    unknown = total - int(drawn["time_ns"].sum()) - int(moving["time_ns"].sum())
+    notes = []
+    if drawn.height > MOST_POINTS:
+        rest = int(drawn.tail(drawn.height - MOST_POINTS)["time_ns"].sum())
+        notes.append(
+            f"the {MOST_POINTS} that take longest; {drawn.height - MOST_POINTS:,} more take {rest / total:.1%}"
+        )
+    if moving.height:
+        share = int(moving["time_ns"].sum()) / total
+        notes.append(f"{share:.1%} of the time is in operators that move memory and compute no products: not drawn")
+    if unknown > 0:
+        notes.append(f"{unknown / total:.1%} of the time is in kernels whose operations are not known: not drawn")
+    return notes

@@ -1,0 +1,354 @@
+"""A profile as tables: the page on the terminal, each of its parts alone, and what recording it cost."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import polars as pl
+
+from stepscope.explain.experiments.cases import describe_case
+from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.summary import KernelTime, kernel_times
+from stepscope.findings import Cell, Column, Finding, Table
+from stepscope.recording.store import Manifest
+
+_MS = 1e6
+_US = 1e3
+# The columns that every account of kernels' time has.
+_TIMES = (
+    Column(key="kernel_ms", label="kernels ms", kind="ms"),
+    Column(key="share", label="share", kind="share"),
+    Column(key="count", label="count", kind="number"),
+)
+
+
+def headline(profile: Profile) -> str:
+    """The recording in a few lines: what it is, how long a step takes, how busy the device is, and what is missing."""
+    manifest = profile.recording.manifest
+    what = "operators" if profile.on_cpu else "GPU"
+    steps = f"{profile.num_steps} steps" if profile.num_steps > 1 else "1 step"
+    steps = f"{steps} of" if profile.steps.height else "no steps marked,"
+    where = f" on {manifest.device}" if manifest.device else ""
+    known = profile.coverage()
+    lines = [
+        f"{manifest.file or 'recording'}: {manifest.source}{where}",
+        f"{steps} {profile.step_ns / _MS:,.2f} ms{_clock(profile)}; {what} busy {1 - profile.idle_share:.1%}, "
+        f"idle {profile.idle_share:.1%}",
+        f"known of the kernels' time: class {known['class']:.1%}, phase {known['phase']:.1%}, module "
+        + (f"{known['module']:.1%}" if manifest.modules_recorded else "unknown: this recording names no modules"),
+    ]
+    if profile.steps_in_window > 1.01 * profile.num_steps:
+        lines.append(
+            f"the window holds the work of about {profile.steps_in_window:.1f} steps, {profile.num_steps} of them "
+            "marked; figures a step are of that"
+        )
+    if len(profile.devices) > 1:
+        lines.append(f"{len(profile.devices)} devices; times below are their sum")
+    by_launch = {row["launched"]: row["share"] for row in profile.time_by("launched").iter_rows(named=True)}
+    if by_launch.get("before") and not profile.is_serialized:
+        lines.append(f"launched before the recording began: {by_launch['before']:.1%} of the time, known by name only")
+    if by_launch.get("graph"):
+        lines.append(f"launched by graph replay: {by_launch['graph']:.1%} of the time")
+    lines.extend(f"note: {note}" for note in manifest.notes)
+    lines.extend(f"doubt: {doubt.text}" for doubt in manifest.doubts)
+    return "\n".join(lines)
+
+
+def _clock(profile: Profile) -> str:
+    overhead = profile.recording.manifest.overhead
+    if profile.clock.is_recorded:
+        return f" while recorded ({overhead.plain_ns / _MS:,.2f} ms without the recorder)" if overhead else ""
+    return f" by the clock ({profile.recorded_step_ns / _MS:,.2f} ms while recorded)"
+
+
+def classes_table(profile: Profile) -> Table:
+    """Kernels' time by class, and the step's wall time swept once beside it."""
+    swept: dict[str, int] = {}
+    for device in profile.devices:
+        for name, time in device.whole.classes.items():
+            swept[name] = swept.get(name, 0) + time
+    overlap = sum(device.whole.overlap_ns for device in profile.devices)
+    wall = profile.step_ns * profile.steps_in_window * len(profile.devices)
+    idle = wall * profile.idle_share
+    rows: list[tuple[Cell, ...]] = [
+        (
+            row["class"],
+            *_times(profile, row),
+            _per_step(profile, swept.get(row["class"], 0)),
+            swept.get(row["class"], 0) / wall,
+        )
+        for row in profile.time_by("class").iter_rows(named=True)
+    ]
+    if overlap:
+        rows.append(("overlap", None, None, None, _per_step(profile, overlap), overlap / wall))
+    rows.append(("idle", None, None, None, _per_step(profile, idle), idle / wall))
+    rows.append(("wall", None, None, None, _per_step(profile, wall), 1.0))
+    return Table(
+        title="Time by class",
+        columns=(
+            Column(key="class", label="class"),
+            *_TIMES,
+            Column(key="alone_ms", label="alone ms", kind="ms"),
+            Column(key="wall_share", label="of wall", kind="share"),
+        ),
+        rows=tuple(rows),
+        notes=(scope(profile),),
+    )
+
+
+def phases_table(profile: Profile) -> Table:
+    """Kernels' time by phase, with the classes that take most of each."""
+    rows: list[tuple[Cell, ...]] = []
+    parts = profile.time_by("phase", "class")
+    for row in profile.time_by("phase").iter_rows(named=True):
+        inside = parts.filter(pl.col("phase") == row["phase"]).head(4)
+        mostly = ", ".join(
+            f"{name} {time / max(1, row['time_ns']):.0%}"
+            for name, time in inside.select("class", "time_ns").iter_rows()
+        )
+        rows.append((row["phase"], *_times(profile, row), mostly))
+    return Table(
+        title="Time by phase",
+        columns=(
+            Column(key="phase", label="phase"),
+            *_TIMES,
+            Column(key="mostly", label="mostly"),
+        ),
+        rows=tuple(rows),
+        notes=(scope(profile),),
+    )
+
+
+def kernels_table(profile: Profile, *, top: int | None = None) -> Table:
+    kernels = kernel_times(profile)
+    return Table(
+        title="Kernels by time",
+        columns=(
+            Column(key="short", label="kernel"),
+            Column(key="class", label="class"),
+            Column(key="kernel_ms", label="ms", kind="ms"),
+            Column(key="share", label="share", kind="share"),
+            Column(key="count", label="count", kind="number"),
+            Column(key="mean_us", label="mean µs", kind="us"),
+            Column(key="min_us", label="min µs", kind="us", detail=True),
+            Column(key="max_us", label="max µs", kind="us", detail=True),
+            Column(key="name", label="name", detail=True),
+        ),
+        rows=tuple(kernel_row(profile, one) for one in kernels[:top]),
+        notes=(scope(profile), *left_out(kernels[:top], kernels)),
+    )
+
+
+def kernel_row(profile: Profile, one: KernelTime) -> tuple[Cell, ...]:
+    return (
+        one.short,
+        one.kernel_class,
+        _per_step(profile, one.time_ns),
+        one.share,
+        one.count / profile.steps_in_window,
+        one.mean_ns / _US,
+        one.min_ns / _US,
+        one.max_ns / _US,
+        one.name,
+    )
+
+
+def modules_table(profile: Profile, *, top: int | None = None) -> Table:
+    return _grouped(profile, "module", ("module", "layer"), top)
+
+
+def layers_table(profile: Profile, *, top: int | None = None) -> Table:
+    return _grouped(profile, "layer", ("layer", "phase"), top)
+
+
+def ops_table(profile: Profile, *, top: int | None = None) -> Table:
+    return _grouped(profile, "operator", ("op", "phase"), top)
+
+
+def steps_table(profile: Profile) -> Table:
+    """One row a step: its wall time by its range, and the kernels it launched."""
+    launched = profile.kernels.group_by("step").agg(time_ns=pl.col("time_ns").sum(), count=pl.len().cast(pl.Int64))
+    steps = profile.steps.join(launched, on="step", how="left", maintain_order="left")
+    rows = tuple(
+        (row["step"], (row["end_ns"] - row["start_ns"]) / _MS, (row["time_ns"] or 0) / _MS, row["count"] or 0)
+        for row in steps.iter_rows(named=True)
+    )
+    return Table(
+        title="Steps",
+        columns=(
+            Column(key="step", label="step", kind="count"),
+            Column(key="wall_ms", label="wall ms", kind="ms"),
+            Column(key="kernel_ms", label="kernels ms", kind="ms"),
+            Column(key="count", label="kernels", kind="count"),
+        ),
+        rows=rows,
+        notes=() if rows else ("no steps are marked in this recording",),
+    )
+
+
+def streams_table(profile: Profile) -> Table:
+    """Each stream's time, adding up to the wall time."""
+    names = sorted({name for device in profile.devices for one in device.streams.values() for name in one.classes})
+    rows: list[tuple[Cell, ...]] = []
+    for device in profile.devices:
+        for stream, one in device.streams.items():
+            times = [_per_step(profile, one.classes.get(name, 0)) for name in names]
+            rest = (one.overlap_ns, one.idle_ns, one.wall_ns)
+            rows.append((device.device, stream, *times, *(_per_step(profile, time) for time in rest)))
+    return Table(
+        title="Streams, ms",
+        columns=(
+            Column(key="device", label="device", kind="count"),
+            Column(key="stream", label="stream", kind="count"),
+            *(Column(key=name, label=name, kind="ms") for name in (*names, "overlap", "idle", "wall")),
+        ),
+        rows=tuple(rows),
+        notes=(scope(profile),),
+    )
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    rows = tuple(
+        (
+            one.code,
+            one.title,
+            one.saving_ns / _MS if one.saving_ns is not None else None,
+            one.share,
+            one.evidence,
+            one.fix,
+        )
+        for one in findings
+    )
+    return Table(
+        title="Findings",
+        columns=(
+            Column(key="code", label="code"),
+            Column(key="title", label="finding"),
+            Column(key="saving_ms", label="saves ms a step", kind="ms"),
+            Column(key="share", label="of the step", kind="share"),
+            Column(key="evidence", label="evidence", detail=True),
+            Column(key="fix", label="fix", detail=True),
+        ),
+        rows=rows,
+        notes=() if rows else ("nothing that stands out",),
+    )
+
+
+def ranks_table(profiles: Sequence[Profile]) -> Table:
+    """Several ranks of one run beside each other: who waits for whom shows in the communication."""
+    rows: list[tuple[Cell, ...]] = []
+    for place, profile in enumerate(profiles):
+        manifest = profile.recording.manifest
+        whole = [device.whole for device in profile.devices]
+        hidden = sum(one.communication_hidden_ns for one in whole)
+        exposed = sum(one.communication_exposed_ns for one in whole)
+        compute = int(profile.kernels.filter(pl.col("class") != "communication")["time_ns"].sum())
+        rank = manifest.rank if manifest.rank is not None else place
+        idle = sum(one.idle_ns for one in whole) / max(1, profile.wall_ns * len(whole))
+        times = (profile.wall_ns, compute, hidden, exposed)
+        rows.append((rank, manifest.file, *(_per_step(profile, time) for time in times), idle))
+    return Table(
+        title="Ranks",
+        columns=(
+            Column(key="rank", label="rank", kind="count"),
+            Column(key="file", label="file"),
+            Column(key="wall_ms", label="wall ms", kind="ms"),
+            Column(key="compute_ms", label="compute ms", kind="ms"),
+            Column(key="hidden_ms", label="comm. hidden ms", kind="ms"),
+            Column(key="exposed_ms", label="comm. exposed ms", kind="ms"),
+            Column(key="idle", label="idle", kind="share"),
+        ),
+        rows=tuple(rows),
+        notes=("a step; the rank that computes longest makes the others wait for it", *_doubt(profiles)),
+    )
+
+
+def _doubt(profiles: Sequence[Profile]) -> tuple[str, ...]:
+    manifests = [profile.recording.manifest for profile in profiles]
+    ranks = [one.rank for one in manifests if one.rank is not None]
+    if len({one.device for one in manifests}) > 1 or len(set(ranks)) < len(ranks):
+        return ("these may not be the ranks of one run: their devices differ, or two have one rank",)
+    return ()
+
+
+def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | None) -> Table:
+    grouped = profile.time_by(*columns)
+    rows = tuple(
+        (row[columns[0]], row[columns[1]], *_times(profile, row))
+        for row in grouped.head(top or grouped.height).iter_rows(named=True)
+    )
+    rest = grouped.height - len(rows)
+    return Table(
+        title=f"Time by {label}",
+        columns=(
+            Column(key=columns[0], label=label, kind="count" if columns[0] == "layer" else "text"),
+            Column(key=columns[1], label=columns[1], kind="count" if columns[1] == "layer" else "text"),
+            *_TIMES,
+        ),
+        rows=rows,
+        notes=(scope(profile), *((f"{rest} more rows: --top {grouped.height}",) if rest else ())),
+    )
+
+
+def _times(profile: Profile, row: dict[str, Any]) -> tuple[Cell, Cell, Cell]:
+    return _per_step(profile, row["time_ns"]), row["share"], row["count"] / profile.steps_in_window
+
+
+def _per_step(profile: Profile, time_ns: float) -> float:
+    return time_ns / profile.steps_in_window / _MS
+
+
+def scope(profile: Profile) -> str:
+    steps = profile.num_steps if profile.steps.height else 0
+    mean = f"mean of {steps} steps" if steps > 1 else "one step" if steps else "the whole recording: it marks no steps"
+    return f"{mean}; share: of all kernels' time"
+
+
+def left_out(shown: Sequence[KernelTime], kernels: Sequence[KernelTime]) -> tuple[str, ...]:
+    rest = kernels[len(shown) :]
+    share = sum(one.share for one in rest)
+    return (f"{len(rest)} more kernels, {share:.1%} of the time: --table kernels --top {len(kernels)}",) if rest else ()
+
+
+# The parts that can be asked for alone: those as long as the recording makes them, and those of which `top` rows are.
+_WHOLE: dict[str, Callable[[Profile], Table]] = {
+    "classes": classes_table,
+    "phases": phases_table,
+    "steps": steps_table,
+    "streams": streams_table,
+}
+_RANKED = {"kernels": kernels_table, "modules": modules_table, "layers": layers_table, "ops": ops_table}
+PARTS = (*_WHOLE, *_RANKED)
+
+
+def make_part(profile: Profile, name: str, *, top: int | None = None) -> Table:
+    """One of `PARTS`."""
+    return _RANKED[name](profile, top=top) if name in _RANKED else _WHOLE[name](profile)
+
+
+_COLUMNS = (
+    Column(key="with", label="with"),
+    Column(key="step_ms", label="step", kind="ms"),
+    Column(key="vs_plain", label="vs nothing", kind="ratio"),
+    Column(key="vs_previous", label="vs the line above", kind="ratio"),
+)
+
+
+def overhead_table(manifest: Manifest) -> Table:
+    """One line a stage of recording; a stage that was not timed has none."""
+    assert manifest.case is not None, "only recordings of our own know their case"
+    assert manifest.overhead is not None, "a recording of our own knows its cost"
+    cost = manifest.overhead
+    timed = [("nothing", cost.plain_ns), ("the recorder", cost.recorded_ns), ("annotation too", cost.annotated_ns)]
+    known = [(name, value) for name, value in timed if value is not None]
+    previous = [None, *(value for _, value in known)]
+    rows = tuple(
+        (name, value / 1e6, value / cost.plain_ns, value / before if before else None)
+        for (name, value), before in zip(known, previous, strict=False)
+    )
+    doubts = tuple(f"{doubt.code}: {doubt.text}" for doubt in manifest.doubts)
+    return Table(
+        title=f"{describe_case(manifest.case)}, {manifest.device}: medians in ms, recorder and annotation included",
+        columns=_COLUMNS,
+        rows=rows,
+        notes=(*manifest.notes, *doubts),
+    )

@@ -1,0 +1,237 @@
+"""`stepscope profile`: one case, recorded in a process of its own, and kept as a folder.
+
+The worker leaves a raw trace and says what it timed; reading the trace and writing the tables is done here, so that the
+process in which the model runs never loads what reads it. The folder appears when it is whole, or not at all.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.experiments.cases import limit_notes
+from stepscope.explain.statistics import summarise
+from stepscope.files import scratch_folder
+from stepscope.jobs.experiments.sweep import Planned, PlannedCase, judge, look_at, place_cases
+from stepscope.jobs.workers.messages import Failed, Record, StepsRecorded
+from stepscope.jobs.workers.process import Ended, InputRefusedError, Workers, require_torch
+from stepscope.recording.recorded import RAW_NAME, RecordedRun
+from stepscope.recording.rows.bench import Environment
+from stepscope.spec import Case, Grid, grid_from_flags
+
+if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
+    import polars as pl
+
+    from stepscope.jobs.recorders.nsight_systems import NsysRun
+    from stepscope.recording.store import Recording
+
+OnStage = Callable[[str], None]
+
+
+class _RecordingJob(msgspec.Struct, frozen=True, kw_only=True):
+    """How to record a case. `functions` are annotated. Whatever goes wrong leaves no folder behind."""
+
+    folder: Path
+    command: str
+    force: bool = False
+    steps: int = 3
+    functions: tuple[str, ...] = ()
+
+    def _keep(
+        self, recording: "Recording", planned: Planned, run: RecordedRun, started: datetime, raw: Path | None = None
+    ) -> "Recording":
+        from stepscope.recording.store import save
+
+        at = started.isoformat(timespec="seconds")
+        described = describe_recording(recording, planned=planned, run=run, command=self.command, started=at)
+        save(described, self.folder, raw=raw, force=self.force, command=self.command)
+        return described
+
+
+class ProfileJob(_RecordingJob, frozen=True, kw_only=True):
+    """With PyTorch's profiler. `stacks` are Python's."""
+
+    stacks: bool = False
+
+    def run(self, grid: Grid, on_stage: OnStage) -> "Recording":
+        """An empty grid is the default case."""
+        require_torch()
+        check_folder(self.folder, force=self.force, command=self.command)
+        with Workers() as workers:
+            return self.run_planned(plan_case(grid, workers), workers, on_stage)
+
+    def run_planned(self, planned: Planned, workers: Workers, on_stage: OnStage) -> "Recording":
+        """The same for a case that was planned before, by whoever has other things for these workers to do."""
+        started = datetime.now(UTC)
+        with scratch_folder() as scratch:
+            request = Record(
+                case=planned.case,
+                folder=str(scratch),
+                steps=self.steps,
+                functions=self.functions,
+                stacks=self.stacks,
+            )
+            ended = workers.run(request, on_stage=on_stage)
+            if not isinstance(ended.answer, StepsRecorded):
+                raise explain_failure(ended, planned.case, "recorded")
+            on_stage("reading the trace")
+            from stepscope.recording.readers import kineto
+
+            raw = scratch / RAW_NAME
+            return self._keep(kineto.read(raw), planned, ended.answer.run, started, raw)
+
+
+class NsysJob(_RecordingJob, frozen=True, kw_only=True):
+    """With Nsight Systems. Its report, and what is needed to type the command again, stay in a folder beside the
+    recording."""
+
+    python_backtrace: bool = False
+    pytorch: str | None = None
+
+    @property
+    def report_folder(self) -> Path:
+        return self.folder.with_name(self.folder.name + "-nsys")
+
+    def run(self, grid: Grid, on_stage: OnStage) -> tuple["Recording", "NsysRun"]:
+        from stepscope.jobs.recorders.nsight_systems import record_with_nsys, require_nsys
+
+        require_nsys()
+        require_torch()
+        check_folder(self.folder, force=self.force, command=self.command)
+        started = datetime.now(UTC)
+        with Workers() as workers:
+            planned = plan_case(grid, workers)
+        run = record_with_nsys(
+            planned.case,
+            out_folder=self.report_folder,
+            functions=self.functions,
+            record_steps=self.steps,
+            python_backtrace=self.python_backtrace,
+            pytorch=self.pytorch,
+            on_stage=on_stage,
+        )
+        on_stage("reading the report")
+        from stepscope.recording.readers import nsys
+
+        return self._keep(nsys.read(run.exported), planned, run.recorded.run, started), run
+
+
+def check_folder(folder: Path, *, force: bool, command: str) -> None:
+    """Refuses, before anything runs, a place that the recording could not go to."""
+    from stepscope.recording.store import check_place
+
+    check_place(folder, force=force, command=command)
+    parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise StepscopeError(f"cannot write to `{parent}`", hint="--out FOLDER")
+
+
+def plan_case(grid: Grid, workers: Workers) -> Planned:
+    """The one case that the settings make, and where it will run."""
+    if grid == Grid():
+        on_cpu = grid_from_flags({"size": "nano", "context": "128"}).cases()[0]
+        if look_at([on_cpu], workers, None).environment.device == "cpu":
+            grid = grid_from_flags({"size": "nano", "context": "128"})
+        else:
+            grid = grid_from_flags({"size": "small", "context": "256"})
+    cases = [only_case(grid)]
+    return place_cases(cases, look_at(cases, workers, None))[0]
+
+
+def only_case(grid: Grid) -> Case:
+    cases = grid.cases()
+    if len(cases) == 1:
+        return cases[0]
+    name, values = next((name, values) for name, values in (*grid.axes, *grid.arguments) if len(set(values)) > 1)
+    flag = f"--set {name}=" if name in dict(grid.arguments) else f"--{name.replace('_', '-')} "
+    raise StepscopeError(
+        f"these settings make {len(cases)} cases, and a recording is of one",
+        detail=f"`{flag.strip()}` has {len(set(values))} values",
+        hint=f"{flag}{values[0]}, or stepscope bench for all of them",
+    )
+
+
+def explain_failure(ended: Ended, case: Case, what: str) -> StepscopeError:
+    """Why nothing was `what`, with the last lines that the worker printed where it died without a word."""
+    answer = ended.answer
+    if isinstance(answer, Failed) and answer.bad_input:
+        return InputRefusedError(answer)
+    status, reason = judge(answer)
+    smaller = f"--batch {max(1, case.workload.batch // 2)}, or a smaller --context"
+    return StepscopeError(
+        f"nothing was {what}: {status}", detail=reason, hint=smaller if status == "oom" else "stepscope doctor"
+    )
+
+
+class _Ran(Protocol):
+    """What every recorder says of the model that it ran."""
+
+    @property
+    def parameters(self) -> int: ...
+
+    @property
+    def optimizer(self) -> str | None: ...
+
+
+def describe_run(recording: "Recording", planned: PlannedCase[Case], run: _Ran, **more: object) -> "Recording":
+    """What no recorder knows: the case, where it ran, and `more`, as the manifest has it."""
+    return recording.with_manifest(
+        case=planned.case,
+        environment=planned.environment,
+        device=planned.environment.driver_name,
+        parameters=run.parameters,
+        optimizer=run.optimizer,
+        compiled=planned.case.workload.compile,
+        **more,
+    )
+
+
+def versions_of(environment: Environment) -> dict[str, str]:
+    names = ("python", "torch", "triton", "cuda", "driver", "stepscope")
+    return {name: value for name in names if (value := getattr(environment, name)) is not None}
+
+
+def describe_recording(
+    recording: "Recording", *, planned: Planned, run: RecordedRun, command: str, started: str
+) -> "Recording":
+    """What the trace cannot know: the case, where it ran, and the steps that were timed without a recorder."""
+    from stepscope.recording.store import Overhead
+
+    plain_ns = median_ns(run.step_ns)
+    recorded_ns, annotated_ns = median_ns(run.recorded_step_ns), median_ns(run.annotated_step_ns)
+    described = describe_run(
+        recording,
+        planned,
+        run,
+        versions=recording.manifest.versions | versions_of(planned.environment),
+        command=command,
+        started=started,
+        doubts=run.doubts,
+        notes=(*recording.manifest.notes, *run.notes, *limit_notes([planned.environment])),
+        overhead=Overhead(plain_ns=plain_ns, recorded_ns=recorded_ns, annotated_ns=annotated_ns) if plain_ns else None,
+    )
+    return replace(described, steps=_steps_table(run))
+
+
+def _steps_table(run: RecordedRun) -> "pl.DataFrame":
+    import polars as pl
+
+    from stepscope.recording import tables
+
+    rows = [
+        {"phase": phase, "step": step, "duration_ns": duration, "clock": run.clock}
+        for step in range(len(run.step_ns))
+        for phase, durations in run.phases_ns.items()
+        for duration in (durations[step],)
+    ]
+    return tables.conform("steps", pl.DataFrame(rows, schema=tables.SCHEMAS["steps"]))
+
+
+def median_ns(samples_ns: Sequence[int]) -> int | None:
+    """None where nothing was timed, be it that the clock did not advance."""
+    return round(summarise(samples_ns).median) or None if samples_ns else None

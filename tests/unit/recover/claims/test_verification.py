@@ -1,0 +1,366 @@
+"""Verifying: what refutes, what is tested by it, and when nothing can be told."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from stepscope.recording.readers.formats import open_recording
+from stepscope.recover.claims.claim import make_claim
+from stepscope.recover.claims.prediction import admits_attention
+from stepscope.recover.claims.verdict import ClaimVerdict, describe_interval, is_narrowed, is_tested, undecided
+from stepscope.recover.claims.verification import verify
+from stepscope.recover.evidence.recording import gather
+from stepscope.recover.facts import Attention, Rule, Sighting, exactly
+from stepscope.recover.shape import ClaimedShape
+from tests.unit.recover.claimed_runs import find, spoil, true_claim, verified
+from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, truth_of, with_kernels
+
+GPT2 = "gpt2_bf16_odd.csv.gz"
+LLAMA = "llama_bf16.csv.gz"
+# What Hopper's persistent kernels leave open even under counters.
+AMBIGUOUS = ("llama_compiled.csv.gz",)
+COMPILED = "neox_compiled.forward.json.gz"
+
+
+@pytest.mark.parametrize("file", [file for file in COUNTERS if not file.startswith("held_")])
+def test_a_true_claim_is_consistent_with_counters(file: str) -> None:
+    answer = verified(file)
+    assert answer.verdict is (ClaimVerdict.UNDECIDED if file in AMBIGUOUS else ClaimVerdict.CONSISTENT), answer.why
+    assert answer.unexplained_share < 0.01
+
+
+@pytest.mark.parametrize("file", [*COUNTERS, *TRACES])
+def test_a_true_claim_is_never_refuted(file: str) -> None:
+    answer = verified(file)
+    assert answer.verdict is not ClaimVerdict.REFUTED, answer.why
+    assert not answer.refuted_by
+
+
+@pytest.mark.parametrize("file", [GPT2, LLAMA, "gpt2_bf16_odd.train.json.gz", "qwen3_cudnn.forward.json.gz"])
+def test_grids_of_a_gpu_of_unknown_size_refute_nothing_true(file: str) -> None:
+    answer = verify([replace(read_evidence(file), device_sms=None)], true_claim(file))
+    assert answer.verdict is not ClaimVerdict.REFUTED, answer.why
+    assert any("how many SMs the GPU has is not known" in note for note in answer.notes)
+
+
+def test_the_head_alone_does_not_tell_the_data_type() -> None:
+    file = "gpt2_fp32_efficient.forward.json.gz"
+    *inside, _ = find(read_evidence(file), "gemm")
+
+    def hide(kernels: list[Sighting]) -> list[Sighting]:
+        nameless = [msgspec.structs.replace(one, name=msgspec.structs.replace(one.name, dtype=None)) for one in kernels]
+        return [nameless[one.index] if one.index in inside else one for one in kernels]
+
+    answer = spoil(file, hide, dtype="bf16")
+    assert (answer.verdict, answer.fields["dtype"].verdict) == (ClaimVerdict.UNDECIDED, "not tested")
+
+
+def test_sizes_of_a_rank_that_shares_layers_with_others_refute_nothing() -> None:
+    file = "gpt2_fp32_efficient.forward.json.gz"
+    whole = true_claim(file, num_heads=24, num_kv_heads=24, d_head=64, d_ff=6144)
+    first, *_, last = find(read_evidence(file), "attention")
+    for exchanges, verdict in (((first + 1,), ClaimVerdict.UNDECIDED), ((last + 1,), ClaimVerdict.REFUTED)):
+        answer = verify([replace(read_evidence(file), exchanges=exchanges)], whole)
+        assert answer.verdict is verdict, answer.why
+    shared = verify([replace(read_evidence(file), exchanges=(first + 1,))], whole)
+    assert "one rank's share" in shared.why
+    assert shared.fields["d_ff"].verdict == "not tested"
+
+
+def test_an_optimizer_that_goes_over_a_part_leaves_a_claim_of_sizes_open() -> None:
+    file = "gpt2_compiled.train.json.gz"
+    kept = set(find(read_evidence(file), "optimizer")[::2])
+
+    def shard(kernels: list[Sighting]) -> list[Sighting]:
+        return [one for one in kernels if one.name.kernel_class != "optimizer" or one.index in kept]
+
+    answer = spoil(file, shard)
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert "or other ranks have the rest" in answer.why
+    assert spoil(file, shard, parameters=70_000_000).fields["parameters"].verdict == "refuted"
+    shared = replace(read_evidence(file), sightings=with_kernels(
+        read_evidence(file), shard(list(read_evidence(file).sightings))
+    ).sightings, exchanges=(0,))  # fmt: skip
+    assert verify([shared], true_claim(file, parameters=70_000_000)).verdict is ClaimVerdict.UNDECIDED
+
+
+@pytest.mark.parametrize("file", [COMPILED, "gpt2_bf16_odd.forward.json.gz"])
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.6, 0.95])
+def test_a_recording_may_begin_and_end_in_the_middle_of_a_pass(file: str, share: float) -> None:
+    def cut(kernels: list[Sighting]) -> list[Sighting]:
+        at = round(share * len(kernels))
+        passes = [*kernels[at:], *kernels, *kernels[:at]]
+        # The times of no two passes are alike.
+        return [msgspec.structs.replace(one, duration_ns=one.duration_ns + i * i % 401) for i, one in enumerate(passes)]
+
+    answer = spoil(file, cut)
+    assert answer.verdict is not ClaimVerdict.REFUTED, answer.why
+    layers = true_claim(file).num_layers or 0
+    assert spoil(file, cut, num_layers=layers - 1).fields["num_layers"].verdict == "refuted"
+
+
+def test_positions_may_be_looked_up_before_tokens() -> None:
+    def swap(kernels: list[Sighting]) -> list[Sighting]:
+        return [kernels[3], *kernels[1:3], kernels[0], *kernels[4:]]
+
+    assert spoil(GPT2, swap).verdict is ClaimVerdict.CONSISTENT
+    assert spoil(GPT2, swap, batch=None, context=None).verdict is ClaimVerdict.CONSISTENT
+
+
+def test_a_pass_that_is_cut_does_not_refute_the_number_of_layers() -> None:
+    answer = spoil("gpt2_fp32_efficient.forward.json.gz", lambda kernels: kernels[:40], d_ff=1024)
+    assert answer.verdict is ClaimVerdict.REFUTED
+    assert answer.fields["num_layers"].verdict == "not refuted"
+
+
+@pytest.mark.parametrize("file", [GPT2, LLAMA, "qwen3_cudnn.csv.gz", "gpt2_fp16_naive.csv.gz"])
+@pytest.mark.parametrize("name", ["d_model", "num_heads", "d_head", "d_ff", "vocab_size", "batch", "context"])
+def test_twice_a_size_is_refuted_and_the_size_is_named(file: str, name: str) -> None:
+    claim = true_claim(file)
+    answer = verify([read_evidence(file)], true_claim(file, **{name: 2 * getattr(claim, name)}))
+    assert answer.verdict is ClaimVerdict.REFUTED
+    assert answer.fields[name].verdict == "refuted"
+    assert answer.refuted_by[0].expected
+    assert answer.refuted_by[0].seen
+
+
+def test_sizes_that_swap_are_told_apart_by_attention() -> None:
+    swapped = verify([read_evidence(GPT2)], true_claim(GPT2, num_heads=20, num_kv_heads=20, d_head=32))
+    assert swapped.verdict is ClaimVerdict.REFUTED
+    assert swapped.refuted_by[0].what == "attention"
+    swapped = verify([read_evidence(GPT2)], true_claim(GPT2, batch=6, context=100))
+    assert swapped.verdict is ClaimVerdict.REFUTED
+
+
+def test_the_other_kind_of_feed_forward_layer_is_refuted() -> None:
+    assert verify([read_evidence(GPT2)], true_claim(GPT2, gated=True)).verdict is ClaimVerdict.REFUTED
+    answer = verify([read_evidence(LLAMA)], true_claim(LLAMA, gated=False))
+    assert answer.verdict is ClaimVerdict.REFUTED
+
+
+def test_values_that_would_pass_too_are_listed_and_do_pass() -> None:
+    answer = verified("gpt2_compiled.csv.gz")
+    low, high = answer.fields["d_ff"].passes_too[0]
+    assert (low, high) == (3009, 3071)
+    evidence = [read_evidence("gpt2_compiled.csv.gz")]
+    for size, verdict in ((low, ClaimVerdict.CONSISTENT), (low - 1, ClaimVerdict.REFUTED)):
+        claim = true_claim("gpt2_compiled.csv.gz", d_ff=size)
+        assert verify(evidence, claim).verdict is verdict
+    assert describe_interval((5, None)) == "5 and more"
+
+
+def test_what_no_kernel_depends_on_is_not_tested() -> None:
+    answer = verified("llama_bf16.forward.json.gz")  # a trace whose head fills the GPU whatever the vocabulary
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert answer.fields["vocab_size"].verdict == "not tested"
+    assert answer.fields["d_model"].verdict == "tested"
+    assert "vocab_size: 4,097 to 31,999" in answer.why
+    assert any("no counters" in note for note in answer.notes)
+
+
+def test_counters_and_a_trace_together_test_what_one_leaves_open() -> None:
+    files = ["qwen3_cudnn.forward.json.gz", "qwen3_cudnn.csv.gz"]
+    alone = verified(files[0])
+    both = verify([read_evidence(file) for file in files], true_claim(files[1]))
+    assert alone.verdict is ClaimVerdict.UNDECIDED
+    assert both.verdict is ClaimVerdict.CONSISTENT
+    assert both.kernels == 2 * alone.kernels
+
+
+@pytest.mark.parametrize("file", [GPT2, LLAMA, "builtin_autocast.csv.gz"])
+def test_a_claim_without_batch_and_context_is_held_against_the_tokens_that_ran(file: str) -> None:
+    open_claim = {"batch": None, "context": None}
+    answer = verify([read_evidence(file)], true_claim(file, **open_claim))
+    assert answer.verdict is ClaimVerdict.CONSISTENT, answer.why
+    truth = true_claim(file)
+    assert any(f"batch {truth.batch:,}, context {truth.context:,}" in note for note in answer.notes)
+    wrong = verify([read_evidence(file)], true_claim(file, d_ff=2 * (truth.d_ff or 0), **open_claim))
+    assert wrong.verdict is ClaimVerdict.REFUTED
+
+
+def test_a_claim_of_few_sizes_is_tested_with_what_is_recovered() -> None:
+    few = dict.fromkeys(("d_model", "num_heads", "num_kv_heads", "d_head", "vocab_size", "batch", "context"))
+    answer = verify([read_evidence(GPT2)], true_claim(GPT2, **few))
+    assert answer.verdict is ClaimVerdict.CONSISTENT, answer.why
+    assert answer.fields["d_ff"].verdict == "tested"
+    assert answer.fields["d_model"].verdict == "not claimed"
+    assert (
+        verify([read_evidence(GPT2)], true_claim(GPT2, **{**few, "d_ff": 640})).verdict is not ClaimVerdict.CONSISTENT
+    )
+
+
+def test_every_pass_of_training_is_compared_with_its_backward_attention() -> None:
+    answer = verified("llama_bf16.train.json.gz")
+    attention = next(one for one in answer.comparisons if one.what == "attention")
+    assert (attention.launches, attention.agree) == (24, 24)  # two steps of three layers: one forward, three backward
+    up = next(one for one in answer.comparisons if one.what.startswith("up"))
+    assert up.launches == 6
+
+
+def test_the_optimizer_tests_the_parameters() -> None:
+    file = "llama_bf16.train.json.gz"
+    parameters = 99_359_744
+    answer = verify([read_evidence(file)], true_claim(file, parameters=parameters))
+    assert answer.fields["parameters"].verdict == "narrowed"
+    assert answer.fields["parameters"].passes_too[1] == (parameters + 1, 99_811_328)
+    assert verify([read_evidence(file)], true_claim(file, parameters=110_000_000)).verdict is ClaimVerdict.REFUTED
+
+
+def test_evidence_that_ends_in_the_middle_of_a_pass_cannot_tell_the_layers() -> None:
+    file = "gpt2_fp32_efficient.forward.json.gz"
+
+    def cut(kernels: list[Sighting]) -> list[Sighting]:
+        return kernels[:40]  # of 66, in the second of three layers
+
+    answer = spoil(file, cut)
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert "a part of pass 1 only, 2 layers" in answer.why
+    assert spoil(file, cut, num_layers=1).verdict is ClaimVerdict.REFUTED
+
+
+def test_steps_of_one_token_are_said_not_to_be_compared() -> None:
+    file = "gpt2_fp32_efficient.forward.json.gz"
+
+    def generate(kernels: list[Sighting]) -> list[Sighting]:
+        """The pass again, with the grids of a single token."""
+        single = {"index", "norm", "gemm", "attention"}
+        again = [
+            msgspec.structs.replace(one, grid=(1, 1, 1)) if one.name.kernel_class in single else one for one in kernels
+        ]
+        return [*kernels, *again]
+
+    answer = spoil(file, generate)
+    assert answer.verdict is ClaimVerdict.UNDECIDED, answer.why
+    assert "1 passes of gpt2_fp32_efficient.forward.json.gz are of one token a sequence" in answer.why
+    assert spoil(file, generate, num_layers=2).verdict is ClaimVerdict.REFUTED
+
+
+def test_attention_that_is_run_again_for_the_backward_pass_is_no_layer() -> None:
+    recording = open_recording(FOLDER.parent / "h200_nano_checkpoint.json.gz")
+    sizes = {"num_layers": 4, "d_model": 128, "num_heads": 4, "d_ff": 512, "vocab_size": 10000, "batch": 4}
+    claim = make_claim({**sizes, "context": 64, "dtype": "fp32", "gated": True})
+    answer = verify([gather(recording)], claim)
+    assert answer.verdict is ClaimVerdict.CONSISTENT, answer.why
+    softmax = next(one for one in answer.comparisons if one.what == "softmax of attention")
+    assert (softmax.launches, softmax.agree) == (16, 16)  # two steps of four layers, twice each
+
+
+def test_kernels_of_other_streams_leave_the_claim_open() -> None:
+    evidence, claim = [read_evidence(GPT2)], true_claim(GPT2)
+    assert verify(evidence, claim, unseen=0.005).verdict is ClaimVerdict.CONSISTENT
+    answer = verify(evidence, claim, unseen=0.2)
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert "20.0% of the GPU's time is in kernels of other streams" in answer.why
+
+
+def test_what_is_no_decoder_leaves_every_field_untested() -> None:
+    answer = undecided(true_claim(GPT2), "no attention among the kernels", [read_evidence(GPT2)])
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert answer.fields["d_ff"].verdict == "not tested"
+    assert answer.fields["tied"].verdict == "not claimed"
+
+
+@pytest.mark.parametrize(("index", "what"), [(0, "lookup of tokens"), (18, "norm")])
+def test_lookups_and_norms_have_a_row_for_each_token(index: int, what: str) -> None:
+    def shorten(kernels: list[Sighting]) -> list[Sighting]:
+        short = msgspec.structs.replace(kernels[index], grid=(599, 1, 1), counters={})
+        return [*kernels[:index], short, *kernels[index + 1 :]]
+
+    answer = spoil(GPT2, shorten)
+    assert (answer.verdict, answer.refuted_by[0].index, answer.refuted_by[0].what) == (
+        ClaimVerdict.REFUTED,
+        index,
+        what,
+    )
+    assert answer.refuted_by[0].expected.startswith("600 rows of 640")
+
+
+def test_the_sum_of_a_product_in_parts_is_compared_as_well() -> None:
+    file = "llama_fp32.csv.gz"
+    index = next(one.index for one in read_evidence(file).sightings if "splitKreduce" in one.name.name)
+
+    def shorten(kernels: list[Sighting]) -> list[Sighting]:
+        counters = {**kernels[index].counters, "store_bytes": kernels[index].counters["store_bytes"] // 2}
+        short = msgspec.structs.replace(kernels[index], counters=counters)
+        return [*kernels[:index], short, *kernels[index + 1 :]]
+
+    answer = spoil(file, shorten)
+    assert (answer.verdict, answer.refuted_by[0].index) == (ClaimVerdict.REFUTED, index)
+
+
+def test_passes_whose_lookups_do_not_show_are_told_apart_by_their_heads() -> None:
+    file = "gpt2_fp32_efficient.forward.json.gz"
+
+    def repeat(kernels: list[Sighting]) -> list[Sighting]:
+        return kernels[13:] + [msgspec.structs.replace(one, duration_ns=one.duration_ns + 7) for one in kernels[13:]]
+
+    answer = spoil(file, repeat)
+    assert answer.verdict is ClaimVerdict.CONSISTENT, answer.why
+    assert any("2 passes forward" in note for note in answer.notes)
+
+
+def test_a_claim_whose_heads_fit_no_pair_of_batch_and_context_is_refuted() -> None:
+    wrong = true_claim(GPT2, num_heads=20, num_kv_heads=20, d_head=32, batch=None, context=None)
+    answer = verify([read_evidence(GPT2)], wrong)
+    assert answer.verdict is ClaimVerdict.REFUTED
+    assert "attention" in {one.what for one in answer.refuted_by}
+
+
+def test_more_parameters_than_claimed_are_updated() -> None:
+    file = "llama_bf16.train.json.gz"
+    answer = verify([read_evidence(file)], make_claim({"num_layers": 3, "parameters": 50_000_000}))
+    assert answer.verdict is ClaimVerdict.REFUTED
+    assert answer.refuted_by[0].what == "optimizer"
+
+
+def test_what_a_trace_cannot_tell_is_listed_with_the_values_that_pass() -> None:
+    answer = verified("gpt2_bf16_odd.forward.json.gz")
+    assert answer.fields["gated"].verdict == "not tested"  # gate and up in one product of the same grid
+    assert "gated: nothing in the evidence depends on it" in answer.why
+    recording = open_recording(FOLDER.parent / "h200_nano_sdpa_bf16.json.gz")
+    sizes = {"num_layers": 4, "d_model": 128, "num_heads": 4, "d_ff": 512, "vocab_size": 10000, "batch": 4}
+    answer = verify([gather(recording)], make_claim({**sizes, "context": 64, "dtype": "bf16"}))
+    assert answer.fields["num_kv_heads"].passes_too == ((1, 1), (2, 2))
+
+
+def test_a_value_is_tested_if_only_its_neighbours_would_pass_and_narrowed_below_a_factor_of_two() -> None:
+    assert is_tested(100, ())
+    assert is_tested(100, ((95, 99), (101, 105)))
+    assert not is_tested(100, ((94, 99),))
+    assert not is_tested(100, ((101, 106),))
+    assert is_narrowed(100, ((51, 99), (101, 199)))
+    assert not is_narrowed(100, ((50, 50),))
+    assert not is_narrowed(100, ((200, 200),))
+    assert not is_narrowed(100, ((101, None),))
+
+
+def test_a_consistent_answer_says_what_would_have_passed_as_well() -> None:
+    answer = verified("gpt2_compiled.csv.gz")
+    assert "d_ff could be 3,009 to 3,071 as well" in answer.why
+    assert "no other value" not in answer.why
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [lambda problem: problem.kv_heads == problem.heads, lambda problem: not problem.causal],
+    ids=["repeated heads", "no mask"],
+)
+def test_attention_may_be_called_with_repeated_heads_and_without_a_mask(rule: Rule) -> None:
+    shape = ClaimedShape(d_model=64, num_heads=4, num_kv_heads=2, d_head=16, batch=2, context=8)
+    assert admits_attention(Attention("forward", (rule,)), shape)
+    assert not admits_attention(Attention("forward", (lambda _: False,)), shape)
+    opened = msgspec.structs.replace(shape, d_head=None)
+    assert admits_attention(Attention("forward", (rule,)), opened) is None
+    assert admits_attention(Attention("forward", (rule,), batch=exactly(3)), opened) is False
+
+
+@pytest.mark.parametrize("file", ["held_qwen2.csv.gz", "gpt2_compiled.csv.gz"])
+def test_a_compiled_run_needs_no_claim_of_batch_and_context(file: str) -> None:
+    truth = truth_of(file)
+    sizes = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "vocab_size")
+    claim = {name: truth[name] for name in sizes}
+    assert verify([read_evidence(file)], make_claim(claim)).verdict is ClaimVerdict.CONSISTENT
+    assert (
+        verify([read_evidence(file)], make_claim({**claim, "d_ff": 2 * truth["d_ff"]})).verdict is ClaimVerdict.REFUTED
+    )
