@@ -7,7 +7,8 @@ A workload is made of the settings that the command line has as flags:
 
 Models run in processes of their own, so that torch is never imported here and an out-of-memory error costs one case.
 Nothing is printed. `progress` is told what is going on: a function gets a line of text; what watches a sweep case by
-case is a `SweepListener`. Nothing is kept unless `out` names a place, where the same call resumes.
+case is a `SweepListener`. Nothing is kept unless `out` names a place, where the same call resumes. `command` is what
+results are recorded under; unless it is given, that is the command that measures the same.
 """
 
 import weakref
