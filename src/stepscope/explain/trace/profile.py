@@ -53,12 +53,13 @@ class Profile:
     @cached_property
     def clock(self) -> Clock:
         overhead = self.recording.manifest.overhead
-        before = int(self.kernels.filter(pl.col("launched") == "before")["time_ns"].sum())
         return Clock(
             steps=self.steps,
             window=self.window,
             find_busy_ns=lambda: sum(device.whole.busy_ns for device in self.devices) / len(self.devices),
-            launched_before=before / max(1, int(self.kernels["time_ns"].sum())),
+            find_launched_before=lambda: dict(self.time_by("launched").select("launched", "share").rows()).get(
+                "before", 0
+            ),
             plain_ns=overhead.plain_ns if overhead else None,
         )
 

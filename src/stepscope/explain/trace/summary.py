@@ -166,10 +166,9 @@ def kernel_times(profile: Profile) -> tuple[KernelTime, ...]:
     grouped = profile.kernels.group_by("name", "short", "class", maintain_order=True).agg(
         pl.col("time_ns", "count").sum(), pl.col("min_ns").min(), pl.col("max_ns").max()
     )
-    time = pl.col("time_ns")
-    told = grouped.with_columns(share=time / max(1, profile.gpu_time_ns), mean_ns=time / pl.col("count"))
-    rows = told.sort("time_ns", "name", descending=[True, False]).rename({"class": "kernel_class"})
-    return tuple(KernelTime(**row) for row in rows.iter_rows(named=True))
+    told = grouped.with_columns(mean_ns=pl.col("time_ns") / pl.col("count")).rename({"class": "kernel_class"})
+    rows = told.sort("time_ns", "name", descending=[True, False]).iter_rows(named=True)
+    return tuple(KernelTime(**row, share=row["time_ns"] / max(1, profile.gpu_time_ns)) for row in rows)
 
 
 def _classes(profile: Profile, kernels: pl.DataFrame) -> tuple[ClassTime, ...]:
