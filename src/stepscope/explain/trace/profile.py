@@ -166,6 +166,11 @@ class Profile:
         return {name: float(self.kernels.filter(test)["time_ns"].sum() / total) for name, test in known.items()}
 
 
+def shares_by_launch(profile: Profile) -> dict[str, float]:
+    """Of the kernels' time, by how they were launched: `op`, `graph` or `before` the window."""
+    return dict(profile.time_by("launched").select("launched", "share").iter_rows())
+
+
 def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
     """`kept_in` is the folder the recording lies in, where a large one's attribution is kept for the next look."""
     if not recording.kernels.height:
