@@ -20,7 +20,9 @@ class Clock:
     steps: pl.DataFrame  # one row a marked step: step, start_ns, end_ns
     window: tuple[int, int]
     find_busy_ns: Callable[[], float]  # of the window, kernels side by side counted once; mean over devices
-    launched_before: float = 0.0  # the share of the kernels' time that was launched before the window began
+    find_launched_before: Callable[[], float] = lambda: (
+        0.0
+    )  # the share of the kernels' time launched before the window began
     plain_ns: int | None = None  # a step without the recorder
 
     @property
@@ -35,7 +37,7 @@ class Clock:
     @cached_property
     def steps_in_window(self) -> float:
         """How many steps' work the window holds: more than are marked where work was launched before it began."""
-        before = self.launched_before
+        before = self.find_launched_before()
         return self.num_steps / (1 - before) if self.steps.height and before < 1 else float(self.num_steps)
 
     @property

@@ -53,12 +53,13 @@ class Profile:
     @cached_property
     def clock(self) -> Clock:
         overhead = self.recording.manifest.overhead
-        before = int(self.kernels.filter(pl.col("launched") == "before")["time_ns"].sum())
         return Clock(
             steps=self.steps,
             window=self.window,
             find_busy_ns=lambda: sum(device.whole.busy_ns for device in self.devices) / len(self.devices),
-            launched_before=before / max(1, int(self.kernels["time_ns"].sum())),
+            find_launched_before=lambda: dict(self.time_by("launched").select("launched", "share").rows()).get(
+                "before", 0
+            ),
             plain_ns=overhead.plain_ns if overhead else None,
         )
 
@@ -163,6 +164,11 @@ class Profile:
             "module": pl.col("module").is_not_null(),
         }
         return {name: float(self.kernels.filter(test)["time_ns"].sum() / total) for name, test in known.items()}
+
+
+def shares_by_launch(profile: Profile) -> dict[str, float]:
+    """Of the kernels' time, by how they were launched: `op`, `graph` or `before` the window."""
+    return dict(profile.time_by("launched").select("launched", "share").iter_rows())
 
 
 def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:

@@ -6,7 +6,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.explain.experiments.cases import describe_case
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, shares_by_launch
 from stepscope.explain.trace.summary import KernelTime, kernel_times
 from stepscope.findings import Cell, Column, Finding, Table
 from stepscope.recording.store import Manifest
@@ -43,7 +43,7 @@ def headline(profile: Profile) -> str:
         )
     if len(profile.devices) > 1:
         lines.append(f"{len(profile.devices)} devices; times below are their sum")
-    by_launch = {row["launched"]: row["share"] for row in profile.time_by("launched").iter_rows(named=True)}
+    by_launch = shares_by_launch(profile)
     if by_launch.get("before") and not profile.is_serialized:
         lines.append(f"launched before the recording began: {by_launch['before']:.1%} of the time, known by name only")
     if by_launch.get("graph"):
