@@ -244,7 +244,7 @@ class Check:
         tally.kernels += 1
         choices = read_facts(sighting, Platform(recent=recent))
         whole = read_fact(sighting)
-        if not choices or whole is None:
+        if not windows_of(whole):  # none, or a fact about attention
             return
         tally.facts += 1
         tally.num_choices.append(len(choices))

@@ -17,7 +17,7 @@ _WIDTH = 120
 def fill_in(page: str) -> str:
     """The page with both parts as the rules are now."""
     for name, lines in (("rules", _list_rules()), ("pages", _describe_rules())):
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        start, end = f"<!-- {name}: written by tools/rule_docs.py -->\n", f"<!-- end of {name} -->\n"
         before, found, rest = page.partition(start)
         _, closed, after = rest.partition(end)
         assert found, f"docs/rule.md has no part `{name}`"

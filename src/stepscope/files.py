@@ -1,10 +1,11 @@
 """Files and folders on disk: read without surprises, written whole or not at all, and nothing of anybody else's lost.
 
-Four questions are answered here and nowhere else. How is a file read that somebody names: `open_plain`, `read_plain`
+Five questions are answered here and nowhere else. How is a file read that somebody names: `open_plain`, `read_plain`
 and `decode`, because a name may lead to a pipe that never ends, to a device, or to a document that was damaged or made
 to do damage. How is something written so that a kill leaves the old version or the new one: `replacing`,
 `write_atomically`. Whose is it: `is_ours` for figures, pages and traces, by what they say of themselves; `read_schema`
-and `claim` for data. And may it be replaced: `check_target`, `find_foreign`.
+and `claim` for data. May it be replaced: `check_target`, `find_foreign`. And where is kept what can be made again:
+`cache_folder`.
 
 What is being made lies in a scratch folder. A file in it marks it as ours, says which host it belongs to, and is locked
 as long as its process lives. One that nobody has locked was left by a process that was killed. The next process on that
@@ -549,3 +550,38 @@ def find_foreign(folder: Path, is_own: Callable[[str], bool]) -> str | None:
             if path.is_dir():
                 waiting.append(path)
     return None
+
+
+# --- What can be made again: read traces, tuned tiles ----------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """STEPSCOPE_CACHE, or `stepscope` where the system keeps caches. Containers often run as a user without a home, or
+    with one that cannot be written: the cache is then in the folder for temporary files."""
+    if named := os.environ.get("STEPSCOPE_CACHE"):
+        return Path(named)
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches) / "stepscope"
+    try:
+        folder = Path.home() / ".cache" / "stepscope"
+    except RuntimeError:  # HOME is not set, and the system does not know this user
+        return _temporary_folder()
+    return folder if _is_writable(folder) else _temporary_folder()
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether it can be written, or created."""
+    while not os.path.exists(folder):  # noqa: PTH110  # where we may not look, Path.exists raises
+        folder = folder.parent
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _temporary_folder() -> Path:
+    """This user's own. One that somebody else has made under its name is not trusted: nothing is kept then."""
+    folder = Path(tempfile.gettempdir()) / f"stepscope-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        is_ours = folder.lstat().st_uid == os.getuid()
+    except OSError:
+        is_ours = False
+    return folder if is_ours else Path(os.devnull) / "stepscope"

@@ -19,7 +19,7 @@ from stepscope.measure.profiler import record
 from stepscope.recording.memory import reader
 from stepscope.recording.memory.labels import SNAPSHOT_NAME
 from stepscope.recording.readers import kineto
-from stepscope.recording.recorded import RAW_NAME
+from stepscope.recording.rows.bench import RAW_TRACE_NAME
 from stepscope.spec import Case, Scalar, build_case
 from stepscope.step import Step, build
 
@@ -162,7 +162,7 @@ def test_memory_holds_one_micro_batch_and_all_gradients(tmp_path: Path) -> None:
 def test_a_profile_counts_the_passes_of_a_step(tmp_path: Path) -> None:
     case = case_of(grad_accumulation=2)
     record(case, CPU, functions=(), folder_raw=tmp_path, record_steps=2, on_stage=lambda _: None)
-    recording = kineto.read(tmp_path / RAW_NAME).with_manifest(case=case)
+    recording = kineto.read(tmp_path / RAW_TRACE_NAME).with_manifest(case=case)
     profile = make_profile(recording)
     ranges = recording.ranges.filter(pl.col("name").str.starts_with("phase:"))["name"].value_counts()
     assert dict(ranges.iter_rows())["phase:forward"] == dict(ranges.iter_rows())["phase:backward"] == 2 * 2
@@ -180,7 +180,7 @@ def test_a_profile_counts_the_passes_of_a_step(tmp_path: Path) -> None:
 def test_the_span_of_forward_leaves_out_the_backward_passes_in_between(tmp_path: Path) -> None:
     case = case_of(grad_accumulation=4)
     record(case, CPU, functions=(), folder_raw=tmp_path, record_steps=2, on_stage=lambda _: None)
-    profile = make_profile(kineto.read(tmp_path / RAW_NAME).with_manifest(case=case))
+    profile = make_profile(kineto.read(tmp_path / RAW_TRACE_NAME).with_manifest(case=case))
     answer = forward_time(profile)
     assert answer.evidence is not None
     clocks = {str(row[0]): row[1] for row in answer.evidence.rows}

@@ -14,7 +14,7 @@ import torch
 from stepscope.errors import StepscopeError
 from stepscope.measure import profiler, timing
 from stepscope.measure.profiler import record
-from stepscope.recording.recorded import RAW_NAME, RecordedRun
+from stepscope.recording.rows.bench import RAW_TRACE_NAME, RecordedRun
 from stepscope.spec import Scalar, build_case
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def run(folder: Path, *, record_steps: int = 2, functions: tuple[str, ...] = (),
 
 
 def events(folder: Path, category: str) -> list[dict[str, Any]]:
-    with gzip.open(folder / RAW_NAME) as file:
+    with gzip.open(folder / RAW_TRACE_NAME) as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("cat") == category]
 
 

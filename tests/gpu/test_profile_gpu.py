@@ -8,7 +8,7 @@ import torch
 
 from stepscope.measure.profiler import record
 from stepscope.recording.readers import kineto
-from stepscope.recording.recorded import RAW_NAME, RecordedRun
+from stepscope.recording.rows.bench import RAW_TRACE_NAME, RecordedRun
 from stepscope.recording.store import Recording, load
 from stepscope.spec import Scalar, build_case
 from stepscope.step import build
@@ -22,7 +22,7 @@ TINY |= {"device": "cuda:0", "steps": 5}
 
 def run(folder: Path, **settings: Scalar) -> tuple[RecordedRun, Recording]:
     found = record(build_case(TINY | settings), CUDA, folder_raw=folder, record_steps=2, on_stage=lambda _: None)
-    return found, kineto.read(folder / RAW_NAME)
+    return found, kineto.read(folder / RAW_TRACE_NAME)
 
 
 def kernels_by_range(recording: Recording) -> dict[str, int]:

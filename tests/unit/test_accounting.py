@@ -1,10 +1,12 @@
 """Time that adds up, to the nanosecond, whatever runs beside what."""
 
+from itertools import pairwise
+
 import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.explain.trace.accounting import account, account_devices
+from stepscope.explain.trace.accounting import DeviceSweep, account, account_devices
 
 SCHEMA = {"class": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64}
 
@@ -59,3 +61,17 @@ def test_each_stream_adds_up_by_itself() -> None:
         7: ({"gemm": 20}, 80),
         20: ({"communication": 30}, 70),
     }
+
+
+@given(kernels, st.sets(st.integers(1, 99), max_size=4))
+def test_portions_swept_one_by_one_give_the_same_as_all_at_once(
+    drawn: list[tuple[str, int, int]], borders: set[int]
+) -> None:
+    rows = [(name, start, start + length) for name, start, length in drawn]
+    placed = frame(*rows).with_columns(process=pl.lit(1), device=pl.lit(0), stream=pl.col("start_ns") % 3)
+    sweep = DeviceSweep()
+    edges = [0, *sorted(borders), 100]
+    for low, high in pairwise(edges):
+        portion = placed.filter(pl.col("start_ns").is_between(low, high, closed="left"))
+        sweep.add(portion, None if high == 100 else high)
+    assert sweep.accounts(100) == account_devices(placed, (0, 100))

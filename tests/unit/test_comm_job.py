@@ -11,7 +11,7 @@ from stepscope.jobs.experiments import comm_sweep as job
 from stepscope.jobs.experiments.comm_sweep import CommExperiment, run_comm
 from stepscope.jobs.experiments.flag_grids import CommGrid, RankHost, grid_from_texts
 from stepscope.jobs.experiments.sweep import Sweep
-from stepscope.jobs.workers.messages import CommMeasured, MeasureComm, StageReached
+from stepscope.jobs.workers.messages import CommMeasured, MeasureComm, Setup, StageReached
 from stepscope.recording.rows.bench import Retry
 from stepscope.recording.rows.collective_case import CommCase, CommMeasurement, CommOutcome, CommRow
 from stepscope.recording.rows.links import LinkPlace, find_links, read_links
@@ -30,8 +30,8 @@ class Ranks:
         self._fail = fail
         self.requests: list[tuple[int, MeasureComm]] = []
 
-    def run(self, request: MeasureComm, *, world: int, folder: Path, on_message: Any, **_: object) -> None:
-        self.requests.append((world, request))
+    def run(self, request: MeasureComm, setup: Setup, folder: Path, on_message: Any) -> None:
+        self.requests.append((setup.world, request))
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "logs" / "rank-1.log").write_text("what it said")
         for case in request.cases:
@@ -167,20 +167,20 @@ def test_an_interrupt_leaves_the_rows_that_are_done(tmp_path: Path, monkeypatch:
 
 def run_started(
     folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, grid: CommGrid, fail: Failing = lambda _: ""
-) -> tuple[tuple[CommRow, ...] | None, list[tuple[object, MeasureComm]]]:
+) -> tuple[tuple[CommRow, ...] | None, list[tuple[Setup, MeasureComm]]]:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr(job, "_look_here", lambda *_: (RankHost(device="cpu", world=3), ENVIRONMENT))
     asked = []
 
-    def serve(setup: object, request: MeasureComm, tell: Callable[[object], None]) -> None:
+    def serve(setup: Setup, request: MeasureComm, tell: Callable[[object], None]) -> None:
         asked.append((setup, request))
 
         def hear(rank: int, message: object) -> None:
             if rank == 0:
                 tell(message)
 
-        Ranks(fail).run(request, world=3, folder=folder / "ranks", on_message=hear)
+        Ranks(fail).run(request, setup, folder / "ranks", hear)
 
     monkeypatch.setattr(job, "serve_here", serve)
     sweep = Sweep(experiment=CommExperiment(grid=grid), folder=folder / "out", command="stepscope comm")

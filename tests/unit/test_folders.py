@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.folders import cache_folder
+from stepscope.files import cache_folder
 
 
 @pytest.fixture(autouse=True)

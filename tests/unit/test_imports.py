@@ -16,6 +16,8 @@ LIGHT = [
     "stepscope.report.tables",
     "stepscope.report.figures",
     "stepscope.errors",
+    "stepscope.api.measure",
+    "stepscope.api.report",
     "stepscope.cli.main",
     "stepscope.jobs.experiments.sweep",
     "stepscope.jobs.doctor",

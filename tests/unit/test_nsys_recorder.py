@@ -17,7 +17,7 @@ from stepscope.measure.targets import TargetFailed, answer_path
 from stepscope.measure.targets.nsys import NsysRecorded, NsysRequest
 from stepscope.recording import store
 from stepscope.recording.readers import nsys
-from stepscope.recording.recorded import RecordedRun
+from stepscope.recording.rows.bench import RecordedRun
 from stepscope.spec import Case, build_case
 from tests.unit.nsys_files import StandIn, training_step
 from tests.unit.rows import ENVIRONMENT

@@ -7,7 +7,7 @@ import pytest
 from stepscope.jobs.experiments.sweep import Planned
 from stepscope.jobs.recorders.recording_job import describe_recording
 from stepscope.recording import store
-from stepscope.recording.recorded import RecordedRun
+from stepscope.recording.rows.bench import RecordedRun
 from stepscope.recording.store import Manifest, Overhead, Recording
 
 from .rows import row

@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 
 import stepscope
+from stepscope.api.measure import make_grid, name_command
 from stepscope.findings import Axis, Column, Figure, Point, Table
 
 ROOT = Path(__file__).parents[2]
@@ -194,6 +195,14 @@ def test_workloads_are_made_of_settings() -> None:
     assert own.model.name == "mine.py:build(depth=4)"
 
 
+def test_results_name_the_command_that_measures_the_same() -> None:
+    one = stepscope.workload(size="small", context=1024, precision="bf16")
+    assert name_command("bench", make_grid(one, steps=3, memory_limit="1KB")) == (
+        "stepscope bench --size small --context 1024 --precision bf16 --steps 3 --memory-limit 1000"
+    )
+    assert "2 workloads" in name_command("bench", make_grid(stepscope.grid(context=[1, 2])))
+
+
 def test_a_grid_is_the_product_of_its_lists() -> None:
     made = stepscope.grid(size=["nano", "small"], context=[128, 256], precision="bf16")
     assert [(one.model.name, one.context) for one in made] == [
@@ -234,6 +243,7 @@ def test_what_is_not_a_workload_is_refused() -> None:
 def test_kept_results_are_read() -> None:
     timed = stepscope.BenchResults.read(ROOT / "bench/results/bench_h200.jsonl")
     assert len(timed) == timed.frame.height > 10
+    assert timed.frame.schema["context"] == pl.Int64
     assert timed.frame.schema["step_median_ms"] == pl.Float64
     assert timed[0].case.workload == timed.rows[0].case.workload
     weighed = stepscope.MemoryResults.read(ROOT / "bench/results/memory_h200.jsonl")

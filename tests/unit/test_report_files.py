@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from stepscope.api.inputs import read_runs
+from stepscope.api.run import load
 from stepscope.errors import StepscopeError
 from stepscope.explain.story.sources import Materials
 from stepscope.jobs.report.data import State, write_state
@@ -100,6 +101,14 @@ def test_recordings_that_are_not_ranks_of_one_run_are_compared(
 def test_a_rank_beyond_the_number_of_ranks_is_no_rank_of_that_run(tmp_path: Path) -> None:
     runs = read(record(tmp_path / "x", rank=0, world_size=2), record(tmp_path / "y", rank=2, world_size=2))
     assert len(runs) == 2
+
+
+def test_runs_that_were_loaded_apart_are_compared(tmp_path: Path) -> None:
+    files = [record(tmp_path / "x", rank=0, world_size=2), record(tmp_path / "y", rank=1, world_size=2)]
+    apart = read_runs([load(file) for file in files], command="", cached=False)
+    assert [one.ranks for one in apart] == [(), ()]
+    (together,) = read_runs([load(*files)], command="", cached=False)
+    assert len(together.ranks) == 2
 
 
 def test_files_of_another_device_are_refused(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ class _Given:
     path: Path
     kind: Kind
     run: Run | None = None  # of a recording
+    is_whole: bool = False  # all of a run, as it was loaded in Python
 
 
 @dataclass(kw_only=True)
@@ -104,7 +105,7 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
 
 def _look_at(source: Path | Run, *, cached: bool) -> _Given:
     if isinstance(source, Run):
-        return _Given(path=source.files[0], kind="memory" if source.is_of_memory else "time", run=source)
+        return replace(_give(source), is_whole=True)
     path = source
     if is_data(path):
         return _Given(path=path, kind="data")
@@ -118,7 +119,11 @@ def _look_at(source: Path | Run, *, cached: bool) -> _Given:
         raise _also_taken(error) from None
     if not opened.recording.manifest.file:
         opened = opened._replace(recording=opened.recording.with_manifest(file=path.name))
-    return _look_at(Run([opened]), cached=cached)
+    return _give(Run([opened]))
+
+
+def _give(run: Run) -> _Given:
+    return _Given(path=run.files[0], kind="memory" if run.is_of_memory else "time", run=run)
 
 
 def _also_taken(error: StepscopeError) -> StepscopeError:
@@ -196,6 +201,8 @@ def _are_ranks(recordings: Sequence[_Given]) -> bool:
     """Several files with ranks of their own, of one number of ranks."""
     ranks = [rank for one in recordings if (rank := _manifest(one).rank) is not None]
     worlds = {_manifest(one).world_size for one in recordings}
+    if any(one.is_whole for one in recordings):
+        return False
     if len(recordings) < 2 or len(set(ranks)) < len(recordings) or len(worlds) > 1:
         return False
     (world,) = worlds

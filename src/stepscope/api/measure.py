@@ -7,7 +7,8 @@ A workload is made of the settings that the command line has as flags:
 
 Models run in processes of their own, so that torch is never imported here and an out-of-memory error costs one case.
 Nothing is printed. `progress` is told what is going on: a function gets a line of text; what watches a sweep case by
-case is a `SweepListener`. Nothing is kept unless `out` names a place, where the same call resumes.
+case is a `SweepListener`. Nothing is kept unless `out` names a place, where the same call resumes. `command` is what
+results are recorded under; unless it is given, that is the command that measures the same.
 """
 
 import weakref
@@ -37,6 +38,7 @@ from stepscope.spec import (
     SpecError,
     Timing,
     Workload,
+    flag_of,
     for_precisions,
     grid_from_settings,
 )
@@ -60,8 +62,8 @@ R = TypeVar("R", bound=Row)
 
 
 def workload(**settings: object) -> Workload:
-    """A workload from the settings of the command line: `workload(size="small", context=1024, precision="bf16")`, or of
-    one's own model: `workload(model="my_model.py:build", set={"depth": 4})`. `None` is a setting that was not given."""
+    """A workload from the settings of the command line, `workload(size="small", context=1024, precision="bf16")`, also
+    of your own model, `workload(model="my_model.py:build", set={"depth": 4})`. None leaves a setting at its default."""
     made = grid(**settings)
     if len(made) > 1:
         raise ValueError(f"these settings make {len(made)} workloads: use stepscope.grid")
@@ -69,12 +71,12 @@ def workload(**settings: object) -> Workload:
 
 
 def grid(**settings: object) -> tuple[Workload, ...]:
-    """Workloads from settings of which some are lists of values: their product, the first setting turning slowest."""
+    """All combinations of settings that may be lists of values, the first setting varying slowest."""
     for name in settings:
         if name in TIMING_SETTINGS:
             raise SpecError(
-                f"`{name}` is no setting of a workload",
-                detail="it says how a workload is timed",
+                f"`{name}` is not a setting of a workload",
+                detail="it sets how a workload is timed",
                 hint=f"stepscope.bench(workload, {name}=…)",
             )
     given = {name: value for name, value in settings.items() if value is not None}
@@ -82,7 +84,7 @@ def grid(**settings: object) -> tuple[Workload, ...]:
 
 
 def make_grid(workloads: Workloads, **timing: int | str | None) -> Grid:
-    """The cases of what somebody wants measured. None, and a grid of flags, are for the job to fill in."""
+    """The cases to measure. None becomes the empty grid, for which every job has a default."""
     given = {name: value for name, value in timing.items() if value is not None}
     if workloads is None or isinstance(workloads, Grid):
         return (workloads or Grid()).override(grid_from_settings(given)) if given else workloads or Grid()
@@ -103,14 +105,18 @@ def make_grid_of_one(workload: Workload | Grid | None) -> Grid:
 
 
 def name_command(verb: str, grid: Grid) -> str:
-    """What results say that they were made by: for one workload the command that does the same."""
+    """The command that results are recorded under. For one workload, it is the one that measures the same."""
     if not grid.listed:
         return f"stepscope {verb}"
     if len(grid.listed) > 1:
         return f"stepscope.{verb}(…), {len(grid.listed)} workloads"
     from stepscope.explain.story.commands import write_command
 
-    return write_command(verb, grid.listed[0].workload)
+    (case,) = grid.listed
+    usual = Timing()
+    timing = [(name, getattr(case.timing, name)) for name in TIMING_SETTINGS]
+    flags = [f"{flag_of(name)} {value}" for name, value in timing if value != getattr(usual, name)]
+    return " ".join([write_command(verb, case.workload), *flags])
 
 
 # --- Progress ---------------------------------------------------------------------------------------------------------
@@ -408,7 +414,8 @@ def profile(
             functions=tuple(annotate),
             stacks=stacks,
         )
-        return Run.of(job.run(wanted, progress or _tell_nobody), folder)
+        recording = job.run(wanted, progress or _tell_nobody)
+    return Run.of(recording, folder if out is not None else Path("profile"))
 
 
 def precision(

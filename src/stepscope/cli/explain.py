@@ -42,7 +42,7 @@ def explain(
         Path | None,
         typer.Option(metavar="FILE", help="Draw memory over time: .html (interactive), .png, .svg or .pdf."),
     ] = None,
-    by: Annotated[Stacked, typer.Option("--by", help="What the picture is stacked by.")] = Stacked.CATEGORY,
+    by: Annotated[Stacked, typer.Option("--by", help="What the picture is stacked by.")] = "category",
     step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step that is drawn.")] = "last",
     save: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep it as a recording of ours.")] = None,
     perfetto: Annotated[
@@ -78,7 +78,7 @@ def explain(
         run.write_perfetto(perfetto, force=force)
     show_run(run, format_, part=table, top=top, questions=questions, detail=detail)
     if plot is not None:
-        draw(run, plot, by=by.value, step=step, detail=detail, force=force)
+        draw(run, plot, by=by, step=step, detail=detail, force=force)
     elif not questions and table is None:
         more = "--plot memory.html" if run.is_of_memory else "--questions"
         say(f"next: stepscope explain {shlex.join(map(str, files))} {more}")

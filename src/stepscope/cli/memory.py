@@ -42,7 +42,7 @@ def memory(
         Path | None,
         typer.Option(metavar="FILE", help="Draw memory over time: .html (interactive), .png, .svg or .pdf."),
     ] = None,
-    by: Annotated[Stacked, typer.Option("--by", help="What the picture is stacked by.")] = Stacked.CATEGORY,
+    by: Annotated[Stacked, typer.Option("--by", help="What the picture is stacked by.")] = "category",
     step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step that is drawn.")] = "last",
     checkpoint_study: Annotated[
         bool, typer.Option("--checkpoint-study", help="Peak and time over ways to recompute activations.")
@@ -92,7 +92,7 @@ def memory(
         run = results.run()
         show_run(run, format_, part=table, top=top, questions=questions, detail=detail)
         if plot is not None:
-            draw(run, plot, by=by.value, step=step, detail=detail, force=force)
+            draw(run, plot, by=by, step=step, detail=detail, force=force)
         say(f"recording: {run.files[0]}")
         next_ = f"stepscope explain {shlex.quote(str(run.files[0]))} --questions"
     else:

@@ -76,7 +76,7 @@ def profile(
     )
     command = typed_command()
     if counters:
-        from stepscope.cli.counters import count
+        from stepscope.cli.experiment import count
 
         count(
             grid,

@@ -1,7 +1,6 @@
 """A run on the terminal, for the verbs that show one: `explain` and `memory`."""
 
 import re
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,15 +12,9 @@ if TYPE_CHECKING:
     from stepscope.api.display import RunPart
     from stepscope.api.run import Run
 
+Stacked = Literal["category", "module"]  # what the areas of a picture are
 DEFAULT_DETAIL = 0.1
 SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%?")
-
-
-class Stacked(StrEnum):
-    """What `--by` accepts: what the areas of the picture are."""
-
-    CATEGORY = "category"
-    MODULE = "module"
 
 
 def check_view(*, questions: bool, part: str | None, step: str, detail: str | None) -> None:
@@ -45,9 +38,7 @@ def parse_detail(text: str | None) -> float:
     return value
 
 
-def draw(
-    run: "Run", path: Path, *, by: Literal["category", "module"], step: str, detail: str | None, force: bool
-) -> None:
+def draw(run: "Run", path: Path, *, by: Stacked, step: str, detail: str | None, force: bool) -> None:
     from stepscope.report.figures import check_figure, save
 
     check_figure(path, force=force)

@@ -4,7 +4,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +15,7 @@ from stepscope.errors import StepscopeError
 from stepscope.jobs.slurm.resources import Resources, parse_mem, parse_sbatch, parse_time_min
 
 if TYPE_CHECKING:
+    from stepscope.jobs.slurm.rank_jobs import SlurmRanks
     from stepscope.jobs.slurm.watch import JobCounts
     from stepscope.recording.rows.bench import BenchRow
 
@@ -41,31 +41,9 @@ def refuse_slurm(slurm: SlurmChoice | None, why: str) -> None:
         raise StepscopeError("`--slurm` does nothing here", detail=why, hint="leave it out")
 
 
-def run_on_slurm(
-    slurm: SlurmChoice,
-    *,
-    entry: str,
-    request: str,
-    ranks: int,
-    folder: Path,
-    command: str,
-    name: str,
-    prepare: Callable[[], None],
-) -> bool:
-    """Runs `entry` (`package.module:function`) in every rank of one job, and says whether it is done: it is not where
-    the script was only shown, or nobody waits. The entry gets `request`, a text, and torchrun's variables. `prepare` is
-    called just before a job is submitted, and not when one of before is found."""
-    from stepscope.jobs.slurm.rank_jobs import SlurmRanks
-
-    job = SlurmRanks(
-        folder=folder,
-        command=command,
-        resources=slurm.resources,
-        name=name,
-        entry=entry,
-        request=request,
-        ranks=ranks,
-    )
+def run_on_slurm(slurm: SlurmChoice, job: "SlurmRanks", prepare: Callable[[], None]) -> bool:
+    """Whether the job is done: it is not where the script was only shown, or nobody waits. `prepare` is called just
+    before a job is submitted, and not when one of before is found."""
     if slurm.print_only:
         show(job.script())
         return False

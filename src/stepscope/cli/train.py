@@ -148,18 +148,21 @@ def _run(job: "TrainJob") -> "TrainResult | None":
 
 
 def _submit(job: "TrainJob", slurm: SlurmChoice) -> "TrainResult | None":
+    from stepscope.jobs.slurm.rank_jobs import SlurmRanks
     from stepscope.jobs.train import ENTRY, read_result
 
     if not slurm.print_only:
         job.claim_folder()
-    done = job.is_done or run_on_slurm(
-        slurm,
-        entry=ENTRY,
-        request=job.as_request(),
-        ranks=job.training.ranks,
-        folder=job.folder,
-        command=job.command,
-        name="stepscope-train",
-        prepare=job.prepare,
-    )
-    return read_result(job.folder) if done else None
+    if not job.is_done:
+        ranks = SlurmRanks(
+            folder=job.folder,
+            command=job.command,
+            resources=slurm.resources,
+            name="stepscope-train",
+            entry=ENTRY,
+            request=job.as_request(),
+            ranks=job.training.ranks,
+        )
+        if not run_on_slurm(slurm, ranks, job.prepare):
+            return None
+    return read_result(job.folder)

@@ -59,15 +59,7 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
         self.claim_folder()
         with _only_one(self.folder):
             self._prepare()
-            run_ranks(
-                self._request(),
-                world=self.training.ranks,
-                backend=self.backend,
-                device=self.training.workload.device,
-                folder=self.folder,
-                timeout_s=self.timeout_s,
-                on_message=lambda _, message: on_message(message),
-            )
+            run_ranks(self._request(), self._setup(), self.folder, lambda _, message: on_message(message))
         return read_result(self.folder)
 
     def run_here(self, on_message: Callable[[RankMessage], None]) -> TrainResult | None:

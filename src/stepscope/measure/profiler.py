@@ -23,8 +23,7 @@ from torch.profiler.profiler import _KinetoProfile
 from stepscope.measure.memory.limits import limit_memory
 from stepscope.measure.soundness import MachineWatch, doubt_samples
 from stepscope.measure.timing import Samples, settle_heap, time_in_turns, time_steps, wait_for
-from stepscope.recording.recorded import RAW_NAME, RecordedRun
-from stepscope.recording.rows.bench import Doubt
+from stepscope.recording.rows.bench import RAW_TRACE_NAME, Doubt, RecordedRun
 from stepscope.spec import Case
 from stepscope.step import Step, build
 from stepscope.step.annotation import annotated, check_functions
@@ -52,7 +51,7 @@ def record(
     with_stack: bool = False,
     on_stage: OnStage,
 ) -> RecordedRun:
-    """Leaves the trace as `RAW_NAME` in `folder_raw`. The process is used up by this: one case, one process."""
+    """Leaves the trace as `RAW_TRACE_NAME` in `folder_raw`. The process is used up by this: one case, one process."""
     on_stage("importing")
     check_functions(functions, compiled=case.workload.compile)
     step = prepare(case, device, on_stage)
@@ -69,7 +68,7 @@ def record(
         annotation.next_step = 0  # one went by before the profiler began to keep
         time_steps(step, record_steps)
     on_stage("writing the trace")
-    profiler.export_chrome_trace(str(folder_raw / RAW_NAME))
+    profiler.export_chrome_trace(str(folder_raw / RAW_TRACE_NAME))
     return RecordedRun(
         clock="cuda events" if device.type == "cuda" else "host",
         phases_ns={name: tuple(values) for name, values in plain.phases_ns.items()},

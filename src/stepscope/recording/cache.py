@@ -14,7 +14,7 @@ from pathlib import Path
 
 import stepscope
 from stepscope.errors import StepscopeError
-from stepscope.folders import cache_folder
+from stepscope.files import cache_folder
 from stepscope.recording import store
 from stepscope.recording.store import Recording
 

@@ -2,11 +2,12 @@
 
 `EventTable` keeps a table in memory, where one window holds all of it. `Spill` keeps one that is larger than memory,
 and is an external sort: rows are gathered until there are enough for a run; a run is sorted by the table's key and
-written in compressed chunks, of which only the first keys stay in memory. Reading merges the runs: for each window of
+written in compressed chunks, of which only the outer keys stay in memory. Reading merges the runs: for each window of
 the key it takes what every run has there. Rows with the same key come back in the order in which they were added.
 
-Memory is one run being gathered, and while reading one chunk for each run that is in the middle of one. Cutting the
-time into slices while reading would need less code, and the length of a trace in advance, which its file does not say.
+Memory is one run being gathered, or one window being read. A chunk that a border goes through is read twice. Cutting
+the time into slices while reading would need less code, and the length of a trace in advance, which its file does not
+say.
 
 A window's border may lie anywhere in time. Intervals that are still open there are carried into the next window,
 together with all that was open beside them since the oldest of them began, so that `explain.trace.nesting` counts the
@@ -117,6 +118,11 @@ class _Chunk:
     size: int
     rows: int
     first_key: int
+    last_key: int
+
+    def reaches(self, begin: int | None, end: int | None) -> bool:
+        """Whether it has rows from `begin` on and before `end`."""
+        return (begin is None or self.last_key >= begin) and (end is None or self.first_key < end)
 
 
 class Spill(EventTable):
@@ -131,7 +137,7 @@ class Spill(EventTable):
         self._columns = columns
         self._schema: pl.Schema | None = None
         self._num_gathered = 0
-        self._runs: list[list[_Chunk]] = []
+        self._chunks: list[_Chunk] = []
 
     def add(self, frame: pl.DataFrame) -> None:
         frame = frame.select(self._columns)
@@ -146,22 +152,14 @@ class Spill(EventTable):
 
     def delete(self) -> None:
         super().delete()
-        self._runs = []
+        self._chunks = []
         self._num_gathered = 0
         self._path.unlink(missing_ok=True)
 
     @property
     def marks(self) -> list[tuple[int, int]]:
         self._write_run()
-        return [(chunk.first_key, chunk.rows) for run in self._runs for chunk in run]
-
-    def load(self, chunk: _Chunk) -> pl.DataFrame:
-        with self._path.open("rb") as file:
-            file.seek(chunk.offset)
-            return pl.read_ipc(io.BytesIO(file.read(chunk.size)))
-
-    def count_before(self, frame: pl.DataFrame, border: int) -> int:
-        return int(frame.select(self._key).to_series().search_sorted(border, side="left"))
+        return [(chunk.first_key, chunk.rows) for chunk in self._chunks]
 
     def _text_columns(self) -> list[str]:
         assert self._schema is not None
@@ -170,14 +168,21 @@ class Spill(EventTable):
     def _windows(self, borders: Sequence[int]) -> Iterator[pl.DataFrame]:
         self._write_run()
         assert self._schema is not None, "a table that nothing was added to has no columns"
-        cursors = [_Cursor(self, run) for run in self._runs]
-        for border in (*borders, None):
-            taken = [piece for cursor in cursors for piece in cursor.take(border)]
+        for begin, end in zip((None, *borders), (*borders, None), strict=True):
+            taken = [self._take(chunk, begin, end) for chunk in self._chunks if chunk.reaches(begin, end)]
             if not taken:
                 yield self._schema.to_frame()
                 continue
             window = pl.concat(taken, rechunk=True)
             yield window.with_columns(self._texts.spell(window[name]) for name in self._text_columns())
+
+    def _take(self, chunk: _Chunk, begin: int | None, end: int | None) -> pl.DataFrame:
+        with self._path.open("rb") as file:
+            file.seek(chunk.offset)
+            rows = pl.read_ipc(io.BytesIO(file.read(chunk.size)))
+        keys = rows.select(self._key).to_series()
+        first, last = (keys.search_sorted(border) if border is not None else None for border in (begin, end))
+        return rows[first:last]
 
     def _write_run(self) -> None:
         if not self._frames:
@@ -185,41 +190,15 @@ class Spill(EventTable):
         run = pl.concat(self._frames).sort(self._key, maintain_order=True)
         self._frames = []
         self._num_gathered = 0
-        chunks = []
         with _writing(self._path.parent), self._path.open("ab") as file:
             for part in run.iter_slices(CHUNK_ROWS):
                 content = io.BytesIO()
                 part.write_ipc(content, compression="zstd")
-                first = part.head(1).select(self._key).item()
-                chunks.append(_Chunk(offset=file.tell(), size=content.tell(), rows=part.height, first_key=first))
+                first, last = part.select(first=self._key.first(), last=self._key.last()).row(0)
+                self._chunks.append(
+                    _Chunk(offset=file.tell(), size=content.tell(), rows=part.height, first_key=first, last_key=last)
+                )
                 file.write(content.getbuffer())
-        self._runs.append(chunks)
-
-
-class _Cursor:
-    """How far one run has been read."""
-
-    def __init__(self, spill: Spill, run: list[_Chunk]) -> None:
-        self._spill = spill
-        self._chunks = iter(run)
-        self._next = next(self._chunks, None)
-        self._rest: pl.DataFrame | None = None
-
-    def take(self, border: int | None) -> Iterator[pl.DataFrame]:
-        """What lies before the border, all that is left without one."""
-        while True:
-            if self._rest is None:
-                if self._next is None or (border is not None and self._next.first_key >= border):
-                    return
-                self._rest = self._spill.load(self._next)
-                self._next = next(self._chunks, None)
-            count = self._rest.height if border is None else self._spill.count_before(self._rest, border)
-            if count:
-                yield self._rest.head(count)
-            if count < self._rest.height:
-                self._rest = self._rest.slice(count)
-                return
-            self._rest = None
 
 
 def in_windows(*tables: EventTable) -> Iterator[tuple[pl.DataFrame, ...]]:

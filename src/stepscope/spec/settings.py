@@ -93,6 +93,9 @@ def declared(struct: type[msgspec.Struct]) -> dict[str, Setting]:
     }
 
 
+_METAVARS: dict[object, str] = {int: "N", bool: "yes|no", str: "TEXT"}
+
+
 def complete(setting: Setting, name: str, kind: object = str, default: Any = None) -> Setting:
     """A setting with its name, and with what was left out of it."""
     kind = _without_none(kind)
@@ -103,7 +106,7 @@ def complete(setting: Setting, name: str, kind: object = str, default: Any = Non
     return msgspec.structs.replace(
         setting,
         name=name,
-        metavar=setting.metavar or ("|".join(choices) if choices else {int: "N", bool: "yes|no"}.get(kind, "TEXT")),  # type: ignore[call-overload]
+        metavar=setting.metavar or "|".join(choices) or _METAVARS[kind],
         parse=setting.parse if setting.parse is not str else _parser(name, kind, choices),
         default=default,
         choices=choices,

@@ -18,7 +18,7 @@ from stepscope.cost.attention import (
 )
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.experiments.cases import brief, doubt_notes, limit_notes
-from stepscope.explain.experiments.columns import Columns, count_failed, join_shared, tell_apart
+from stepscope.explain.experiments.columns import RowColumns, count_failed, join_shared, tell_apart
 from stepscope.explain.statistics import Statistics, summarise
 from stepscope.findings import Axis, Cell, Figure, Point, Table
 from stepscope.recording.rows.attention_case import (
@@ -89,7 +89,7 @@ def make_tables(
 def attention_table(rows: Sequence[AttentionRow], *, part: Part, peer: Implementation | None = None) -> Table:
     """Time, memory, or all in one, for programs."""
     ordered, peers = in_order(rows), _Peers(rows, peer)
-    columns = Columns(ordered)
+    columns = RowColumns(ordered)
     _add_case(columns)
     if part != "memory":
         _add_times(columns, peers)
@@ -114,7 +114,7 @@ def in_order(rows: Sequence[AttentionRow]) -> list[AttentionRow]:
     return sorted(rows, key=lambda row: (_shape(row), IMPLEMENTATIONS.index(row.case.implementation)))
 
 
-def _add_case(columns: Columns[AttentionRow]) -> None:
+def _add_case(columns: RowColumns[AttentionRow]) -> None:
     add = columns.add_setting
     add("precision", "precision", lambda row: row.case.precision)
     add("mask", "mask", lambda row: "causal" if row.case.causal else "full")
@@ -163,7 +163,7 @@ class _Peers:
         return found[0] / own.median if found and own else None
 
 
-def _add_times(columns: Columns[AttentionRow], peers: _Peers) -> None:
+def _add_times(columns: RowColumns[AttentionRow], peers: _Peers) -> None:
     """Without a peer in the file its columns are left to programs."""
     for timing in TIMINGS:
         labels = {"median": timing, **{name: f"{timing} {name}" for name in _STATISTICS}}
@@ -210,7 +210,7 @@ def _of_peak(row: AttentionRow, timing: Timing) -> float | None:
     return tflops * 1e12 / peak if tflops is not None and peak else None
 
 
-def _add_memory(columns: Columns[AttentionRow]) -> None:
+def _add_memory(columns: RowColumns[AttentionRow]) -> None:
     """Measured beside the closed form, at both moments. A CPU reserves nothing."""
 
     def weighed(key: str, label: str, *, detail: bool = True) -> None:

@@ -24,7 +24,7 @@ from stepscope.explain.experiments.cases import (
     say_shared,
     varies,
 )
-from stepscope.explain.experiments.columns import Columns, count_failed
+from stepscope.explain.experiments.columns import RowColumns, count_failed
 from stepscope.explain.statistics import Statistics, summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.rows.bench import BenchRow, CaseRow, Environment
@@ -51,7 +51,7 @@ DOUBTS = {
 
 
 def bench_table(rows: Sequence[BenchRow]) -> Table:
-    columns = Columns(rows)
+    columns = RowColumns(rows)
     for setting in CASE_SETTINGS:
         shown = setting.key in ALWAYS_SHOWN or varies(setting, rows)
         columns.add_setting(setting.key, setting.label, setting.read, setting.kind, shown=shown)
@@ -123,7 +123,7 @@ def _summary_ms(samples_ns: Sequence[int]) -> Statistics:
     return summarise([sample / 1e6 for sample in samples_ns])
 
 
-def _add_times(columns: Columns[BenchRow]) -> None:
+def _add_times(columns: RowColumns[BenchRow]) -> None:
     """The median of each phase; the rest of its statistics as detail. Of a step with one phase, the step says it
     all."""
     phases = [p for p in PHASES if any(row.measurement and p in row.measurement.phases_ns for row in columns.rows)]
@@ -133,7 +133,7 @@ def _add_times(columns: Columns[BenchRow]) -> None:
 
 
 def _add_statistics(
-    columns: Columns[BenchRow], name: str, read: Callable[[BenchRow], Statistics | None], shown: dict[str, str]
+    columns: RowColumns[BenchRow], name: str, read: Callable[[BenchRow], Statistics | None], shown: dict[str, str]
 ) -> None:
     others = {one: f"{name} {one}" for one in _STATISTICS if one not in shown}
     columns.add_summary(f"{name}_", read, shown | others, shown=tuple(shown))
@@ -144,7 +144,7 @@ def _phase_ms(row: BenchRow, phase: str) -> Statistics | None:
     return _summary_ms(samples) if samples else None
 
 
-def _add_rates(columns: Columns[BenchRow]) -> None:
+def _add_rates(columns: RowColumns[BenchRow]) -> None:
     """Tokens a second; samples a second where a case has no tokens and all have samples."""
     measured = [row.measurement for row in columns.rows if row.measurement]
     has_tokens = all(one.has_tokens or not one.has_samples for one in measured)

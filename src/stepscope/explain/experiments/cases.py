@@ -117,7 +117,7 @@ def describe_case(case: Case) -> str:
 
 def _describe(setting: Setting, owner: object, plain: object) -> str:
     value = setting.read(owner)
-    is_idle = setting.in_case == "never" or getattr(owner, "mode", "train") not in setting.modes
+    is_idle = setting.in_case == "never" or getattr(owner, "mode", setting.modes[0]) not in setting.modes
     if value is None or is_idle or (setting.in_case == "changed" and value == setting.read(plain)):
         return ""
     return setting.say(value, setting.word)

@@ -12,7 +12,7 @@ R = TypeVar("R", bound=Row)
 Word = Callable[[R], str]
 
 
-class Columns(Generic[R]):
+class RowColumns(Generic[R]):
     """The columns of a table of `rows`, in the order in which they are added."""
 
     def __init__(self, rows: Sequence[R]) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from stepscope.cost.communication import bus_factor, fit_link
 from stepscope.explain.experiments.cases import brief, doubt_notes, limit_notes
-from stepscope.explain.experiments.columns import Columns, count_failed, join_shared, tell_apart
+from stepscope.explain.experiments.columns import RowColumns, count_failed, join_shared, tell_apart
 from stepscope.explain.statistics import Statistics, summarise
 from stepscope.findings import Axis, Cell, Figure, Point, Table
 from stepscope.recording.rows.collective_case import CommCase, CommRow
@@ -116,7 +116,7 @@ def say_link(place: LinkPlace, collective: Collective, link: Link) -> str:
 def comm_table(rows: Sequence[CommRow]) -> Table:
     """A row for each case, the sizes of one collective together."""
     ordered = in_order(rows)
-    columns = Columns(ordered)
+    columns = RowColumns(ordered)
     _add_case(columns)
     _add_times(columns)
     columns.add_ends()
@@ -134,7 +134,7 @@ def in_order(rows: Sequence[CommRow]) -> list[CommRow]:
     return sorted(rows, key=key)
 
 
-def _add_case(columns: Columns[CommRow]) -> None:
+def _add_case(columns: RowColumns[CommRow]) -> None:
     add = columns.add_setting
     add("device_name", "device", lambda row: row.environment.driver_name)
     add("torch", "torch", lambda row: row.environment.torch)
@@ -151,7 +151,7 @@ def _add_case(columns: Columns[CommRow]) -> None:
     add("seconds", "seconds", lambda row: f"{row.case.seconds:g}")
 
 
-def _add_times(columns: Columns[CommRow]) -> None:
+def _add_times(columns: RowColumns[CommRow]) -> None:
     labels = {"median": "latency", "p20": "p20", "p80": "p80", "min": "min", "max": "max"}
     columns.add_summary("", slowest_ms, labels, shown=("median", "p20", "p80"))
     columns.add("algorithm_gb_per_s", "algorithm GB/s", algorithm_gb_per_s, "number")

@@ -15,9 +15,11 @@ from stepscope.explain.kernel_names.vocabulary import (
     KernelName,
     NamePart,
     build,
+    compile_rows,
     explain_layout,
     explain_tile,
     find_dtype,
+    first_match,
     join,
     part,
     spell_direction,
@@ -32,52 +34,45 @@ _WAYS: dict[str, tuple[str, Direction]] = {
     "bwd": ("gradient of a convolution's input", "backward"),
     "wrw": ("gradient of a convolution's filter", "backward"),
 }
-# By a piece of the base name: class, operation, whether it changes the data type.
-_MIOPEN: tuple[tuple[re.Pattern[str], KernelClass, str, bool], ...] = (
-    (re.compile(r"MIOpenBatchNorm|MIOpenBN|MIOpenLayerNorm|MIOpenGroupNorm|LayernormFwd"), "norm", "norm", False),
-    (re.compile(r"MIOpenSoftmax|SoftmaxForward|SoftmaxBackward"), "softmax", "softmax", False),
-    (re.compile(r"mloPooling|MIOpenPooling"), "reduction", "pooling", False),
-    (re.compile(r"MIOpenNeuron|MIOpenActi|MIOpenActiveFwd|ActivBwd|ActivFwd"), "elementwise", "activation", False),
-    (re.compile(r"MIOpenDropout|InitKernelStateGpu"), "random", "dropout", False),
-    (re.compile(r"SubTensorOpWithCastTensor|CastTensor"), "copy", "cast", True),
+# By a piece of the base name: class, operation.
+_MIOPEN: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
+    (r"MIOpenBatchNorm|MIOpenBN|MIOpenLayerNorm|MIOpenGroupNorm|LayernormFwd", "norm", "norm"),
+    (r"MIOpenSoftmax|SoftmaxForward|SoftmaxBackward", "softmax", "softmax"),
+    (r"mloPooling|MIOpenPooling", "reduction", "pooling"),
+    (r"MIOpenNeuron|MIOpenActi|MIOpenActiveFwd|ActivBwd|ActivFwd", "elementwise", "activation"),
+    (r"MIOpenDropout|InitKernelStateGpu", "random", "dropout"),
+    (r"SubTensorOpWithCastTensor|CastTensor", "copy", "cast"),
     (
-        re.compile(r"SubTensorOpWithScalar|SubTensorOpWith|Op\dd?TensorGeneric|Op\d?d?Tensor\w*|OpTensor\w+"),
+        r"SubTensorOpWithScalar|SubTensorOpWith|Op\dd?TensorGeneric|Op\d?d?Tensor\w*|OpTensor\w+",
         "elementwise",
         "fill or scale a tensor",
-        False,
     ),
     (
-        re.compile(
-            r"batched_transpose_\w+|transpose_(?:[CNHW]{4}2[CNHW]{4}|packed)\w*|general_tensor_reorder_\w*"
-            r"|tensor_reorder"
-        ),
+        r"batched_transpose_\w+|transpose_(?:[CNHW]{4}2[CNHW]{4}|packed)\w*|general_tensor_reorder_\w*"
+        r"|tensor_reorder",
         "copy",
         "copy between layouts",
-        False,
     ),
-    (re.compile(r"Im2\dd?Col|Im2d2Col|Im3d2Col|Col2Im\w*"), "convolution", "unfold a convolution's input", False),
+    (r"Im2\dd?Col|Im2d2Col|Im3d2Col|Col2Im\w*", "convolution", "unfold a convolution's input"),
     (
-        re.compile(
-            r"miopenSp3AsmConv\w*|miopenGcnAsm\w*|gcnAsm\w*|MIOpenConv\w*|MIOpenCv\w*|naive_conv\w*"
-            r"|gridwise_convolution\w*|mlopenConv\w*|xformData\w*|xdlops_conv\w*|conv_\w*asm\w*|winograd\w*"
-        ),
+        r"miopenSp3AsmConv\w*|miopenGcnAsm\w*|gcnAsm\w*|MIOpenConv\w*|MIOpenCv\w*|naive_conv\w*"
+        r"|gridwise_convolution\w*|mlopenConv\w*|xformData\w*|xdlops_conv\w*|conv_\w*asm\w*|winograd\w*",
         "convolution",
         "convolution",
-        False,
     ),
 )
-_CK: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = (
-    (re.compile(r"conv", re.IGNORECASE), "convolution", "convolution"),
-    (re.compile(r"gemm\w*bwd_weight|bwd_weight", re.IGNORECASE), "convolution", "gradient of a convolution's filter"),
-    (re.compile(r"softmax", re.IGNORECASE), "softmax", "softmax"),
-    (re.compile(r"rmsnorm", re.IGNORECASE), "norm", "RMS norm"),
-    (re.compile(r"layernorm", re.IGNORECASE), "norm", "layer norm"),
-    (re.compile(r"batchnorm|groupnorm|normalization", re.IGNORECASE), "norm", "norm"),
-    (re.compile(r"moe.?sorting|moesorting", re.IGNORECASE), "sort", "sort tokens by expert"),
-    (re.compile(r"gemm|matmul|fused_?moe", re.IGNORECASE), "gemm", "matrix product"),
-    (re.compile(r"transpose|permute", re.IGNORECASE), "copy", "copy between layouts"),
-    (re.compile(r"reduce|reduction|pool", re.IGNORECASE), "reduction", "reduction"),
-    (re.compile(r"elementwise|smoothquant|quant", re.IGNORECASE), "elementwise", "elementwise"),
+_CK: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
+    (r"(?i)conv", "convolution", "convolution"),
+    (r"(?i)gemm\w*bwd_weight|bwd_weight", "convolution", "gradient of a convolution's filter"),
+    (r"(?i)softmax", "softmax", "softmax"),
+    (r"(?i)rmsnorm", "norm", "RMS norm"),
+    (r"(?i)layernorm", "norm", "layer norm"),
+    (r"(?i)batchnorm|groupnorm|normalization", "norm", "norm"),
+    (r"(?i)moe.?sorting|moesorting", "sort", "sort tokens by expert"),
+    (r"(?i)gemm|matmul|fused_?moe", "gemm", "matrix product"),
+    (r"(?i)transpose|permute", "copy", "copy between layouts"),
+    (r"(?i)reduce|reduction|pool", "reduction", "reduction"),
+    (r"(?i)elementwise|smoothquant|quant", "elementwise", "elementwise"),
 )
 
 
@@ -129,7 +124,7 @@ def _decode_igemm(anatomy: Anatomy, match: re.Match[str]) -> KernelName:
 
 
 def _decode_miopen(anatomy: Anatomy) -> KernelName | None:
-    for pattern, kernel_class, operation, is_cast in _MIOPEN:
+    for pattern, kernel_class, operation in _MIOPEN:
         if match := pattern.match(anatomy.base):
             direction = _find_direction(anatomy.base)
             dtype = "fp32" if re.search(r"fp32|float", anatomy.base) else "bf16" if "bf16" in anatomy.base else None
@@ -141,7 +136,7 @@ def _decode_miopen(anatomy: Anatomy) -> KernelName | None:
                 join(operation, spell_direction(direction), "(MIOpen)"),
                 direction=direction,
                 dtype=dtype,
-                is_cast=is_cast,
+                is_cast=operation == "cast",
                 parts=(part(match[0], operation),),
             )
     return None
@@ -156,22 +151,22 @@ def _decode_ck(anatomy: Anatomy) -> KernelName:
         else anatomy.base
     )
     dtype = _find_ck_dtype(anatomy)
-    for pattern, kernel_class, operation in _CK:
-        if pattern.search(what):
-            direction = _find_direction(what)
-            # A batched product named `bwd_weight` is how CK runs the filter's gradient.
-            tensor_cores = True if re.search(r"xdl|mfma", anatomy.text[:2000], re.IGNORECASE) else None
-            return build(
-                anatomy,
-                "CK",
-                kernel_class,
-                operation,
-                join(dtype, _SHORTER.get(operation, operation), spell_direction(direction), "(CK)"),
-                direction=direction,
-                dtype=dtype,
-                tensor_cores=tensor_cores,
-                parts=(part(what, f"{operation}, from AMD's Composable Kernel"),),
-            )
+    if found := first_match(_CK, what):
+        _, kernel_class, operation = found
+        direction = _find_direction(what)
+        # A batched product named `bwd_weight` is how CK runs the filter's gradient.
+        tensor_cores = True if re.search(r"xdl|mfma", anatomy.text[:2000], re.IGNORECASE) else None
+        return build(
+            anatomy,
+            "CK",
+            kernel_class,
+            operation,
+            join(dtype, _SHORTER.get(operation, operation), spell_direction(direction), "(CK)"),
+            direction=direction,
+            dtype=dtype,
+            tensor_cores=tensor_cores,
+            parts=(part(what, f"{operation}, from AMD's Composable Kernel"),),
+        )
     return build(anatomy, "CK", "other", "Composable Kernel of unknown kind", f"{what} (CK)")
 
 
@@ -218,28 +213,25 @@ _INSTRUCTION = re.compile(r"(?:^|_)(MI(\d+)x(\d+)x(\d+)(?:x(\d+))?)")
 _SPLIT = re.compile(r"_(GSU(\d+))(?:_|$)")
 _ISA = re.compile(r"_(ISA(\w{3,4}?))(?:_|$)")
 # Tensile's documented solution parameters.
-_PARAMETERS = (
-    (re.compile(r"(?:^|_)(Bias)"), "the epilogue adds a bias"),
-    (
-        re.compile(r"(?:^|_)(UserArgs)"),
-        "can take its arguments from device memory, as the grouped products of hipBLASLt do",
-    ),
-    (re.compile(r"_(SAV)_"), "the factor alpha may differ from row to row"),
-    (re.compile(r"_(GSUAMBSK|GSUAMB|GSUASB)"), "how the parts of a split sum are combined: one or several buffers"),
-    (re.compile(r"_(PGR\d)"), "so many slabs are fetched ahead from global memory"),
-    (re.compile(r"_(PLR\d+)"), "so many steps are fetched ahead from local memory"),
-    (re.compile(r"_(SK[1-9]\d*)_"), "stream-K: blocks share the summed dimension evenly"),
-    (re.compile(r"_(WG\d+_\d+_\d+)"), "shape of the workgroup"),
-    (re.compile(r"_(WGM\w+?)(?:_|$)"), "order in which tiles are handed out"),
+_PARAMETERS = compile_rows(
+    (r"(?:^|_)(Bias)", "the epilogue adds a bias"),
+    (r"(?:^|_)(UserArgs)", "can take its arguments from device memory, as the grouped products of hipBLASLt do"),
+    (r"_(SAV)_", "the factor alpha may differ from row to row"),
+    (r"_(GSUAMBSK|GSUAMB|GSUASB)", "how the parts of a split sum are combined: one or several buffers"),
+    (r"_(PGR\d)", "so many slabs are fetched ahead from global memory"),
+    (r"_(PLR\d+)", "so many steps are fetched ahead from local memory"),
+    (r"_(SK[1-9]\d*)_", "stream-K: blocks share the summed dimension evenly"),
+    (r"_(WG\d+_\d+_\d+)", "shape of the workgroup"),
+    (r"_(WGM\w+?)(?:_|$)", "order in which tiles are handed out"),
 )
 
 # rocBLAS's own kernels, by a piece of the name.
-_HANDWRITTEN: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = (
-    (re.compile(r"gemv|ger_|symv"), "gemm", "matrix times vector"),
-    (re.compile(r"gemm|trsm|syrk|symm|trmm"), "gemm", "matrix product"),
-    (re.compile(r"dot|nrm2|asum|reduction|iamax"), "reduction", "dot product or vector norm"),
-    (re.compile(r"axpy|scal"), "elementwise", "scale and add vectors"),
-    (re.compile(r"copy|transpose"), "copy", "copy"),
+_HANDWRITTEN: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
+    (r"gemv|ger_|symv", "gemm", "matrix times vector"),
+    (r"gemm|trsm|syrk|symm|trmm", "gemm", "matrix product"),
+    (r"dot|nrm2|asum|reduction|iamax", "reduction", "dot product or vector norm"),
+    (r"axpy|scal", "elementwise", "scale and add vectors"),
+    (r"copy|transpose", "copy", "copy"),
 )
 
 
@@ -336,10 +328,8 @@ def _decode_afterwork(anatomy: Anatomy, match: re.Match[str]) -> KernelName | No
 
 
 def _decode_handwritten(anatomy: Anatomy) -> KernelName | None:
-    for pattern, kernel_class, operation in _HANDWRITTEN:
-        if pattern.search(anatomy.base):
-            dtype, parts = find_dtype(anatomy.template), (part(anatomy.base, operation),)
-            return build(
-                anatomy, "rocBLAS", kernel_class, operation, f"{operation} (rocBLAS)", dtype=dtype, parts=parts
-            )
+    if found := first_match(_HANDWRITTEN, anatomy.base):
+        _, kernel_class, operation = found
+        dtype, parts = find_dtype(anatomy.template), (part(anatomy.base, operation),)
+        return build(anatomy, "rocBLAS", kernel_class, operation, f"{operation} (rocBLAS)", dtype=dtype, parts=parts)
     return None

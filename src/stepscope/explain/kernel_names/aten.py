@@ -26,6 +26,7 @@ from stepscope.explain.kernel_names.vocabulary import (
     build,
     find_dtype,
     find_element_type,
+    first_match,
     join,
     part,
 )
@@ -191,11 +192,8 @@ def _decode_foreach(anatomy: Anatomy) -> KernelName:
         return build(anatomy, "ATen", "copy", operation, dtype=dtype, is_cast=changes, parts=parts)
     # Apex, Transformer Engine and Megatron brought the same shell along, outside of PyTorch's namespace.
     library = "ATen" if anatomy.scope.startswith("at") or "at::native" in text else "Apex or Transformer Engine"
-    operation, told = "operation on many tensors (foreach)", ""
-    for pattern, what in FOREACH:
-        if match := pattern.search(text):
-            operation, told = what, match[0]
-            break
+    found = first_match(FOREACH, text)
+    told, operation = (found[0][0], found[1]) if found else ("", "operation on many tensors (foreach)")
     inner = next((INNER[word] for word in anatomy.words() if word in INNER), None)
     parts_ = [part("multi_tensor_apply_kernel", "one launch for many tensors: an optimizer or gradient clipping")]
     if told:
@@ -205,11 +203,8 @@ def _decode_foreach(anatomy: Anatomy) -> KernelName:
 
 
 def _decode_reduction(anatomy: Anatomy) -> KernelName:
-    operation, told = "reduction", "reduce_kernel"
-    for pattern, what in REDUCTIONS:
-        if match := pattern.search(anatomy.template):
-            operation, told = what, match[0]
-            break
+    found = first_match(REDUCTIONS, anatomy.template)
+    told, operation = (found[0][0], found[1]) if found else ("reduce_kernel", "reduction")
     dtype = find_element_type(anatomy.template)
     parts = (part("reduce_kernel", "PyTorch's general reduction"), part(told, operation))
     return build(
@@ -257,23 +252,16 @@ def _decode_cub(anatomy: Anatomy) -> KernelName:
     text = anatomy.body[:1500]
     root = anatomy.scope.split("::")[0]
     library = {"thrust": "Thrust", "rocprim": "rocPRIM", "hipcub": "rocPRIM"}.get(root, "CUB")
-    kernel_class: KernelClass = "other"
-    operation = "parallel primitive"
-    for pattern, found, what in PRIMITIVES:
-        if pattern.search(text):
-            kernel_class, operation = found, what
-            break
+    found = first_match(PRIMITIVES, text)
+    kernel_class, operation = found[1:] if found else ("other", "parallel primitive")
     parts = (part(anatomy.base, f"{operation}, from {library}"),)
     return build(anatomy, library, kernel_class, operation, f"{operation} ({library})", parts=parts)
 
 
 def _decode_named(anatomy: Anatomy) -> KernelName | None:
-    for pattern, kernel_class, operation, direction in BASES:
-        match = pattern.search(anatomy.base)
-        if match is None:
-            continue
-        lower = anatomy.base.lower()
-        if direction is None and "backward" in lower:
+    if found := first_match(BASES, anatomy.base):
+        _, kernel_class, operation, direction = found
+        if direction is None and "backward" in anatomy.base.lower():
             direction = "backward"
         dtype = find_dtype(anatomy.template) or find_dtype(anatomy.arguments)
         return build(

@@ -6,7 +6,7 @@ says how the loop runs, the functor says what it computes.
 
 import re
 
-from stepscope.explain.kernel_names.vocabulary import Direction, KernelClass
+from stepscope.explain.kernel_names.vocabulary import Direction, KernelClass, compile_rows
 
 # Functors and functions inside of the elementwise shells: operation and class. Names not listed here are read by
 # dropping `_kernel_cuda` and the like.
@@ -113,7 +113,7 @@ SHELL_WORDS = frozenset(
 )
 
 # Kernels with a base name of their own. The first match counts: class, operation, direction.
-_LISTED: tuple[tuple[str, KernelClass, str, Direction | None], ...] = (
+BASES: tuple[tuple[re.Pattern[str], KernelClass, str, Direction | None], ...] = compile_rows(
     (r"nll_loss\w*forward|nll_loss2d_forward", "loss", "negative log-likelihood", "forward"),
     (r"nll_loss\w*backward", "loss", "negative log-likelihood backward", "backward"),
     (r"cross_entropy|CrossEntropy|MultiMarginLoss|multilabel_margin|MultiLabelMargin|kl_div", "loss", "loss", None),
@@ -238,28 +238,22 @@ _LISTED: tuple[tuple[str, KernelClass, str, Direction | None], ...] = (
         None,
     ),
 )
-BASES = tuple(
-    (re.compile(pattern), kernel_class, operation, direction) for pattern, kernel_class, operation, direction in _LISTED
-)
 
 # What `multi_tensor_apply_kernel` applies; the first match counts.
-FOREACH: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), operation)
-    for pattern, operation in (
-        (r"FusedAdam\w*Functor|AdamFunctor\w*|AdamCapturable\w*|DistAdam\w*", "Adam update"),
-        (r"FusedSgd\w*|SGDFunctor", "SGD update"),
-        (r"FusedAdagrad\w*|AdagradFunctor", "Adagrad update"),
-        (r"LAMBStage\w*|LambStage\w*", "LAMB update"),
-        (r"NovoGrad\w*", "NovoGrad update"),
-        (r"Lion\w*", "Lion update"),
-        (r"LpNorm\w*|L2Norm\w*|MaxNorm\w*|LpMax\w*", "norms of many tensors (gradient clipping)"),
-        (r"ScaleFunctor|_amp_\w*|amp_non_finite\w*", "unscale gradients"),
-        (r"AxpbyFunctor", "scale and add many tensors"),
-        (r"TernaryOpList\w*|TernaryOpScalar\w*|Lerp\w*", "interpolate many tensors (foreach lerp)"),
-        (r"PointwiseOp\w*", "addcmul or addcdiv of many tensors (foreach)"),
-        (r"BinaryOp\w*", "binary operation on many tensors (foreach)"),
-        (r"UnaryOp\w*|ZeroFunctor", "unary operation on many tensors (foreach)"),
-    )
+FOREACH = compile_rows(
+    (r"FusedAdam\w*Functor|AdamFunctor\w*|AdamCapturable\w*|DistAdam\w*", "Adam update"),
+    (r"FusedSgd\w*|SGDFunctor", "SGD update"),
+    (r"FusedAdagrad\w*|AdagradFunctor", "Adagrad update"),
+    (r"LAMBStage\w*|LambStage\w*", "LAMB update"),
+    (r"NovoGrad\w*", "NovoGrad update"),
+    (r"Lion\w*", "Lion update"),
+    (r"LpNorm\w*|L2Norm\w*|MaxNorm\w*|LpMax\w*", "norms of many tensors (gradient clipping)"),
+    (r"ScaleFunctor|_amp_\w*|amp_non_finite\w*", "unscale gradients"),
+    (r"AxpbyFunctor", "scale and add many tensors"),
+    (r"TernaryOpList\w*|TernaryOpScalar\w*|Lerp\w*", "interpolate many tensors (foreach lerp)"),
+    (r"PointwiseOp\w*", "addcmul or addcdiv of many tensors (foreach)"),
+    (r"BinaryOp\w*", "binary operation on many tensors (foreach)"),
+    (r"UnaryOp\w*|ZeroFunctor", "unary operation on many tensors (foreach)"),
 )
 # How a foreach or reduction spells its inner operation.
 INNER = {
@@ -273,33 +267,27 @@ INNER = {
     "minimum": "minimum",
     "power_functor": "power",
 }
-REDUCTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), operation)
-    for pattern, operation in (
-        (r"MeanOps", "mean"),
-        (r"WelfordOps", "mean and variance"),
-        (r"sum_functor|sum_kernel|nansum_functor", "sum"),
-        (r"prod_functor", "product"),
-        (r"NormOneOps|NormTwoOps|NormOps|NormZeroOps|AbsMaxOps|AbsMinOps|norm_kernel", "vector norm"),
-        (r"ArgMaxOps|argmax", "argmax"),
-        (r"ArgMinOps|argmin", "argmin"),
-        (r"MaxOps|MaxNanFunctor|max_values|max_kernel|aminmax", "maximum"),
-        (r"MinOps|MinNanFunctor|min_values|min_kernel", "minimum"),
-        (r"and_kernel|all_kernel", "all"),
-        (r"or_kernel|any_kernel", "any"),
-        (r"xor_sum", "xor sum"),
-        (r"NanSumOps", "sum"),
-    )
+REDUCTIONS = compile_rows(
+    (r"MeanOps", "mean"),
+    (r"WelfordOps", "mean and variance"),
+    (r"sum_functor|sum_kernel|nansum_functor", "sum"),
+    (r"prod_functor", "product"),
+    (r"NormOneOps|NormTwoOps|NormOps|NormZeroOps|AbsMaxOps|AbsMinOps|norm_kernel", "vector norm"),
+    (r"ArgMaxOps|argmax", "argmax"),
+    (r"ArgMinOps|argmin", "argmin"),
+    (r"MaxOps|MaxNanFunctor|max_values|max_kernel|aminmax", "maximum"),
+    (r"MinOps|MinNanFunctor|min_values|min_kernel", "minimum"),
+    (r"and_kernel|all_kernel", "all"),
+    (r"or_kernel|any_kernel", "any"),
+    (r"xor_sum", "xor sum"),
+    (r"NanSumOps", "sum"),
 )
 # Of CUB, Thrust and rocPRIM, by a word anywhere in the name.
-_PRIMITIVES: tuple[tuple[str, KernelClass, str], ...] = (
-    (r"radix_?sort|merge_?sort|segmented_?sort|onesweep|block_sort", "sort", "sort"),
-    (r"scan", "reduction", "running sum"),
-    (r"select|partition|unique|run_?length|rle", "index", "pick elements"),
-    (r"histogram", "reduction", "histogram"),
-    (r"reduce", "reduction", "reduction"),
-    (r"copy|transform|for_each|fill|parallel_for", "elementwise", "transform or copy"),
-)
-PRIMITIVES = tuple(
-    (re.compile(pattern, re.IGNORECASE), kernel_class, operation) for pattern, kernel_class, operation in _PRIMITIVES
+PRIMITIVES: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
+    (r"(?i)radix_?sort|merge_?sort|segmented_?sort|onesweep|block_sort", "sort", "sort"),
+    (r"(?i)scan", "reduction", "running sum"),
+    (r"(?i)select|partition|unique|run_?length|rle", "index", "pick elements"),
+    (r"(?i)histogram", "reduction", "histogram"),
+    (r"(?i)reduce", "reduction", "reduction"),
+    (r"(?i)copy|transform|for_each|fill|parallel_for", "elementwise", "transform or copy"),
 )

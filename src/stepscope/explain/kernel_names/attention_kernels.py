@@ -12,7 +12,9 @@ from stepscope.explain.kernel_names.vocabulary import (
     KernelName,
     NamePart,
     build,
+    compile_rows,
     find_dtype,
+    first_match,
     join,
     name_architecture,
     part,
@@ -23,6 +25,11 @@ _FMHA = re.compile(
     r"fmha_cutlass(?P<way>[FB])_(?P<type>f32|f16|bf16)_(?P<aligned>aligned|notaligned)_(?P<tile>\d+x\d+)"
     r"(?:_(?P<rest>\w*?))?_sm(?P<architecture>\d+)"
 )
+_FMHA_WORDS = {
+    "rf": "the result stays in registers until it is done",
+    "gmem": "the result is added up in global memory: the head is too wide for registers",
+    "dropout": "can drop attention weights",
+}
 _CUDNN = re.compile(r"cudnn_generated_fort_native_(?:sdpa|mha)_sm(?P<architecture>\d+)_(?P<rest>\w+)")
 _TRAITS = re.compile(r"Flash_(?:fwd|bwd)_kernel_traits(?:<|, )(\d+), (\d+), (\d+)")
 _BOOLEAN = re.compile(r"\b(true|false)\b")
@@ -44,72 +51,60 @@ _FLASH_STEPS: tuple[tuple[str, str, Direction, str], ...] = (
     ("FlashAttentionBackward", "attention backward", "backward", "flash attention 4 bwd"),
 )
 # By a distinctive piece of the name: library, operation, direction.
-_OTHERS: tuple[tuple[re.Pattern[str], str, str, Direction | None], ...] = (
+_OTHERS: tuple[tuple[re.Pattern[str], str, str, Direction | None], ...] = compile_rows(
+    (r"attention_kernel_backward_batched|AttentionBackwardKernel", "CUTLASS", "attention backward", "backward"),
     (
-        re.compile(r"attention_kernel_backward_batched|AttentionBackwardKernel"),
-        "CUTLASS",
-        "attention backward",
-        "backward",
-    ),
-    (
-        re.compile(r"attention_kernel_batched|PyTorchMemEffAttention::AttentionKernel"),
+        r"attention_kernel_batched|PyTorchMemEffAttention::AttentionKernel",
         "CUTLASS",
         "attention forward",
         "forward",
     ),
-    (re.compile(r"cudnn::fusion::compute_dot_do_o\w*"), "cuDNN", "row sums for the attention backward", "backward"),
-    (re.compile(r"cudnn::fusion::convert_dq\w*"), "cuDNN", "convert the attention's dQ", "backward"),
-    (re.compile(r"Fmha(?:Fwd|Prefill|BatchPrefill)\w*Kernel|fmha_fwd\w*"), "CK", "attention forward", "forward"),
-    (re.compile(r"Fmha(?:Bwd)\w*Kernel|fmha_bwd\w*"), "CK", "attention backward", "backward"),
-    (re.compile(r"fmhaSm\d+\w*|fmha_v2_\w*|fmha_\w*kernel"), "TensorRT-LLM", "attention forward", "forward"),
-    (re.compile(r"paged_attention_\w*reduce\w*"), "vLLM", "combine the parts of a split attention", "forward"),
+    (r"cudnn::fusion::compute_dot_do_o\w*", "cuDNN", "row sums for the attention backward", "backward"),
+    (r"cudnn::fusion::convert_dq\w*", "cuDNN", "convert the attention's dQ", "backward"),
+    (r"Fmha(?:Fwd|Prefill|BatchPrefill)\w*Kernel|fmha_fwd\w*", "CK", "attention forward", "forward"),
+    (r"Fmha(?:Bwd)\w*Kernel|fmha_bwd\w*", "CK", "attention backward", "backward"),
+    (r"fmhaSm\d+\w*|fmha_v2_\w*|fmha_\w*kernel", "TensorRT-LLM", "attention forward", "forward"),
+    (r"paged_attention_\w*reduce\w*", "vLLM", "combine the parts of a split attention", "forward"),
     (
-        re.compile(r"paged_attention\w*|kernel_unified_attention\w*|kernel_paged_attention\w*"),
+        r"paged_attention\w*|kernel_unified_attention\w*|kernel_paged_attention\w*",
         "vLLM",
         "paged attention",
         "forward",
     ),
     (
-        re.compile(r"(?:Batch|Single)(?:Prefill|Decode)With\w*K[vV]\w*Kernel\w*"),
+        r"(?:Batch|Single)(?:Prefill|Decode)With\w*K[vV]\w*Kernel\w*",
         "FlashInfer",
         "attention with a cache",
         "forward",
     ),
     (
-        re.compile(r"(?:PersistentVariableLengthMergeStates|VariableLengthMergeStates|MergeStates?)Kernel"),
+        r"(?:PersistentVariableLengthMergeStates|VariableLengthMergeStates|MergeStates?)Kernel",
         "FlashInfer",
         "combine the parts of a split attention",
         "forward",
     ),
-    (re.compile(r"\bmerge_attn_states\w*"), "vLLM", "combine the parts of a split attention", "forward"),
+    (r"\bmerge_attn_states\w*", "vLLM", "combine the parts of a split attention", "forward"),
+    (r"flash_?(?:mla|fwd_mla)\w*|\bmla_(?:decode|fwd|a8w8|pfl)\w*", "FlashMLA", "latent attention", "forward"),
+    (r"\battention_hopper_prepare\b", "stepscope", "row sums for the attention backward", "backward"),
+    (r"\battention_hopper_finish\b", "stepscope", "convert the attention's dQ", "backward"),
+    (r"\battention_(?:hopper_)?forward\b", "stepscope", "attention forward", "forward"),
+    (r"\battention_backward_queries\b", "stepscope", "attention backward, dQ", "backward"),
+    (r"\battention_backward_keys\b", "stepscope", "attention backward, dK and dV", "backward"),
+    (r"\battention_hopper_backward\b", "stepscope", "attention backward", "backward"),
+    (r"\b_?attn_fwd\w*|\b_?attention_fwd\w*|\b_?fwd_attn\w*", "Triton", "attention forward", "forward"),
     (
-        re.compile(r"flash_?(?:mla|fwd_mla)\w*|\bmla_(?:decode|fwd|a8w8|pfl)\w*"),
-        "FlashMLA",
-        "latent attention",
-        "forward",
-    ),
-    (re.compile(r"\battention_hopper_prepare\b"), "stepscope", "row sums for the attention backward", "backward"),
-    (re.compile(r"\battention_hopper_finish\b"), "stepscope", "convert the attention's dQ", "backward"),
-    (re.compile(r"\battention_(?:hopper_)?forward\b"), "stepscope", "attention forward", "forward"),
-    (re.compile(r"\battention_backward_queries\b"), "stepscope", "attention backward, dQ", "backward"),
-    (re.compile(r"\battention_backward_keys\b"), "stepscope", "attention backward, dK and dV", "backward"),
-    (re.compile(r"\battention_hopper_backward\b"), "stepscope", "attention backward", "backward"),
-    (re.compile(r"\b_?attn_fwd\w*|\b_?attention_fwd\w*|\b_?fwd_attn\w*"), "Triton", "attention forward", "forward"),
-    (
-        re.compile(
-            r"\b_?attn_bwd\w*|\b_?attention_bwd\w*|\b_?bwd_kernel_d[kqv]\w*|\b_?bwd_(?:kernel_)?(?:dkdv|dk_dv|dq)\w*"
-        ),
+        r"\b_?attn_bwd\w*|\b_?attention_bwd\w*|\b_?bwd_kernel_d[kqv]\w*|\b_?bwd_(?:kernel_)?(?:dkdv|dk_dv|dq)\w*",
         "Triton",
         "attention backward",
         "backward",
     ),
     (
-        re.compile(r"\b_?fwd_grouped_kernel_stage\w*|\b_?fwd_kernel_stage\w*|\b_decode_att\w*"),
+        r"\b_?fwd_grouped_kernel_stage\w*|\b_?fwd_kernel_stage\w*|\b_decode_att\w*",
         "Triton",
         "attention with a cache",
         "forward",
     ),
-    (re.compile(r"scaled_dot_product\w*"), "unknown", "attention", None),
+    (r"scaled_dot_product\w*", "unknown", "attention", None),
 )
 
 
@@ -123,12 +118,12 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
     text = anatomy.body[:3000]
     if "flash" in text.lower() and (found := _decode_flash(anatomy, text)):
         return found
-    for pattern, library, operation, direction in _OTHERS:
-        if match := pattern.search(text):
-            fields = {"direction": direction, "dtype": find_dtype(anatomy.template)}
-            library = "AITER" if anatomy.scope == "aiter" else library
-            short = f"{operation} ({library})" if library != "unknown" else operation
-            return build(anatomy, library, "attention", operation, short, parts=(part(match[0], operation),), **fields)
+    if other := first_match(_OTHERS, text):
+        match, library, operation, direction = other
+        fields = {"direction": direction, "dtype": find_dtype(anatomy.template)}
+        library = "AITER" if anatomy.scope == "aiter" else library
+        short = f"{operation} ({library})" if library != "unknown" else operation
+        return build(anatomy, library, "attention", operation, short, parts=(part(match[0], operation),), **fields)
     return None
 
 
@@ -148,12 +143,8 @@ def _decode_memory_efficient(anatomy: Anatomy, match: re.Match[str]) -> KernelNa
         part(match["tile"], f"a block takes {rows} queries and walks over the keys {columns} at a time"),
     ]
     for word in (match["rest"] or "").split("_"):
-        if word == "rf":
-            parts.append(part(word, "the result stays in registers until it is done"))
-        elif word == "gmem":
-            parts.append(part(word, "the result is added up in global memory: the head is too wide for registers"))
-        elif word == "dropout":
-            parts.append(part(word, "can drop attention weights"))
+        if word in _FMHA_WORDS:
+            parts.append(part(word, _FMHA_WORDS[word]))
         elif re.fullmatch(r"k\d{1,6}", word):
             parts.append(part(word, f"for head dimensions up to {word[1:]}"))
     parts.append(

@@ -4,7 +4,7 @@ directly; copies and fills that are no kernels, and AMD's kernels that stand in 
 import re
 
 from stepscope.explain.kernel_names.anatomy import Anatomy
-from stepscope.explain.kernel_names.vocabulary import KernelName, NamePart, build, join, part
+from stepscope.explain.kernel_names.vocabulary import KernelName, NamePart, build, compile_rows, first_match, join, part
 
 _NCCL = re.compile(r"(?:nccl|rccl|msccl)(?:Dev)?(?:Symk?Dev)?Kernel(?:Debug)?_(\w+)", re.IGNORECASE)
 _COLLECTIVES = {
@@ -51,30 +51,26 @@ _TYPES = {
     "f8e5m2": "fp8",
 }
 # Outside of NCCL: by a distinctive piece of the name.
-_OTHERS: tuple[tuple[re.Pattern[str], str, str], ...] = (
-    (re.compile(r"deep_ep::.*\bdispatch|internode_ll::dispatch"), "DeepEP", "send tokens to their experts"),
-    (re.compile(r"deep_ep::.*\bcombine|internode_ll::combine"), "DeepEP", "bring tokens back from their experts"),
-    (re.compile(r"deep_ep::"), "DeepEP", "prepare the exchange of tokens"),
-    (re.compile(r"nvshmem", re.IGNORECASE), "NVSHMEM", "one-sided communication"),
-    (re.compile(r"cross_device_reduce_\w+"), "vLLM", "all-reduce"),
-    (re.compile(r"multimem_(?:one_shot_|two_shot_)?all_reduce\w*"), "ATen", "all-reduce through the NVLink switch"),
-    (re.compile(r"multimem_all_gather\w*"), "ATen", "all-gather through the NVLink switch"),
-    (re.compile(r"multimem_(?:one_shot_)?reduce\w*"), "ATen", "reduction through the NVLink switch"),
-    (re.compile(r"(?:one|two)_?[sS]hot_?[aA]ll_?[rR]educe\w*"), "ATen", "all-reduce over peer memory"),
-    (
-        re.compile(r"(?:allreduce|all_reduce|allReduce)_?(?:fusion|lamport|rmsnorm)\w*|lamport\w*"),
-        "FlashInfer",
-        "all-reduce",
-    ),
-    (re.compile(r"userbuffers_\w+|kuserbuffers_\w+"), "Transformer Engine", "overlapped collective"),
-    (re.compile(r"symm_?mem|symmetric_memory|symm_mem::"), "ATen", "communication over symmetric memory"),
-    (re.compile(r"\b(?:put|wait|stream_write|stream_wait|barrier)_signal_kernel\w*"), "ATen", "signal to a peer"),
+_OTHERS: tuple[tuple[re.Pattern[str], str, str], ...] = compile_rows(
+    (r"deep_ep::.*\bdispatch|internode_ll::dispatch", "DeepEP", "send tokens to their experts"),
+    (r"deep_ep::.*\bcombine|internode_ll::combine", "DeepEP", "bring tokens back from their experts"),
+    (r"deep_ep::", "DeepEP", "prepare the exchange of tokens"),
+    (r"(?i)nvshmem", "NVSHMEM", "one-sided communication"),
+    (r"cross_device_reduce_\w+", "vLLM", "all-reduce"),
+    (r"multimem_(?:one_shot_|two_shot_)?all_reduce\w*", "ATen", "all-reduce through the NVLink switch"),
+    (r"multimem_all_gather\w*", "ATen", "all-gather through the NVLink switch"),
+    (r"multimem_(?:one_shot_)?reduce\w*", "ATen", "reduction through the NVLink switch"),
+    (r"(?:one|two)_?[sS]hot_?[aA]ll_?[rR]educe\w*", "ATen", "all-reduce over peer memory"),
+    (r"(?:allreduce|all_reduce|allReduce)_?(?:fusion|lamport|rmsnorm)\w*|lamport\w*", "FlashInfer", "all-reduce"),
+    (r"userbuffers_\w+|kuserbuffers_\w+", "Transformer Engine", "overlapped collective"),
+    (r"symm_?mem|symmetric_memory|symm_mem::", "ATen", "communication over symmetric memory"),
+    (r"\b(?:put|wait|stream_write|stream_wait|barrier)_signal_kernel\w*", "ATen", "signal to a peer"),
 )
-_WORDS = (
-    (re.compile(r"all_?reduce", re.IGNORECASE), "all-reduce"),
-    (re.compile(r"all_?gather", re.IGNORECASE), "all-gather"),
-    (re.compile(r"reduce_?scatter", re.IGNORECASE), "reduce-scatter"),
-    (re.compile(r"all_?to_?all", re.IGNORECASE), "all-to-all"),
+_WORDS = compile_rows(
+    (r"(?i)all_?reduce", "all-reduce"),
+    (r"(?i)all_?gather", "all-gather"),
+    (r"(?i)reduce_?scatter", "reduce-scatter"),
+    (r"(?i)all_?to_?all", "all-to-all"),
 )
 
 
@@ -82,15 +78,14 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
     if match := _NCCL.match(anatomy.base):
         return _decode_nccl(anatomy, match[1])
     text = anatomy.body[:1000]
-    for pattern, library, operation in _OTHERS:
-        if match := pattern.search(text):
-            short = f"{operation} ({library})"
-            return build(anatomy, library, "communication", operation, short, parts=(part(match[0], operation),))
+    if other := first_match(_OTHERS, text):
+        match, library, operation = other
+        short = f"{operation} ({library})"
+        return build(anatomy, library, "communication", operation, short, parts=(part(match[0], operation),))
     if "gemm" in text.lower():  # a product that overlaps with its collective is decoded as the product
         return None
-    for pattern, operation in _WORDS:
-        if match := pattern.search(anatomy.base):
-            return build(anatomy, "unknown", "communication", operation, parts=(part(match[0], operation),))
+    if found := first_match(_WORDS, anatomy.base):
+        return build(anatomy, "unknown", "communication", found[1], parts=(part(found[0][0], found[1]),))
     return None
 
 

@@ -12,11 +12,13 @@ from stepscope.explain.kernel_names.vocabulary import (
     KernelClass,
     KernelName,
     build,
+    compile_rows,
     explain_architecture,
     explain_layout,
     explain_slab,
     explain_tile,
     find_dtype,
+    first_match,
     join,
     name_architecture,
     part,
@@ -33,11 +35,11 @@ _OWN = re.compile(
     r"(?:internal::)?gemvx::|gemv2[NT]|gemvNSP|gemmSN_|gemmk1|(?:\w+::)?dot_kernel|reduce_1Block_kernel|gemm_kernel2x2"
     r"|trsm_|(?:gemm|symm|syrk)_kernel1x1_core"
 )
-_VECTORS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = (
-    (re.compile(r"dot_kernel|reduce_1Block_kernel"), "reduction", "dot product"),
-    (re.compile(r"asum_kernel|nrm2_kernel|iamax_kernel"), "reduction", "vector norm"),
-    (re.compile(r"axpy_kernel|scal_kernel"), "elementwise", "scale and add vectors"),
-    (re.compile(r"copy_kernel"), "copy", "copy"),
+_VECTORS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
+    (r"dot_kernel|reduce_1Block_kernel", "reduction", "dot product"),
+    (r"asum_kernel|nrm2_kernel|iamax_kernel", "reduction", "vector norm"),
+    (r"axpy_kernel|scal_kernel", "elementwise", "scale and add vectors"),
+    (r"copy_kernel", "copy", "copy"),
 )
 _SMALL = re.compile(
     r"gemm(?:SN|k1|NN|NT|TN|TT|Batched|_kernel)|sgemm_\w*|dgemm_\w*|hgemm_\w*|cgemm_\w*|zgemm_\w*|trsm|syrk"
@@ -94,15 +96,9 @@ def _decode_nvjet(anatomy: Anatomy) -> KernelName:
     if match is None:
         return build(anatomy, "cuBLAS", "gemm", "matrix product", "gemm (cuBLAS nvjet)")
     types, rest = match["types"], match["rest"].split("_")
-    architecture, parts = (
-        None,
-        [
-            part(
-                "nvjet",
-                "cuBLAS's kernels for Hopper and newer. The naming is not published: this is its common reading",
-            )
-        ],
-    )
+    architecture = None
+    meaning = "cuBLAS's kernels for Hopper and newer. The naming is not published: this is its common reading"
+    parts = [part("nvjet", meaning)]
     if match["architecture"]:
         architecture, generation = name_architecture(match["architecture"].removeprefix("sm"))
         parts.append(explain_architecture(match["architecture"], architecture, generation))
@@ -191,10 +187,10 @@ def _decode_small(anatomy: Anatomy) -> KernelName | None:
         parts = (part(anatomy.base, "matrix times vector: reads each element once, so memory sets the pace"),)
         fields = {"dtype": dtype, "tensor_cores": False, "parts": parts}
         return build(anatomy, "cuBLAS", "gemm", "matrix times vector", "gemv (cuBLAS)", **fields)
-    for pattern, kernel_class, operation in _VECTORS:
-        if pattern.search(anatomy.base):
-            parts = (part(anatomy.base, f"{operation}: memory sets the pace"),)
-            return build(anatomy, "cuBLAS", kernel_class, operation, f"{operation} (cuBLAS)", dtype=dtype, parts=parts)
+    if found := first_match(_VECTORS, anatomy.base):
+        _, kernel_class, operation = found
+        parts = (part(anatomy.base, f"{operation}: memory sets the pace"),)
+        return build(anatomy, "cuBLAS", kernel_class, operation, f"{operation} (cuBLAS)", dtype=dtype, parts=parts)
     if _SMALL.match(anatomy.base):
         layout = re.search(r"_([NT]{2})_", anatomy.base)
         spelled = layout[1].lower() if layout else None

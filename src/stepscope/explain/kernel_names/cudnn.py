@@ -9,7 +9,9 @@ from stepscope.explain.kernel_names.vocabulary import (
     KernelClass,
     KernelName,
     build,
+    compile_rows,
     find_dtype,
+    first_match,
     join,
     part,
     spell_direction,
@@ -33,31 +35,28 @@ _DIRECTIONS: tuple[tuple[str, str, Direction], ...] = (
     ("winogradforward", "convolution forward", "forward"),
 )
 # By a piece of the base name, first match counts: class, operation, short.
-_AROUND: tuple[tuple[re.Pattern[str], KernelClass, str, str], ...] = (
+_AROUND: tuple[tuple[re.Pattern[str], KernelClass, str, str], ...] = compile_rows(
     (
-        re.compile(r"nchwToNhwc|nhwcToNchw|nhwcAddPadding|tensorTransform|transposeFilter|foldedNhwc|fold\w*Nhwc"),
+        r"nchwToNhwc|nhwcToNchw|nhwcAddPadding|tensorTransform|transposeFilter|foldedNhwc|fold\w*Nhwc",
         "copy",
         "copy between layouts",
         "layout change",
     ),
-    (re.compile(r"^bn_|batch_?norm|bnorm|BnFwd|BnBwd|bn_fw|bn_bw", re.IGNORECASE), "norm", "batch norm", "batch norm"),
-    (re.compile(r"layer_?norm|ln_(?:fwd|bwd)|rms_?norm|instance_?norm", re.IGNORECASE), "norm", "norm", "norm"),
-    (re.compile(r"pooling|MaxPool|AvgPool|avg_pool|max_pool", re.IGNORECASE), "reduction", "pooling", "pooling"),
-    (re.compile(r"softmax", re.IGNORECASE), "softmax", "softmax", "softmax"),
-    (re.compile(r"dropout", re.IGNORECASE), "random", "dropout", "dropout"),
+    (r"(?i)^bn_|batch_?norm|bnorm|BnFwd|BnBwd|bn_fw|bn_bw", "norm", "batch norm", "batch norm"),
+    (r"(?i)layer_?norm|ln_(?:fwd|bwd)|rms_?norm|instance_?norm", "norm", "norm", "norm"),
+    (r"(?i)pooling|MaxPool|AvgPool|avg_pool|max_pool", "reduction", "pooling", "pooling"),
+    (r"(?i)softmax", "softmax", "softmax", "softmax"),
+    (r"(?i)dropout", "random", "dropout", "dropout"),
     (
-        re.compile(
-            r"activation|add_tensor|op_(?:generic_)?tensor|op_tensor|addPacked|scalePacked|setTensor"
-            r"|LSTM_elementWise|GRU_elementWise|elementwise|pointwise",
-            re.IGNORECASE,
-        ),
+        r"(?i)activation|add_tensor|op_(?:generic_)?tensor|op_tensor|addPacked|scalePacked|setTensor"
+        r"|LSTM_elementWise|GRU_elementWise|elementwise|pointwise",
         "elementwise",
         "elementwise",
         "elementwise",
     ),
-    (re.compile(r"reduce|Reduction", re.IGNORECASE), "reduction", "reduction", "reduction"),
-    (re.compile(r"rnn_|RNN|lstm|LSTM|gru_|GRU"), "gemm", "recurrent layer", "recurrent layer"),
-    (re.compile(r"transpose|copy|convertTensor|cast", re.IGNORECASE), "copy", "copy between layouts", "layout change"),
+    (r"(?i)reduce|Reduction", "reduction", "reduction", "reduction"),
+    (r"rnn_|RNN|lstm|LSTM|gru_|GRU", "gemm", "recurrent layer", "recurrent layer"),
+    (r"(?i)transpose|copy|convertTensor|cast", "copy", "copy between layouts", "layout change"),
 )
 
 
@@ -135,10 +134,8 @@ def _decode_engine(anatomy: Anatomy) -> KernelName | None:
 
 
 def _decode_around(anatomy: Anatomy) -> KernelName | None:
-    for pattern, kernel_class, operation, short in _AROUND:
-        match = pattern.search(anatomy.base)
-        if match is None:
-            continue
+    if found := first_match(_AROUND, anatomy.base):
+        _, kernel_class, operation, short = found
         direction: Direction | None = None
         if kernel_class in ("norm", "softmax", "reduction"):
             if re.search(r"_bw_|bwd|Bwd|backward|_bw", anatomy.base):

@@ -14,8 +14,10 @@ from stepscope.explain.kernel_names.vocabulary import (
     KernelClass,
     KernelName,
     build,
+    compile_rows,
     explain_tile,
     find_dtype,
+    first_match,
     join,
     part,
     spell_direction,
@@ -23,68 +25,62 @@ from stepscope.explain.kernel_names.vocabulary import (
 )
 
 _MATMUL_TYPES = re.compile(r"_(\w{2,8}?)x(bf16|fp16|fp32|fp8\w*|mxfp\d|nvfp4)x(bf16|fp16|fp32|fp8\w*?|mxfp\d|nvfp4)_")
-_OWNERS = (
-    (re.compile(r"\bvllm::"), "vLLM"),
-    (re.compile(r"transformer_engine::|\bnvte_"), "Transformer Engine"),
-    (re.compile(r"\bflashinfer::"), "FlashInfer"),
-    (re.compile(r"\bdeep_gemm::"), "DeepGEMM"),
-    (re.compile(r"tensorrt_llm::"), "TensorRT-LLM"),
-    (re.compile(r"\baiter::"), "AITER"),
-    (re.compile(r"\bmarlin|Marlin"), "Marlin"),
-    (re.compile(r"\bliger_|_liger"), "Liger"),
-    (re.compile(r"\bxformers"), "xFormers"),
+_OWNERS = compile_rows(
+    (r"\bvllm::", "vLLM"),
+    (r"transformer_engine::|\bnvte_", "Transformer Engine"),
+    (r"\bflashinfer::", "FlashInfer"),
+    (r"\bdeep_gemm::", "DeepGEMM"),
+    (r"tensorrt_llm::", "TensorRT-LLM"),
+    (r"\baiter::", "AITER"),
+    (r"\bmarlin|Marlin", "Marlin"),
+    (r"\bliger_|_liger", "Liger"),
+    (r"\bxformers", "xFormers"),
     (
-        re.compile(r"\bk(?:Quantize|Dequantize|Optimizer|Precondition|gemm_4bit|Int8|dequant|PercentileClipping)"),
+        r"\bk(?:Quantize|Dequantize|Optimizer|Precondition|gemm_4bit|Int8|dequant|PercentileClipping)",
         "bitsandbytes",
     ),
-    (re.compile(r"\bcausal_conv1d|selective_scan"), "Mamba"),
-    (re.compile(r"\bcu(?:Apply|Compute)[A-Z]\w+|\bapex::"), "Apex"),
-    (re.compile(r"\bsgl_|\bsglang"), "SGLang"),
+    (r"\bcausal_conv1d|selective_scan", "Mamba"),
+    (r"\bcu(?:Apply|Compute)[A-Z]\w+|\bapex::", "Apex"),
+    (r"\bsgl_|\bsglang", "SGLang"),
 )
-# Pieces of the name, first match counts: class, operation, whether it is a copy that changes the type.
-_LISTED: tuple[tuple[str, KernelClass, str, bool], ...] = (
+# Pieces of the name: class, operation.
+_KERNELS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     (
         r"rotary_embedding|fused_rope|\b_?triton_rope|rope_kernel|apply_rope|rotary_kernel"
         r"|_rope_(?:fwd|bwd|forward|backward)|BatchQKApplyRotary",
         "elementwise",
         "rotary embedding",
-        False,
     ),
     (
         r"reshape_and_cache\w*|concat_and_cache\w*|cp_gather_cache|gather_cached_kv|AppendPagedKVCache"
         r"|set_mla_kv_buffer|copy_blocks|swap_blocks",
         "copy",
         "write keys and values into the cache",
-        False,
     ),
     (
         r"topkGatingSoftmax|topk_softmax|topk_gating_softmax|moeSoftmax|grouped_topk|grouped_topk_fused|moe_fused_gate"
         r"|_topk_forward",
         "sort",
         "choose experts (top-k)",
-        False,
     ),
     (
         r"moe_align_block_size|moe_?sorting|count_and_sort_expert|expandInputRows|computeExpertFirst"
         r"|moe_permute|_combined_routing\w*|_routing_\w+|_expt_data\w*",
         "index",
         "arrange tokens by expert",
-        False,
     ),
-    (r"_sum_bitmatrix_rows\w*", "reduction", "count tokens by expert", False),
+    (r"_sum_bitmatrix_rows\w*", "reduction", "count tokens by expert"),
     (
         r"_finalize_matmul\w*|_reduce_grouped|finalizeMoeRouting|moe_sum|moe_unpermute"
         r"|_reduce_scatter_grouped",
         "reduction",
         "add up the experts' results",
-        False,
     ),
     (
         r"fused_moe_kernel\w*|_?p?_?matmul_ogs|fused_marlin_moe|moe_mmk|bmm_\w*E\dm\d"
         r"|bmm_(?:Bfloat16|E\dm\d|Fp\d+)\w*",
         "gemm",
         "grouped matrix product",
-        False,
     ),
     (
         r"Marlin\b|marlin_gemm|gptq_marlin\w*|awq_gemm\w*|gemm_half_q_half|kgemm_4bit\w*|fp8_gemm\w*"
@@ -92,42 +88,32 @@ _LISTED: tuple[tuple[str, KernelClass, str, bool], ...] = (
         r"|scaled_mm_kernel|wvSplitK\w*|LLGemm\w*|gemm_a8w8\w*|gemv_\w*|_gemm_\w+|tgv_gemm\w*",
         "gemm",
         "matrix product",
-        False,
     ),
     (
         r"liger_cross_entropy|cross_entropy\w*|_cross_entropy|fused_linear_cross_entropy|_kldiv_kernel"
         r"|_jsd_kernel|xentropy|cunn_SoftMaxXEntropy\w*|_dpo_|_grpo_\w*",
         "loss",
         "cross-entropy or other loss",
-        False,
     ),
     (
         r"scaled_\w*softmax\w*|fused_softmax|masked_softmax\w*|_softmax_kernel"
         r"|_softmax_(?:fwd|bwd|forward|backward)\w*",
         "softmax",
         "softmax",
-        False,
     ),
-    (
-        r"cast_transpose\w*|transpose_cast|cast_fp8_1D|(?<![a-z])cast_kernel|cast_mxfp8\w*|_cast_\w*",
-        "copy",
-        "cast",
-        True,
-    ),
-    (r"rms_?norm\w*|RMSNorm\w*|rmsnorm\w*", "norm", "RMS norm", False),
+    (r"cast_transpose\w*|transpose_cast|cast_fp8_1D|(?<![a-z])cast_kernel|cast_mxfp8\w*|_cast_\w*", "copy", "cast"),
+    (r"rms_?norm\w*|RMSNorm\w*|rmsnorm\w*", "norm", "RMS norm"),
     (
         r"layer_?norm\w*|LayerNorm\w*|\bln_(?:fwd|bwd)\w*|normalization::\w+|cuApplyLayerNorm"
         r"|cuCompute\w+Grad\w*|cuComputeGrad\w+|group_norm\w*|welford\w*|_group_norm\w*|l2_?norm\w*",
         "norm",
         "norm",
-        False,
     ),
     (
         r"kOptimizer\w*|kPrecondition\w*|fused_adam\w*|AdamFunctor|adam_\w*kernel|lamb_\w*|_muon\w*"
         r"|newton_schulz\w*|kPercentileClipping",
         "optimizer",
         "optimizer update",
-        False,
     ),
     (
         r"act_and_mul\w*|silu_and_mul\w*|gelu_and_mul\w*|swiglu\w*|geglu\w*|activation_kernel|gated_act\w*"
@@ -135,56 +121,47 @@ _LISTED: tuple[tuple[str, KernelClass, str, bool], ...] = (
         r"|clamp_swiglu\w*|(?<![a-z])dact\w*",
         "elementwise",
         "activation",
-        False,
     ),
-    (r"kDequantize\w*|dequant\w*|kdequant\w*|dequantize\w*", "elementwise", "dequantize", False),
+    (r"kDequantize\w*|dequant\w*|kdequant\w*|dequantize\w*", "elementwise", "dequantize"),
     (
         r"quant_fp8|fp8_quant|int8_quant|quantize\w*|kQuantize\w*|kInt8\w*Quant|per_token_group_quant\w*"
         r"|per_token_quant\w*|\w*scaled_quant\w*|cvt_fp16_to_fp4|segmented_max_reduction|act_quant\w*"
         r"|amax_kernel|absmax\w*|delayed_scaling\w*|compute_scale\w*",
         "elementwise",
         "quantize",
-        False,
     ),
-    (r"causal_conv1d\w*", "convolution", "causal convolution", False),
+    (r"causal_conv1d\w*", "convolution", "causal convolution"),
     (
         r"selective_scan\w*|selective_state_update\w*|chunk_scan\w*|_chunk_state\w*|_state_passing\w*"
         r"|_ssd_\w*|chunk_gated_delta\w*"
         r"|_bmm_chunk\w*",
         "reduction",
         "state-space scan",
-        False,
     ),
     (
         r"TopPSampling\w*|TopKTopP\w*|sampling_\w*kernel|SamplingFromProb\w*|apply_repetition_penalt\w*"
         r"|TopPRenorm\w*|TopKRenorm\w*|gumbel_?sampl\w*",
         "random",
         "sample tokens",
-        False,
     ),
-    (r"_triton_mul\w*|element_mul_kernel", "elementwise", "multiply", False),
+    (r"_triton_mul\w*|element_mul_kernel", "elementwise", "multiply"),
     (
         r"transpose_kernel\w*|\btranspose\w*|multi_padding\w*|(?:add|remove)_padding\w*|unpadding\w*|permute_\w*kernel"
         r"|unpermute_\w*kernel",
         "copy",
         "copy between layouts",
-        False,
     ),
     (
         r"vectorized_pointwise|unary_kernel|unary_grad_kernel|add_bias\w*|bias_dropout_add\w*",
         "elementwise",
         "elementwise",
-        False,
     ),
-)
-_KERNELS = tuple(
-    (re.compile(pattern), kernel_class, operation, is_cast) for pattern, kernel_class, operation, is_cast in _LISTED
 )
 
 
 def recognise(anatomy: Anatomy) -> KernelName | None:
     text = anatomy.body[:1500]
-    for pattern, kernel_class, operation, is_cast in _KERNELS:
+    for pattern, kernel_class, operation in _KERNELS:
         match = pattern.search(anatomy.base) or (pattern.search(anatomy.qualified) if anatomy.scope else None)
         if match is None:
             continue
@@ -201,17 +178,15 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
             join(operation, spell_direction(direction), owner),
             direction=direction,
             dtype=find_dtype(anatomy.template),
-            is_cast=is_cast,
+            is_cast=operation == "cast",
             parts=(part(match[0], operation),),
         )
     return None
 
 
 def _find_owner(text: str, anatomy: Anatomy) -> str:
-    for pattern, owner in _OWNERS:
-        if pattern.search(text):
-            return owner
-    return _find_language(anatomy)
+    found = first_match(_OWNERS, text)
+    return found[1] if found else _find_language(anatomy)
 
 
 def _find_language(anatomy: Anatomy) -> str:

@@ -2,7 +2,7 @@
 how a result is made."""
 
 import re
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVarTuple, get_args
 
 import msgspec
 
@@ -62,6 +62,7 @@ class KernelName(msgspec.Struct, frozen=True, kw_only=True):
 
 # --- Words ------------------------------------------------------------------------------------------------------------
 
+Ts = TypeVarTuple("Ts")
 LONGEST_SHORT = 48
 LONGEST_PART = 120
 MOST_PARTS = 40
@@ -173,6 +174,19 @@ LAYOUTS = {
     ),
     "tt": "both matrices are read transposed (BLAS's column-major terms)",
 }
+
+
+def compile_rows(*rows: tuple[str, *Ts]) -> tuple[tuple[re.Pattern[str], *Ts], ...]:
+    """A table whose rows begin with a pattern; the first that is found in a name tells what the kernel is."""
+    return tuple((re.compile(row[0]), *row[1:]) for row in rows)
+
+
+def first_match(rows: tuple[tuple[re.Pattern[str], *Ts], ...], text: str) -> tuple[re.Match[str], *Ts] | None:
+    """What was found, and the rest of the first row whose pattern is in a text."""
+    for row in rows:
+        if match := row[0].search(text):
+            return match, *row[1:]
+    return None
 
 
 def build(

@@ -22,8 +22,8 @@ from stepscope.explain.trace.accounting import DeviceAccount, DeviceSweep
 from stepscope.explain.trace.attribution import Attribution
 from stepscope.explain.trace.names import classify
 from stepscope.explain.trace.profile import Profile, no_kernels, no_time
+from stepscope.files import cache_folder
 from stepscope.findings import Page, Table
-from stepscope.folders import cache_folder
 from stepscope.recording.readers.kineto import CallTrees, TraceReader, join_flows
 from stepscope.recording.store import Recording
 from stepscope.recording.windows import (

@@ -121,19 +121,12 @@ class CommExperiment(Experiment[CommCase, CommRow]):
         folder, timeout_s = turn.sweep.folder, turn.sweep.timeout_s or DEFAULT_TIMEOUT_S
         request = MeasureComm(cases=tuple(one.case for one in turn.waiting))
         case = turn.waiting[0].case if turn.waiting else next(iter(turn.rows.values())).case
+        setup = _setup(folder, case.ranks, case.backend, case.device, timeout_s)
         claim(folder / RANKS_NAME, _RANKS_SCHEMA)
         if self.world is not None:
-            serve_here(_setup(folder, case.backend, case.device, timeout_s), request, lambda message: hear(0, message))
+            serve_here(setup, request, lambda message: hear(0, message))
         else:
-            run_ranks(
-                request,
-                world=case.ranks,
-                backend=case.backend,
-                device=case.device,
-                folder=folder / RANKS_NAME,
-                timeout_s=timeout_s,
-                on_message=hear,
-            )
+            run_ranks(request, setup, folder / RANKS_NAME, hear)
         _forget_ranks(folder)
 
 
@@ -154,7 +147,7 @@ def run_comm(
         grid.refuse_other_ranks(world)
         limit_instructions()
         if os.environ["RANK"] != "0":
-            _serve_rank_0(grid, folder, sweep.timeout_s or DEFAULT_TIMEOUT_S)
+            _serve_rank_0(grid, folder, world, sweep.timeout_s or DEFAULT_TIMEOUT_S)
             return None
     rows = replace(sweep, experiment=replace(sweep.experiment, world=world)).run(listener)
     if found := fit_links(rows):  # where predictions find them, and beside the rows, to be carried elsewhere
@@ -166,26 +159,21 @@ def run_comm(
     return rows
 
 
-def _serve_rank_0(grid: CommGrid, folder: Path, timeout_s: float) -> None:
+def _serve_rank_0(grid: CommGrid, folder: Path, world: int, timeout_s: float) -> None:
     """Which cases are left is rank 0's to say; how to join the others follows from what was asked for."""
     from stepscope.measure.environment import resolve_device
 
     # A rank that waits for others inside of a library hears nothing of a handler in Python.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     device = resolve_device(grid.device).type
+    setup = _setup(folder, world, grid.backend_on(device), device, timeout_s)
     claim(folder / RANKS_NAME, _RANKS_SCHEMA)
-    serve_here(_setup(folder, grid.backend_on(device), device, timeout_s), MeasureComm(cases=()), lambda _: None)
+    serve_here(setup, MeasureComm(cases=()), lambda _: None)
 
 
-def _setup(folder: Path, backend: str, device: str, timeout_s: float) -> Setup:
-    """For ranks that meet where their environment says."""
-    return Setup(
-        world=int(os.environ["WORLD_SIZE"]),
-        backend=backend,
-        device=device,
-        timeout_s=timeout_s,
-        journal=str(folder / RANKS_NAME / JOURNAL_NAME),
-    )
+def _setup(folder: Path, world: int, backend: str, device: str, timeout_s: float) -> Setup:
+    journal = str(folder / RANKS_NAME / JOURNAL_NAME)
+    return Setup(world=world, backend=backend, device=device, timeout_s=timeout_s, journal=journal)
 
 
 def _forget_ranks(folder: Path) -> None:

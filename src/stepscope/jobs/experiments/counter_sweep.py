@@ -18,7 +18,16 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import scratch_folder
-from stepscope.jobs.experiments.sweep import Experiment, Planned, PlannedCase, Results, Sweep, Turn, plan_cases
+from stepscope.jobs.experiments.sweep import (
+    Experiment,
+    Planned,
+    PlannedCase,
+    Results,
+    Sweep,
+    TextListener,
+    Turn,
+    plan_cases,
+)
 from stepscope.jobs.recorders.external import compress
 from stepscope.jobs.recorders.nsight_compute import CaseRefusedError, choose_metrics, count_with_ncu, require_ncu
 from stepscope.jobs.recorders.recording_job import check_folder, describe_run, versions_of
@@ -45,10 +54,7 @@ class _Named(NamedTuple):
 
 
 class _PlannedCount(Planned, frozen=True, kw_only=True):
-    """`label` names the case among the others."""
-
     name: str
-    label: str
 
 
 class CountedRow(CaseRow, frozen=True, kw_only=True):
@@ -56,7 +62,6 @@ class CountedRow(CaseRow, frozen=True, kw_only=True):
 
     schema: str = "stepscope.counters/1"
     name: str
-    label: str
     recording: Any = None
 
 
@@ -83,8 +88,8 @@ class CountersExperiment(Experiment[Case, CountedRow]):
         if len(planned) < len(cases):
             raise StepscopeError("two of these cases are the same here", hint="one value for --device")
         return [
-            _PlannedCount(**msgspec.structs.asdict(plan), name=one.name, label=f"[{number}/{len(cases)}]")
-            for number, (one, plan) in enumerate(zip(self.named, planned, strict=True), start=1)
+            _PlannedCount(**msgspec.structs.asdict(plan), name=one.name)
+            for one, plan in zip(self.named, planned, strict=True)
         ]
 
     def run_group(self, turn: Turn[Case, CountedRow], workers: Workers) -> None:  # noqa: ARG002
@@ -152,30 +157,28 @@ class _Recordings:
         """Its recording is there already."""
 
 
-class _CountListener:
+class _CountListener(TextListener):
     """A line for each case, and what is being done."""
 
-    def __init__(self, folder: Path, on_stage: OnStage, on_done: Callable[[str], None]) -> None:
-        self._folder, self._on_stage, self._on_done = folder, on_stage, on_done
-        self._running = ""
+    def __init__(self, job: "Counters", names: Sequence[str], on_stage: OnStage, on_done: OnStage) -> None:
+        alone = job.folder.name
+        self._labels = {name: f"[{n}/{len(names)}] {name or alone}" for n, name in enumerate(names, start=1)}
+        self._on_done = on_done
+        super().__init__(on_stage)
 
     def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:  # noqa: ARG002
         for row in done:
-            self._on_done(f"{self._name(row)}: there already; --force counts it again")
+            assert isinstance(row, CountedRow)
+            self._on_done(f"{self._labels[row.name]}: there already; --force counts it again")
 
     def start(self, planned: PlannedCase[Any]) -> None:
-        self._running = self._name(planned)
-
-    def stage(self, name: str) -> None:
-        self._on_stage(f"{self._running}: {name}")
+        assert isinstance(planned, _PlannedCount)
+        self._case = self._labels[planned.name]
 
     def finish(self, row: Row) -> None:
         assert isinstance(row, CountedRow)
         kernels = f"{row.recording.kernels.height} kernels in {row.wall_s:.0f} s" if row.recording else row.reason
-        self._on_done(f"{self._name(row)}: {kernels}")
-
-    def _name(self, one: Any) -> str:
-        return f"{one.label} {one.name or self._folder.name}"
+        self._on_done(f"{self._labels[row.name]}: {kernels}")
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +201,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
         self._check_folders(named)
         experiment = CountersExperiment(named=named, metrics=metrics)
         sweep = Sweep(experiment=experiment, folder=self.folder, command=self.command, fresh=self.force)
-        rows = sweep.run(_CountListener(self.folder, on_stage, on_done))
+        rows = sweep.run(_CountListener(self, [one.name for one in named], on_stage, on_done))
         return [CountedCase(name=row.name, case=row.case, recording=row.recording, reason=row.reason) for row in rows]
 
     def _check_folders(self, named: Sequence[_Named]) -> None:

@@ -20,8 +20,7 @@ from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.sweep import Planned, PlannedCase, judge, look_at, place_cases
 from stepscope.jobs.workers.messages import Failed, Record, StepsRecorded
 from stepscope.jobs.workers.process import Ended, InputRefusedError, Workers, require_torch
-from stepscope.recording.recorded import RAW_NAME, RecordedRun
-from stepscope.recording.rows.bench import Environment
+from stepscope.recording.rows.bench import RAW_TRACE_NAME, Environment, RecordedRun
 from stepscope.spec import Case, Grid, grid_from_flags
 
 if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
@@ -82,7 +81,7 @@ class ProfileJob(_RecordingJob, frozen=True, kw_only=True):
             on_stage("reading the trace")
             from stepscope.recording.readers import kineto
 
-            raw = scratch / RAW_NAME
+            raw = scratch / RAW_TRACE_NAME
             return self._keep(kineto.read(raw), planned, ended.answer.run, started, raw)
 
 

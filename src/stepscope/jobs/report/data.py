@@ -15,7 +15,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
-from stepscope.files import Versioned, decode, read_plain, try_lock, write_atomically, writing
+from stepscope.files import decode_as, lock_or_raise, read_plain, write_atomically, writing
 from stepscope.findings import Missing
 from stepscope.jobs.experiments.sweep import Planned
 from stepscope.recording.rows.bench import Environment
@@ -46,14 +46,10 @@ def is_data(path: Path) -> bool:
 def read_state(folder: Path) -> State:
     path = folder / STATE_NAME
     try:
-        content = read_plain(path)
-        if decode(content, Versioned).schema == SCHEMA:
-            state = decode(content, State)
-            if all(keys and all(map(_KEY.fullmatch, keys)) for keys in state.done.values()):
-                return state
-            why = "a stage is done under no key, or under none of ours"
-        else:
-            why = f"its schema is not `{SCHEMA}`"
+        state = decode_as(read_plain(path), State, SCHEMA)
+        if all(keys and all(map(_KEY.fullmatch, keys)) for keys in state.done.values()):
+            return state
+        why = "a stage is done under no key, or under none of ours"
     except (OSError, msgspec.DecodeError) as error:
         why = (error.strerror or "" if isinstance(error, OSError) else str(error))[:200]
     raise StepscopeError(
@@ -93,7 +89,14 @@ def open_data(folder: Path, planned: Planned, *, command: str) -> Iterator[State
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _lock(folder, descriptor)
+        lock_or_raise(
+            descriptor,
+            StepscopeError(
+                f"another report is being made in `{folder}`",
+                detail="two would disturb each other's timings as well as the files",
+                hint="wait for it, or --data FOLDER",
+            ),
+        )
         before = read_state(folder) if is_data(folder) else None
         if before is not None and before.case != planned.case:
             raise StepscopeError(
@@ -116,17 +119,6 @@ def open_data(folder: Path, planned: Planned, *, command: str) -> Iterator[State
                 _put_back(folder, before, new)
     finally:
         os.close(descriptor)
-
-
-def _lock(folder: Path, descriptor: int) -> None:
-    try:
-        try_lock(descriptor)
-    except BlockingIOError:
-        raise StepscopeError(
-            f"another report is being made in `{folder}`",
-            detail="two would disturb each other's timings as well as the files",
-            hint="wait for it, or --data FOLDER",
-        ) from None
 
 
 def _put_back(folder: Path, before: State | None, new: list[Path]) -> None:

@@ -29,8 +29,7 @@ import msgspec
 
 import stepscope
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain, write_atomically
-from stepscope.folders import cache_folder
+from stepscope.files import cache_folder, decode, read_plain, write_atomically
 from stepscope.measure.instructions import ALIASES, LEVELS, PARTS, REMEDIES, read_limits, say_limits
 
 # What was found, for processes that this one starts: they need not ask again, nor take the limits for a user's own.

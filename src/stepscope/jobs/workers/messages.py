@@ -7,9 +7,8 @@ The standard output and error of a process are left to the model that runs there
 import msgspec
 
 from stepscope.recording.memory.labels import MemoryRun
-from stepscope.recording.recorded import RecordedRun
 from stepscope.recording.rows.attention_case import AttentionCase, AttentionOutcome
-from stepscope.recording.rows.bench import Doubt, Environment, Inspection, Measurement
+from stepscope.recording.rows.bench import Doubt, Environment, Inspection, Measurement, RecordedRun
 from stepscope.recording.rows.collective_case import CommCase, CommOutcome
 from stepscope.recording.rows.precision_report import PrecisionComparison
 from stepscope.recording.rows.training_log import TrainMemory, TrainRow

@@ -34,10 +34,12 @@ def main(arguments: list[str]) -> None:
             if socket_fd in ready:
                 message, descriptors, _, _ = socket.recv_fds(requests, 16, 3)
                 if not message:
-                    return
+                    break
                 child = _raise_one(requests, *descriptors)
                 children[os.pidfd_open(child)] = child
                 requests.send(b"pid %d" % child)
+    for child in children.values():
+        _bury(child)
 
 
 def _import(module: str) -> None:

@@ -28,28 +28,19 @@ _GRACE_S = 3.0  # for the ranks that wait for a failed one to say so themselves
 Heard = Callable[[int, RankMessage], None]
 
 
-def run_ranks(
-    request: RankRequest, *, world: int, backend: str, device: str, folder: Path, timeout_s: float, on_message: Heard
-) -> None:
-    """All ranks to their end, with logs and journals in `folder`, which is ours. A `StepscopeError` names the rank that
-    failed and its last collective; the others are ended before it is raised."""
+def run_ranks(request: RankRequest, setup: Setup, folder: Path, on_message: Heard) -> None:
+    """All ranks to their end, with logs in `folder`, which is ours. A `StepscopeError` names the rank that failed and
+    its last collective; the others are ended before it is raised."""
     require_torch()
-    journal = folder / JOURNAL_NAME
+    journal = Path(setup.journal)
     with writing(folder):
         journal.mkdir(parents=True, exist_ok=True)
         (folder / LOGS_NAME).mkdir(exist_ok=True)
         for old in [path for path in journal.glob("*.journal") if path.stem.isdigit()]:
             old.unlink()
     with scratch_folder() as meeting:
-        setup = Setup(
-            world=world,
-            backend=backend,
-            device=device,
-            timeout_s=timeout_s,
-            journal=str(journal),
-            meeting=f"{meeting}/ranks",
-        )
-        with _RankProcesses(setup, request, folder / LOGS_NAME) as ranks:
+        here = msgspec.structs.replace(setup, meeting=f"{meeting}/ranks")
+        with _RankProcesses(here, request, folder / LOGS_NAME) as ranks:
             ranks.listen(on_message)
             if ranks.failed:
                 raise _explain(ranks, journal, folder / LOGS_NAME)
@@ -85,6 +76,12 @@ class _RankProcesses:
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
+        # Until the nursery has seen the end of all: whoever comes next must not meet what is left of them.
+        deadline = time.monotonic() + _GRACE_S
+        while len(self.codes) < len(self._processes):
+            remaining = max(0.0, deadline - time.monotonic())
+            if not select.select([self._nursery.socket], [], [], remaining)[0] or not self._hear():
+                break
         self._nursery.close()
         for pipe in self._ranks:
             os.close(pipe)

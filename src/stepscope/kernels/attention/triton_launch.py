@@ -23,8 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain, write_atomically, writing
-from stepscope.folders import cache_folder
+from stepscope.files import cache_folder, decode, read_plain, write_atomically, writing
 from stepscope.kernels.attention import tiles
 from stepscope.kernels.attention.problem import is_tma_able, tma_strides
 from stepscope.kernels.attention.tiles import Architecture, Arithmetic, Pass, Tile, TileKey, padded_width

@@ -14,8 +14,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.measure.targets import TargetFailed, profiled_range, serve
-from stepscope.recording.recorded import RecordedRun
-from stepscope.recording.rows.bench import Environment
+from stepscope.recording.rows.bench import Environment, RecordedRun
 from stepscope.spec import Case
 
 

@@ -206,6 +206,26 @@ class BenchRow(CaseRow, frozen=True, kw_only=True):
         return self.case.workload.optimizer or (self.measurement.optimizer if self.measurement else None)
 
 
+RAW_TRACE_NAME = "raw.json.gz"  # the trace of PyTorch's profiler, in the folder that a worker was given
+
+
+class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says about a run that it recorded; the trace itself is a file beside it. Samples in nanoseconds,
+    one entry a step, all on one clock: steps alone, steps with the recorder, and steps with the recorder and
+    annotation. Those in the trace are others still."""
+
+    clock: Clock
+    phases_ns: dict[str, tuple[int, ...]]
+    step_ns: tuple[int, ...]
+    recorded_step_ns: tuple[int, ...]
+    annotated_step_ns: tuple[int, ...]
+    parameters: int
+    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
+    doubts: tuple[Doubt, ...] = ()
+    # What is not in the trace, in words for the user.
+    notes: tuple[str, ...] = ()
+
+
 def case_key(case: msgspec.Struct, environment: Environment, source: str | None) -> str:
     """The name under which a case is done or not: the case, where it runs, and the source of a model of the user's own.
     Changes to stepscope itself between two releases are not seen; `--fresh` is for those who make them."""

@@ -13,8 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.files import decode, read_plain, write_atomically, writing
-from stepscope.folders import cache_folder
+from stepscope.files import cache_folder, decode, read_plain, write_atomically, writing
 
 # In the order of tables.
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]

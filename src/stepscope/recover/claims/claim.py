@@ -20,8 +20,8 @@ Dtype = Literal["fp32", "tf32", "fp16", "bf16"]
 _FLAGS = ("gated", "tied")
 _LARGEST_SIZE = 1 << 40
 _LARGEST_BYTES = 1 << 20
-_FORM = "num_layers, d_model, num_heads, num_kv_heads, d_head, d_ff, vocab_size, batch, context, dtype, gated, tied, "
-_FORM += "parameters; or a config.json of transformers"
+FIELDS = (*SIZES, "dtype", *_FLAGS, "parameters")
+_FORM = f"{', '.join(FIELDS)}; or a config.json of transformers"
 _NAMES_OF_OTHERS = {
     "n_layers": "num_layers",
     "n_layer": "num_layers",
@@ -74,9 +74,6 @@ class Claim(RunShape, frozen=True, kw_only=True):
             is_tied=self.tied is not False,
         )
         return sum(decoder_parameters(shape).values())
-
-
-FIELDS = (*SIZES, "dtype", *_FLAGS, "parameters")
 
 
 def read_claim(path: Path, *, batch: int | None = None, context: int | None = None, dtype: str | None = None) -> Claim:

@@ -185,20 +185,37 @@ class Predictor:
                 key=("attention", self.identify(sighting)),
             )
         elif sighting.name.kernel_class in ("softmax", "reduction") and sighting.name.library != "Inductor":
-            yield from self._check_rows(sighting, "softmax of attention", where, _softmax_rows, _context)
+            yield from self._check_rows(
+                sighting,
+                "softmax of attention",
+                where,
+                rows=lambda shape: (times(shape.tokens, shape.num_heads),),
+                width=lambda shape: shape.context,
+            )
 
     def _check_norm(self, place: KernelPlace) -> Iterator[ShapeCheck]:
-        rows = _final_rows if place.zone == "final" else _token_rows
-        yield from self._check_rows(place.sighting, "norm", _where(place), rows, _width)
+        """The last norm may be of the tokens that the head is asked about only."""
+        ways = HEAD_ROWS if place.zone == "final" else HEAD_ROWS[:1]
+        yield from self._check_rows(
+            place.sighting,
+            "norm",
+            _where(place),
+            rows=lambda shape: tuple(count_head_rows(shape, way) for way in ways),
+            width=lambda shape: shape.d_model,
+            is_apart=place.zone == "final",
+        )
 
     def _check_rows(
         self,
         sighting: Sighting,
         what: str,
         where: str,
+        *,
         rows: Callable[[ClaimedShape], tuple[Size, ...]],
         width: Callable[[ClaimedShape], Size],
+        is_apart: bool = False,
     ) -> Iterator[ShapeCheck]:
+        """`is_apart`: other places are asked about other rows."""
         facts = [one for one in self._choices(sighting) if isinstance(one, Rows)]
         if not facts:
             return
@@ -217,7 +234,7 @@ class Predictor:
             test=test,
             expect=lambda shape: f"{_say(rows(shape)[0])} rows of {_say(width(shape))}",
             seen=f"{_describe_windows([fact.rows for fact in facts])} rows, {describe_launch(sighting)}",
-            key=(what, where if what == "norm" and rows is _final_rows else "", self.identify(sighting)),
+            key=(what, where if is_apart else "", self.identify(sighting)),
         )
 
     def _check_lookup(self, placement: Placement) -> Iterator[ShapeCheck]:
@@ -311,27 +328,6 @@ def admits_attention(fact: Attention, shape: ClaimedShape) -> bool | None:
         for groups in {kv_heads, heads}
         for causal in (True, False)
     )
-
-
-def _token_rows(shape: ClaimedShape) -> tuple[Size, ...]:
-    return (shape.tokens,)
-
-
-def _final_rows(shape: ClaimedShape) -> tuple[Size, ...]:
-    """The last norm may be of the tokens that the head is asked about only."""
-    return tuple(count_head_rows(shape, way) for way in HEAD_ROWS)
-
-
-def _softmax_rows(shape: ClaimedShape) -> tuple[Size, ...]:
-    return (times(shape.tokens, shape.num_heads),)
-
-
-def _context(shape: ClaimedShape) -> Size:
-    return shape.context
-
-
-def _width(shape: ClaimedShape) -> Size:
-    return shape.d_model
 
 
 def _holds(window: Window | None, size: Size) -> bool | None:

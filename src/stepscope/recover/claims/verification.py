@@ -13,11 +13,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stepscope import hardware
 from stepscope.recover.claims.claim import FIELDS, Claim
 from stepscope.recover.claims.claimed_run import ClaimedRun, ClaimedRuns, open_all
 from stepscope.recover.claims.plausibility import find_contradictions, find_step_ns
-from stepscope.recover.claims.prediction import describe_launch
+from stepscope.recover.claims.refutation import (
+    OTHER_DTYPE_ROLES,
+    find_other_depths,
+    find_updated,
+    is_share,
+    make_refutation,
+    refute,
+    refute_dtype,
+    refute_sizes,
+    refute_updates,
+)
 from stepscope.recover.claims.unexplained import (
     UnclaimedWork,
     find_unclaimed_products,
@@ -41,10 +50,9 @@ from stepscope.recover.claims.verdict import (
     is_narrowed,
     is_tested,
 )
-from stepscope.recover.evidence.order import Role, Zone
+from stepscope.recover.evidence.order import Zone
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
-from stepscope.recover.families.optimizers import find_updated
 from stepscope.recover.shape import HEAD_ROWS, LAYER_SIZES, ClaimedShape
 
 # Shares of the GPU's time. Below the first, a product without a place is a detail of an implementation.
@@ -53,7 +61,6 @@ _MOST_UNKNOWN = 0.01
 _MOST_UNEXPLAINED = 0.05
 # Between the products of a layer stands nothing but what a layer does.
 _LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", "merge")
-_DTYPE_ROLES_EXCLUDED: tuple[Role, ...] = ("head",)  # often done in another precision on purpose
 
 
 def verify(evidence: Sequence[KernelEvidence], claim: Claim, *, unseen: float = 0.0) -> Verification:
@@ -81,7 +88,7 @@ class _Judge:
         return self.runs.shape
 
     def judge(self) -> Verification:
-        refutations = [one for file in self.files for one in self._refute(file)]
+        refutations = [one for file in self.files for one in refute(file, self.claim, self.shape)]
         works, share, too_much = self._find_work(refutations)
         if self.runs.is_cut:
             refutations = []
@@ -116,98 +123,6 @@ class _Judge:
         for (what, expected), launches in groups.items():
             yield KernelComparison(what=what, launches=len(launches), agree=sum(launches.values()), expected=expected)
 
-    def _refute(self, file: ClaimedRun) -> Iterator[Refutation]:
-        """In the order in which they are to be read: the claim's own sizes first, then the file against itself."""
-        found: list[Refutation] = [
-            _refutation(
-                file,
-                file.placement.starts[number - 1],
-                where=f"pass {number}",
-                what="number of layers",
-                expected=f"{self.claim.num_layers} layers",
-                seen=f"{seen} attentions between which the same products stand",
-            )
-            for number, seen in self._find_other_depths(file)
-        ]
-        found += [
-            _refutation(file, one.sighting, what="layer", expected=one.expected, seen=one.seen)
-            for one in file.placement.complaints
-            if not one.is_unclear
-        ]
-        if not is_share(file):
-            found += self._refute_sizes(file)
-        found += self._refute_dtype(file)
-        found += self._refute_updates(file)
-        device = hardware.find(file.evidence.device) if file.evidence.device else None
-        found += [
-            _refutation(file, one.sighting, what="evidence against itself", expected=one.expected, seen=one.seen)
-            for one in find_contradictions(file.run.sightings, file.placement, device)
-            if not one.is_unclear
-        ]
-        yield from found
-
-    def _find_other_depths(self, file: ClaimedRun) -> Iterator[tuple[int, int]]:
-        """Passes with another number of layers than claimed, and it. A pass that is cut has more than it shows."""
-        layers = self.claim.num_layers
-        for number, seen in enumerate(file.placement.num_layers, start=1):
-            is_open = number in file.placement.unclear or (seen < (layers or 0) and file.placement.is_cut(number))
-            if layers is not None and seen != layers and not is_open:
-                yield number, seen
-
-    def _refute_sizes(self, file: ClaimedRun) -> Iterator[Refutation]:
-        """What is not held against a rank that does a share of each layer."""
-        for one in file.placement.intruders:
-            yield _refutation(
-                file,
-                one.sighting,
-                where=f"pass {one.pass_number}, layer {one.layer}",
-                what="work that nobody claimed",
-                expected="no matrix product here in a layer of the claimed kind",
-                seen=f"one of {one.sighting.duration_ns / 1e3:,.1f} µs, {describe_launch(one.sighting)}",
-            )
-        yield from self._refute_checks(file)
-
-    def _refute_checks(self, file: ClaimedRun) -> Iterator[Refutation]:
-        wrong = [check for check in file.checks if check.test(self.shape) is False]
-        for check in sorted(wrong, key=lambda one: one.sighting.index):
-            yield _refutation(
-                file,
-                check.sighting,
-                where=check.where,
-                what=check.what,
-                expected=check.expect(self.shape),
-                seen=", ".join(part for part in (check.seen, check.suggest(self.shape)) if part),
-            )
-
-    def _refute_dtype(self, file: ClaimedRun) -> Iterator[Refutation]:
-        for one in file.placement.products:
-            seen = one.sighting.name.dtype
-            if self.claim.dtype and seen and seen != self.claim.dtype and one.role not in _DTYPE_ROLES_EXCLUDED:
-                yield _refutation(
-                    file,
-                    one.sighting,
-                    where=f"pass {one.pass_number}, layer {one.layer}",
-                    what="data type",
-                    expected=f"matrix products in {self.claim.dtype}",
-                    seen=f"{seen}, by the kernel's name",
-                )
-
-    def _refute_updates(self, file: ClaimedRun) -> Iterator[Refutation]:
-        """An optimizer goes over every parameter once, and over nothing else: unless ranks share them out."""
-        seen, claimed = find_updated(file.run.sightings), self.claim.parameters
-        if seen is None or claimed is None or file.evidence.exchanges:
-            return
-        first, low, high = seen
-        if not low <= claimed <= high:
-            updated = f"at most {high:,}: layers share weights, or some are not trained"
-            yield _refutation(
-                file,
-                first,
-                what="optimizer",
-                expected=f"{claimed:,} parameters",
-                seen=f"updates of {updated}" if high < claimed else f"updates of at least {low:,}",
-            )
-
     def _find_untrained(self, file: ClaimedRun) -> Iterator[str]:
         """Updates of fewer parameters than the claimed matrices have are no contradiction, and not what is claimed."""
         seen, fewest = find_updated(file.run.sightings), self.claim.parameters or self.claim.fewest_parameters
@@ -233,7 +148,7 @@ class _Judge:
                 first = min(extra, key=lambda one: one[0].index)[0]
                 spent = sum(work.duration_ns for work in multiplying) / time
                 refutations.append(
-                    _refutation(
+                    make_refutation(
                         file,
                         first,
                         what="work that nobody claimed",
@@ -313,12 +228,12 @@ class _Judge:
     def _knows_dtypes(self) -> bool:
         """The head is often in another precision on purpose, and stands for no other product."""
         products = [one for file in self.files for one in file.placement.products]
-        inside = [one.sighting.name.dtype for one in products if one.role not in _DTYPE_ROLES_EXCLUDED]
+        inside = [one.sighting.name.dtype for one in products if one.role not in OTHER_DTYPE_ROLES]
         return bool(inside) and all(inside)
 
     def _count_misfits(self, file: ClaimedRun) -> int:
         """Kernels that would refute the sizes, if they were not those of one rank among several."""
-        return sum(1 for _ in self._refute_sizes(file)) if is_share(file) else 0
+        return sum(1 for _ in refute_sizes(file, self.shape)) if is_share(file) else 0
 
     def _settle_head(self, passes: Callable[[ClaimedShape], bool]) -> ClaimedShape:
         """With the positions that the head is asked about: a product for few of them and a larger vocabulary would look
@@ -339,11 +254,11 @@ class _Judge:
     def _is_disputed(self, name: str) -> bool:
         """Whether what contradicts the claim would not, if the field were left open."""
         for file in self.files:
-            if name == "num_layers" and any(self._find_other_depths(file)):
+            if name == "num_layers" and any(find_other_depths(file, self.claim)):
                 return True
-            if name == "parameters" and any(self._refute_updates(file)):
+            if name == "parameters" and any(refute_updates(file, self.claim)):
                 return True
-            if name == "dtype" and any(self._refute_dtype(file)):
+            if name == "dtype" and any(refute_dtype(file, self.claim)):
                 return True
             if name in LAYER_SIZES and not is_share(file):
                 opened = msgspec.structs.replace(self.shape, **{name: None})
@@ -439,28 +354,6 @@ class _Judge:
             return None
         found = max(self.allocations.count(width * hidden * size) for size in (2, 4))
         return found, layers * (3 if self.claim.gated else 2)
-
-
-def _refutation(
-    file: ClaimedRun, sighting: Sighting, *, what: str, expected: str, seen: str, where: str = ""
-) -> Refutation:
-    return Refutation(
-        file=file.evidence.file,
-        index=sighting.index,
-        kernel=sighting.name.short,
-        where=where,
-        what=what,
-        expected=expected,
-        seen=seen,
-    )
-
-
-def is_share(file: ClaimedRun) -> bool:
-    """Whether ranks exchange results between the layers of a pass, so that each may do a share of every layer."""
-    passes: dict[int, list[int]] = {}
-    for one in file.placement.attentions:
-        passes.setdefault(one.pass_number, []).append(one.sighting.index)
-    return file.evidence.exchanges_within(passes.values())
 
 
 def _note_limits(file: ClaimedRun) -> Iterator[str]:

@@ -5,9 +5,12 @@ open which of several rules made the grid, a reader returns every possibility (`
 `join_choices` makes one weaker fact of them, for who cannot do with several.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import gcd
+
+import msgspec
 
 from stepscope.explain.kernel_names.anatomy import Anatomy, dissect
 from stepscope.recover.facts import Elements, Fact, Gather, Rows, Sighting, Update, Window, exactly
@@ -44,29 +47,29 @@ def take_apart(name: str) -> tuple[Anatomy, tuple[str, ...]]:
 
 
 def split_arguments(template: str) -> tuple[str, ...]:
-    found, depth, start = [], 0, 0
-    for position, letter in enumerate(template):
-        if letter in "<([{":
-            depth += 1
-        elif letter in ">)]}" and template[position - 1 : position] != "-":
-            depth -= 1
-        elif letter == "," and depth == 0:
-            found.append(template[start:position].strip())
-            start = position + 1
-    return (*found, template[start:].strip()) if template else ()
+    ends = [position for position, depth in _commas_and_ends(template) if depth == 0]
+    cuts = [-1, *ends, len(template)]
+    return tuple(template[start + 1 : end].strip() for start, end in itertools.pairwise(cuts)) if template else ()
 
 
 def first_enclosed(text: str) -> str:
     """The first argument of a list whose opening bracket was cut off."""
+    return text[: next((position for position, depth in _commas_and_ends(text) if depth <= 0), len(text))]
+
+
+def _commas_and_ends(text: str) -> Iterator[tuple[int, int]]:
+    """Where a comma or a closing bracket stands, and how many brackets are open there: none at a comma between
+    arguments, less than none behind the list. The arrow of a lambda is no bracket."""
     depth = 0
     for position, letter in enumerate(text):
         if letter in "<([{":
             depth += 1
         elif letter in ">)]}" and text[position - 1 : position] != "-":
             depth -= 1
-        if depth < 0 or (letter == "," and depth == 0):
-            return text[:position]
-    return text
+            if depth < 0:
+                yield position, depth
+        elif letter == ",":
+            yield position, depth
 
 
 def is_true(argument: str) -> bool:
@@ -140,22 +143,14 @@ def join_choices(choices: Sequence[Fact]) -> Fact | None:
     """One fact that holds whichever of the choices does."""
     if len(choices) < 2:
         return choices[0] if choices else None
-    match choices[0]:
-        case Elements():
-            return Elements(count=_join(choices, "count"))
-        case Rows():
-            return Rows(rows=_join(choices, "rows"), width=_join_known(choices, "width"))
-        case Gather():
-            return Gather(rows=_join(choices, "rows"), width_bytes=_join_known(choices, "width_bytes"))
-        case Update():
-            return Update(elements=_join(choices, "elements"), tensors=_join_known(choices, "tensors"))
-        case _:
-            raise AssertionError("products and attention leave no choice")
+    first = choices[0]
+    assert isinstance(first, Elements | Rows | Gather | Update), "products and attention leave no choice"
+    names = first.__struct_fields__
+    return msgspec.structs.replace(
+        first, **{name: _join_known([getattr(one, name) for one in choices]) for name in names}
+    )
 
 
-def _join(choices: Sequence[Fact], field: str) -> Window:
-    return join_windows([getattr(choice, field) for choice in choices])
-
-
-def _join_known(choices: Sequence[Fact], field: str) -> Window | None:
-    return None if any(getattr(choice, field) is None for choice in choices) else _join(choices, field)
+def _join_known(windows: Sequence[Window | None]) -> Window | None:
+    known = [window for window in windows if window is not None]
+    return join_windows(known) if len(known) == len(windows) else None

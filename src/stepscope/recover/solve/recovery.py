@@ -27,7 +27,7 @@ from stepscope.recover.solve.dependent_sizes import (
 )
 from stepscope.recover.solve.parameters import Item, Style, itemise, total
 from stepscope.recover.solve.priors import Effort
-from stepscope.recover.solve.search import Found, Reached, find, join
+from stepscope.recover.solve.search import FileFit, FittedReading, fit_file, join_files
 
 Value = int | str | None
 FIELDS = (*SIZES, "dtype", "parameters")
@@ -84,10 +84,10 @@ def recover(evidence: Sequence[KernelEvidence], *, work: int = _MOST_WORK) -> Re
     shown = [replace(one, allocations=allocations) for one in evidence if one.sightings]
     assert shown, "somebody has looked that there are kernels"
     effort = Effort(work)
-    found: list[Found] = []
+    found: list[FileFit] = []
     for done, one in enumerate(shown):
         with effort.share(len(shown) - done + (len(shown) > 1)) as part:  # one more, for what they have in common
-            found.append(find(one, part))
+            found.append(fit_file(one, part))
     counts = {one.structure.num_layers for one in found}
     if len(counts) > 1:
         raise NoTransformerError(
@@ -98,18 +98,18 @@ def recover(evidence: Sequence[KernelEvidence], *, work: int = _MOST_WORK) -> Re
         raise NoTransformerError(
             f"the files show products in {' and '.join(map(str, dtypes))}: they are of different runs"
         )
-    fitted = [one for one in found if one.reached]
-    fitted.sort(key=lambda one: (one.is_cut, len(one.reached[0].solution.consistent)))
-    if not fitted:
+    files = [one for one in found if one.fitted]
+    files.sort(key=lambda one: (one.is_cut, len(one.fitted[0].solution.consistent)))
+    if not files:
         return _answer_without_sizes(found)
-    return _assemble(join(fitted, effort))
+    return _assemble(join_files(files, effort))
 
 
-def _assemble(found: Found) -> Recovery:
-    structure, evidence, reached = found.structure, found.evidence, found.reached
-    first = reached[0]
+def _assemble(found: FileFit) -> Recovery:
+    structure, evidence, fitted = found.structure, found.evidence, found.fitted
+    first = fitted[0]
     # What was not looked at may explain more.
-    likely = [one for one in reached if one.rank[0] <= first.rank[0] + _SLACK or one.solution.is_cut]
+    likely = [one for one in fitted if one.rank[0] <= first.rank[0] + _SLACK or one.solution.is_cut]
     has_open_width = found.is_open or any(one.solution.has_open_width for one in likely)
     fields = {"num_layers": _layers_field(found), "dtype": _dtype_field(structure)}
     for name in CORE_FIELDS:
@@ -152,19 +152,19 @@ def _assemble(found: Found) -> Recovery:
     )
 
 
-def _find_left_open(found: Found) -> Iterable[str]:
+def _find_left_open(found: FileFit) -> Iterable[str]:
     """In the words in which it is told."""
-    if found.is_open or any(one.solution.is_spent for one in found.reached):
-        examined = sum(len(one.solution.consistent) for one in found.reached)
+    if found.is_open or any(one.solution.is_spent for one in found.fitted):
+        examined = sum(len(one.solution.consistent) for one in found.fitted)
         yield (
             f"too many sizes fit; not all were tried: the search stopped after {examined:,} sets of sizes, shows the "
             "likeliest of them, and is certain of no size"
         )
     elif found.is_cut:
         yield "attention alone leaves most sizes open; only the most common batch sizes and head counts were tried"
-    if any(one.feed_forward.is_cut for one in found.reached):
+    if any(one.feed_forward.is_cut for one in found.fitted):
         yield "too many feed-forward widths fit; none was tried"
-    if any(one.vocabulary.is_cut for one in found.reached):
+    if any(one.vocabulary.is_cut for one in found.fitted):
         yield "too many vocabulary sizes fit; not all were tried"
 
 
@@ -174,7 +174,7 @@ def _leave_open(field: Field, high: int | None) -> Field:
     return Field(value=field.value, certain=False, low=1, high=high, evidence=evidence)
 
 
-def _largest(name: str, likely: list[Reached]) -> int | None:
+def _largest(name: str, likely: list[FittedReading]) -> int | None:
     """What a field that attention leaves open can be at most."""
     if any(one.solution.has_open_width for one in likely):
         return _OPEN[name]
@@ -189,17 +189,17 @@ def _agreeing(solution: Solution) -> Cores:
     return solution.consistent.take(solution.explained >= best - _SLACK)
 
 
-def _agree_on_tokens(likely: list[Reached]) -> bool:
-    agreeing = [_agreeing(reached.solution) for reached in likely]
+def _agree_on_tokens(likely: list[FittedReading]) -> bool:
+    agreeing = [_agreeing(fitted.solution) for fitted in likely]
     pairs = {pair for cores in agreeing for pair in zip(cores.tokens.tolist(), cores.d_model.tolist(), strict=True)}
     return len(pairs) == 1
 
 
-def _core_field(name: str, likely: list[Reached]) -> Field:
+def _core_field(name: str, likely: list[FittedReading]) -> Field:
     """Alternatives from the most usual to the oddest, as far as candidates were ranked."""
     solution = likely[0].solution
-    ranked = [getattr(one.core, name) for reached in likely for one in reached.solution.cores]
-    agreeing = [value for reached in likely for value in np.unique(getattr(_agreeing(reached.solution), name)).tolist()]
+    ranked = [getattr(one.core, name) for fitted in likely for one in fitted.solution.cores]
+    agreeing = [value for fitted in likely for value in np.unique(getattr(_agreeing(fitted.solution), name)).tolist()]
     value, *others = dict.fromkeys([*ranked, *agreeing])
     return _field(value, others, certain=not others, evidence=_core_evidence(name, solution))
 
@@ -222,10 +222,10 @@ def _sized_field(found: Sequence[Sized], evidence: tuple[str, ...]) -> Field:
     return _field(sized.best[0], others, certain=not others and sized.is_told, evidence=evidence)
 
 
-def _vocabulary_field(reached: Reached) -> Field:
-    found = _sized_field([reached.vocabulary], _vocabulary_evidence(reached))
+def _vocabulary_field(fitted: FittedReading) -> Field:
+    found = _sized_field([fitted.vocabulary], _vocabulary_evidence(fitted))
     value = found.value
-    compiled = any(one.name.library == "Inductor" for one in reached.solution.observation.reading.zones["final"])
+    compiled = any(one.name.library == "Inductor" for one in fitted.solution.observation.reading.zones["final"])
     if isinstance(value, int) and value < _SMALLEST_VOCABULARY:
         unsure = (*found.evidence, "a head of so few outputs need not be over a vocabulary")
         return msgspec.structs.replace(found, certain=False, evidence=unsure)
@@ -235,10 +235,10 @@ def _vocabulary_field(reached: Reached) -> Field:
     return found
 
 
-def _layers_field(found: Found) -> Field:
+def _layers_field(found: FileFit) -> Field:
     """Certain where embeddings come before the first layer and a head after the last: none is outside of the file."""
     structure = found.structure
-    best = [reached.solution.observation.reading for reached in found.reached[:1]]
+    best = [fitted.solution.observation.reading for fitted in found.fitted[:1]]
     readings = structure.readings if found.is_cut or not best else best
     has_head = all("head" in reading.products for reading in readings)
     is_cut = CUT_SHORT in found.evidence.notes
@@ -261,12 +261,12 @@ def _dtype_field(structure: Structure) -> Field:
     return Field(value=structure.dtype, certain=named == {structure.dtype} != {None}, evidence=said)
 
 
-def _candidates(structure: Structure, reached: Reached) -> Iterable[Candidate]:
-    cores = reached.solution.cores
+def _candidates(structure: Structure, fitted: FittedReading) -> Iterable[Candidate]:
+    cores = fitted.solution.cores
     for scored in cores[:_MOST_CANDIDATES]:
-        observation = reached.solution.observation
+        observation = fitted.solution.observation
         feed_forward = find_feed_forward(observation, scored.core)
-        vocabulary = find_vocabulary(observation, scored.core) if scored is not cores[0] else reached.vocabulary
+        vocabulary = find_vocabulary(observation, scored.core) if scored is not cores[0] else fitted.vocabulary
         d_ff = feed_forward.best[0] if feed_forward.best else None
         vocab_size = vocabulary.best[0] if vocabulary.best else None
         yield Candidate(
@@ -274,7 +274,7 @@ def _candidates(structure: Structure, reached: Reached) -> Iterable[Candidate]:
             d_ff=d_ff,
             vocab_size=vocab_size,
             dtype=structure.dtype,
-            parameters=_count(structure.num_layers, scored.core, d_ff, vocab_size, reached.style),
+            parameters=_count(structure.num_layers, scored.core, d_ff, vocab_size, fitted.style),
             **{name: getattr(scored.core, name) for name in CORE_FIELDS},
         )
 
@@ -285,29 +285,25 @@ def _count(num_layers: int, core: Core, d_ff: int | None, vocab_size: int | None
     return total(itemise(core, num_layers=num_layers, d_ff=d_ff, vocab_size=vocab_size, style=style))
 
 
-def _itemise(structure: Structure, reached: Reached) -> tuple[Item, ...]:
-    if not reached.feed_forward.best or not reached.vocabulary.best:
+def _itemise(structure: Structure, fitted: FittedReading) -> tuple[Item, ...]:
+    if not fitted.feed_forward.best or not fitted.vocabulary.best:
         return ()
     return itemise(
-        reached.solution.best.core,
+        fitted.solution.best.core,
         num_layers=structure.num_layers,
-        d_ff=reached.feed_forward.best[0],
-        vocab_size=reached.vocabulary.best[0],
-        style=reached.style,
+        d_ff=fitted.feed_forward.best[0],
+        vocab_size=fitted.vocabulary.best[0],
+        style=fitted.style,
     )
 
 
-def _parameters_field(candidates: tuple[Candidate, ...], reached: Reached) -> Field:
+def _parameters_field(candidates: tuple[Candidate, ...], fitted: FittedReading) -> Field:
     """Never certain: what a forward pass does not touch, such as unused positions, no kernel shows."""
     value = candidates[0].parameters
-    tied = "tied to" if reached.style.is_tied else "beside"
+    tied = "tied to" if fitted.style.is_tied else "beside"
     said = (
-        f"{reached.style.family}: {reached.style.norm} norms, a head {tied} the embedding (by custom, not seen)",
-        *(
-            (f"a table of {reached.style.positions:,} learned positions (by custom)",)
-            if reached.style.positions
-            else ()
-        ),
+        f"{fitted.style.family}: {fitted.style.norm} norms, a head {tied} the embedding (by custom, not seen)",
+        *((f"a table of {fitted.style.positions:,} learned positions (by custom)",) if fitted.style.positions else ()),
     )
     others = sorted({one.parameters for one in candidates if one.parameters is not None} - {value})
     return Field(value=value, certain=False, alternatives=tuple(others[:_MOST_ALTERNATIVES]), evidence=said)
@@ -328,14 +324,14 @@ def _core_evidence(name: str, solution: Solution) -> tuple[str, ...]:
     return (says[name],)
 
 
-def _feed_forward_evidence(reached: Reached) -> tuple[str, ...]:
-    sized = reached.feed_forward
+def _feed_forward_evidence(fitted: FittedReading) -> tuple[str, ...]:
+    sized = fitted.feed_forward
     window = f"products admit {_spell(sized.window)}" if sized.window else "no product tells"
     return (window, *_told(sized, "between the products"))
 
 
-def _vocabulary_evidence(reached: Reached) -> tuple[str, ...]:
-    sized = reached.vocabulary
+def _vocabulary_evidence(fitted: FittedReading) -> tuple[str, ...]:
+    sized = fitted.vocabulary
     if sized.window is None:
         return ("no product of a head was seen",)
     first, *others = sized.apart or (sized.window,)
@@ -366,7 +362,7 @@ def _would_decide(fields: dict[str, Field], evidence: KernelEvidence, structure:
         yield "a run at another batch or context: what stays the same is the model's"
 
 
-def _answer_without_sizes(files: Sequence[Found]) -> Recovery:
+def _answer_without_sizes(files: Sequence[FileFit]) -> Recovery:
     """Layers and data types are there; the sizes are not in this evidence."""
     found = files[0]
     structure, evidence = found.structure, found.evidence

@@ -19,7 +19,7 @@ from stepscope.recover.solve.priors import Effort, surprise_of_vocabulary
 _ODD_READING = 2.0  # surprise of one product for gate and up beside a layer norm
 
 
-class Reached(msgspec.Struct, frozen=True, kw_only=True):
+class FittedReading(msgspec.Struct, frozen=True, kw_only=True):
     """One reading that sizes fit."""
 
     solution: Solution
@@ -38,55 +38,55 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
         return self.solution.observation.products
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class FileFit(msgspec.Struct, frozen=True, kw_only=True):
     """What one file shows: readings that sizes fit, best first."""
 
     evidence: KernelEvidence
     structure: Structure
-    reached: tuple[Reached, ...]
+    fitted: tuple[FittedReading, ...]
     is_open: bool = False  # other readings may be right: of their sizes only some were looked at, and none fits
 
     @property
     def is_cut(self) -> bool:
         """Whether there are sizes that were not looked at."""
-        return self.is_open or any(one.solution.is_cut for one in self.reached)
+        return self.is_open or any(one.solution.is_cut for one in self.fitted)
 
 
-def find(evidence: KernelEvidence, effort: Effort) -> Found:
+def fit_file(evidence: KernelEvidence, effort: Effort) -> FileFit:
     structure = find_structure(evidence.sightings)
-    reached: list[Reached] = []
+    fitted: list[FittedReading] = []
     is_open = False
     for done, reading in enumerate(structure.readings):
         with effort.share(len(structure.readings) - done) as part:
             solution = solve(observe(structure, reading, evidence.device_sms), part)
-        one = _reach(solution, evidence)
+        one = _fit_reading(solution, evidence)
         if one is not None:
-            reached.append(one)
+            fitted.append(one)
         is_open |= one is None and solution.is_cut
-    reached.sort(key=lambda one: one.rank)
-    return Found(evidence=evidence, structure=structure, reached=tuple(reached), is_open=is_open)
+    fitted.sort(key=lambda one: one.rank)
+    return FileFit(evidence=evidence, structure=structure, fitted=tuple(fitted), is_open=is_open)
 
 
-def join(files: list[Found], effort: Effort) -> Found:
+def join_files(files: list[FileFit], effort: Effort) -> FileFit:
     """The file that leaves least open, with only those of its candidates that the others leave open, too; reading by
     reading, because the files are read alike."""
     first, *others = files
     joined = []
-    for reached in first.reached:
-        one: Reached | None = reached
+    for fitted in first.fitted:
+        one: FittedReading | None = fitted
         for other in others:
             one = _join_reading(one, other, effort) if one is not None else None
         if one is not None:
             joined.append(one)
     if not joined:
         raise NoTransformerError("no sizes fit all of the files: they are of different runs")
-    return msgspec.structs.replace(first, reached=tuple(sorted(joined, key=lambda one: one.rank)))
+    return msgspec.structs.replace(first, fitted=tuple(sorted(joined, key=lambda one: one.rank)))
 
 
-def _join_reading(mine: Reached, file: Found, effort: Effort) -> Reached | None:
+def _join_reading(mine: FittedReading, file: FileFit, effort: Effort) -> FittedReading | None:
     """None where the other file has no such reading, or none of the same sizes."""
     roles = set(mine.solution.observation.products)
-    alike = [one for one in file.reached if set(one.solution.observation.products) == roles]
+    alike = [one for one in file.fitted if set(one.solution.observation.products) == roles]
     if not alike:
         return mine if file.is_open else None
     theirs = alike[0]
@@ -140,7 +140,7 @@ def _meet(first: Sized, second: Sized) -> Sized | None:
     return replace(first, best=both, is_told=first.is_told or second.is_told) if both else None
 
 
-def _reach(solution: Solution, evidence: KernelEvidence) -> Reached | None:
+def _fit_reading(solution: Solution, evidence: KernelEvidence) -> FittedReading | None:
     if not solution.cores:
         return None
     observation, core = solution.observation, solution.best.core
@@ -149,7 +149,7 @@ def _reach(solution: Solution, evidence: KernelEvidence) -> Reached | None:
         return None
     vocabulary = _narrow(find_vocabulary(observation, core), feed_forward, core, evidence.allocations)
     style = find_style(observation, core.context)
-    return Reached(solution=solution, feed_forward=feed_forward, vocabulary=vocabulary, style=style)
+    return FittedReading(solution=solution, feed_forward=feed_forward, vocabulary=vocabulary, style=style)
 
 
 def _narrow(vocabulary: Sized, feed_forward: Sized, core: Core, allocations: Sequence[int]) -> Sized:

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from stepscope.recover.facts import Elements, Gather, Rows, Sighting, Update, Window
-from stepscope.recover.families import Platform, read_fact, read_facts
+from stepscope.recover.families import FAMILIES, Platform, read_fact, read_facts
 from tests.unit.recover.families import (
     launches,
     test_concatenation,
@@ -25,6 +25,11 @@ LAUNCHES: list[tuple[Sighting, type]] = [
     (seen(test_optimizers.ONE_LIST, (311,), (512,)), Update),
     (seen("triton_poi_fused_add_0", (100,)), Elements),
 ]
+
+
+@pytest.mark.parametrize("launch", [launch for launch, _ in LAUNCHES])
+def test_a_kernel_is_read_by_one_family(launch: Sighting) -> None:
+    assert sum(bool(read(launch, Platform())) for read in FAMILIES.values()) == 1
 
 
 @pytest.mark.parametrize(("launch", "kind"), LAUNCHES)

@@ -16,7 +16,7 @@ from stepscope.recover.facts import exactly
 from stepscope.recover.shape import divisors
 from stepscope.recover.solve import candidates as solving
 from stepscope.recover.solve import recovery as answer
-from stepscope.recover.solve import search as reaching
+from stepscope.recover.solve import search
 from stepscope.recover.solve.candidates import find_tokens, solve
 from stepscope.recover.solve.priors import Effort
 from stepscope.recover.solve.recovery import recover
@@ -125,12 +125,12 @@ def test_without_any_work_the_answer_does_not_say_that_no_sizes_fit() -> None:
 def test_a_file_that_was_cut_excludes_nothing_it_did_not_look_at() -> None:
     """Attention of this trace leaves so much open that only the most usual heads were looked at."""
     counted, traced = (
-        reaching.find(read_evidence(f"held_llama.{kind}"), Effort(10**9)) for kind in ("csv.gz", "forward.json.gz")
+        search.fit_file(read_evidence(f"held_llama.{kind}"), Effort(10**9)) for kind in ("csv.gz", "forward.json.gz")
     )
-    mine, other = counted.reached[0].solution, traced.reached[0].solution
+    mine, other = counted.fitted[0].solution, traced.fitted[0].solution
     assert other.is_cut
     unseen = set(mine.consistent.rows()) - set(other.consistent.rows())
-    common = reaching._keep_common(mine, other, Effort(10**9))
+    common = search._keep_common(mine, other, Effort(10**9))
     assert common is not None
     assert not common.is_cut
     assert unseen & set(common.consistent.rows())
