@@ -62,6 +62,7 @@ def move_to(page: "Page", kind: str, x: float, y: float) -> None:
     """Moves the mouse to a place of a chart's canvas."""
     canvas = page.locator(f"figure.{kind} canvas.back").first
     canvas.scroll_into_view_if_needed()
+    wait_for_frame(page)  # a scroll that is still under way takes the tip away again
     box = canvas.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + x, box["y"] + y)
