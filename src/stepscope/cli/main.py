@@ -4,34 +4,37 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
 import typer
 
 from stepscope import __version__
-from stepscope.cli import (
-    attention,
-    bench,
-    comm,
-    compare,
-    doctor,
-    explain,
-    kernel,
-    key,
-    memory,
-    precision,
-    profile,
-    recover,
-    report,
-    rule,
-    train,
-    tune,
-    verify,
-)
 from stepscope.cli.options import fill_bare_flags
 from stepscope.cli.output import prepare_streams, say
 from stepscope.errors import Exit, StepscopeError
+
+# In the order of the help. Each is a function of its name, in a module of its name.
+VERBS = (
+    "report",
+    "bench",
+    "profile",
+    "memory",
+    "precision",
+    "attention",
+    "comm",
+    "train",
+    "tune",
+    "explain",
+    "recover",
+    "verify",
+    "key",
+    "compare",
+    "kernel",
+    "rule",
+    "doctor",
+)
 
 app = typer.Typer(
     name="stepscope",
@@ -42,23 +45,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("report")(report.report)
-app.command("bench")(bench.bench)
-app.command("profile")(profile.profile)
-app.command("memory")(memory.memory)
-app.command("precision")(precision.precision)
-app.command("attention")(attention.attention)
-app.command("comm")(comm.comm)
-app.command("train")(train.train)
-app.command("tune")(tune.tune)
-app.command("explain")(explain.explain)
-app.command("recover")(recover.recover)
-app.command("verify")(verify.verify)
-app.command("key")(key.key)
-app.command("compare")(compare.compare)
-app.command("kernel")(kernel.kernel)
-app.command("rule")(rule.rule)
-app.command("doctor")(doctor.doctor)
+for verb in VERBS:
+    app.command(verb)(getattr(import_module(f"stepscope.cli.{verb}"), verb))
 
 
 @app.callback(invoke_without_command=True)
