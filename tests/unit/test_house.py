@@ -1,0 +1,47 @@
+"""What docs/architecture.md promises about the tree: names that are unique, files that can be read in one sitting."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import stepscope
+
+SOURCE = Path(stepscope.__file__).parent
+LONGEST = 600
+MOST_SIDE_BY_SIDE = 16
+# One file per verb, and what verbs share: a reader looks for the verb.
+WIDE = {"cli"}
+
+
+def modules() -> Iterator[tuple[str, str]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8")
+
+
+def test_a_class_name_exists_once() -> None:
+    places = defaultdict(list)
+    for name, text in modules():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    assert len(places) > 300
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_no_file_is_too_long() -> None:
+    assert [name for name, text in modules() if text.count("\n") > LONGEST] == []
+
+
+def test_no_package_is_a_pile_of_modules() -> None:
+    counts: dict[str, int] = defaultdict(int)
+    for name, _ in modules():
+        folder, _, file = name.rpartition("/")
+        counts[folder] += file != "__init__.py"
+    assert {name: count for name, count in counts.items() if count > MOST_SIDE_BY_SIDE and name not in WIDE} == {}
+
+
+def test_the_map_names_every_package() -> None:
+    text = (SOURCE.parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    packages = {name.split("/")[-2] for name, _ in modules() if name.endswith("/__init__.py")}
+    assert {name for name in packages if f"{name}/" not in text} == set()
