@@ -305,7 +305,7 @@ def print_table(rows: list[dict[str, Any]]) -> int:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     from stepscope.findings import Axis, Figure, Point
-    from stepscope.report.figures import save
+    from stepscope.render.figures import save
 
     shown = ("hopper", "sdpa-cudnn", "triton", "sdpa-flash")
     points = [

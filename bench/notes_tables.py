@@ -15,8 +15,8 @@ import msgspec
 
 from stepscope.findings import Cell, Column, Table
 from stepscope.recover.families.efficient_attention import InstructionCounts, choose_variant, count_head
-from stepscope.report.formats import Format
-from stepscope.report.tables import render
+from stepscope.render.formats import Format
+from stepscope.render.tables import render
 
 NUM_HEADS = 12
 HEADS_BATCHES_LAUNCHES = 6144

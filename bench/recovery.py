@@ -18,8 +18,8 @@ from stepscope.findings import Cell, Column, Table
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.evidence.recording import gather
 from stepscope.recover.solve.recovery import Field, Recovery, recover
-from stepscope.report.formats import Format
-from stepscope.report.tables import render
+from stepscope.render.formats import Format
+from stepscope.render.tables import render
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures" / "evidence"
 COLUMNS = {

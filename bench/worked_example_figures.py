@@ -21,9 +21,9 @@ from stepscope.explain.questions.product_roles import extents, find_products
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Bars, Cell, Column, Quantity, Table
 from stepscope.recording.readers.formats import open_recording
-from stepscope.report.drawing import draw_part
-from stepscope.report.formats import Format
-from stepscope.report.tables import render
+from stepscope.render.drawing import draw_part
+from stepscope.render.formats import Format
+from stepscope.render.tables import render
 
 NAMES = [
     f"{size}-{mode}-{how}"

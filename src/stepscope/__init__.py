@@ -78,11 +78,6 @@ _MODULES = {
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-# A package is bound to its parent's name when it is first imported. `stepscope.report` is the function, so the package
-# that draws is imported now, while it can still be unbound: it imports nothing itself.
-import_module("stepscope.report")
-del globals()["report"]
-
 
 if not TYPE_CHECKING:  # it would have every name
 

@@ -6,7 +6,7 @@ precision while the terminal shows three digits. `None` is a value that does not
 has no step time).
 
 A `Report` is the story of one run or of two, from the sentence at the top to the command that makes it again.
-`explain.story` tells it, `report.site` makes one page of it, and `report.export` files for a paper. A report holds raw
+`explain.story` tells it, `render.site` makes one page of it, and `render.export` files for a paper. A report holds raw
 values with their kind, and text that may come from anybody's file: who draws it formats and escapes. Nothing in it
 names a colour, a size in pixels or a tag.
 

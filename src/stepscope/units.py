@@ -1,6 +1,6 @@
 """Units of memory and time, and how a quantity is worded inside a sentence.
 
-Tables keep every digit (`report.numbers`); a sentence has three, in the largest unit of which there is at least one
+Tables keep every digit (`render.numbers`); a sentence has three, in the largest unit of which there is at least one
 once rounded: 999.6 ms is worded as 1 s, and never as 1e+03 ms.
 """
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from stepscope.findings import Exhibit, Part, Report, Section
-from stepscope.report.site import write_site
-from tests.unit.report.report_samples import one_run
+from stepscope.render.site import write_site
+from tests.unit.render.report_samples import one_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Dialog, Page

@@ -6,7 +6,7 @@ import pytest
 
 from stepscope.api.inputs import read_runs
 from stepscope.explain.story import tell
-from stepscope.report.site import write_site
+from stepscope.render.site import write_site
 from tests.browser.chart_views import CANVASES, DRAWINGS
 from tests.browser.conftest import OpenFile, wait_for_frame
 

@@ -8,7 +8,7 @@ import pytest
 from stepscope.findings import Beside, Lanes, Part, Spans, Track
 from tests.browser.chart_views import CANVASES, DRAWINGS, ask, count_colours, move_to, picture, read_pixel, view_of
 from tests.browser.conftest import Open, wait_for_frame
-from tests.unit.report.report_parts import (
+from tests.unit.render.report_parts import (
     WALL_NS,
     break_down,
     draw_attention,
@@ -16,8 +16,8 @@ from tests.unit.report.report_parts import (
     kernels_of_step,
     lay_lanes,
 )
-from tests.unit.report.report_samples import empty, hostile
-from tests.unit.report.timelines import training_step
+from tests.unit.render.report_samples import empty, hostile
+from tests.unit.render.timelines import training_step
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

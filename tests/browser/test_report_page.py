@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from stepscope.findings import Breakdown, Exhibit, Report, Section
-from stepscope.report.site import write_site
+from stepscope.render.site import write_site
 from tests.browser.conftest import OpenFile, wait_for_frame
-from tests.unit.report.report_parts import WALL_NS, break_down, kernels_of_step
-from tests.unit.report.report_samples import HOSTILE, empty, hostile, huge, one_run, partial, two_runs
-from tests.unit.report.test_site import contrast
+from tests.unit.render.report_parts import WALL_NS, break_down, kernels_of_step
+from tests.unit.render.report_samples import HOSTILE, empty, hostile, huge, one_run, partial, two_runs
+from tests.unit.render.test_site import contrast
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from stepscope.findings import Axis, Bars, Beside, Figure, Point, Timeline
-from stepscope.report.figures import save
+from stepscope.render.figures import save
 from tests.browser.chart_views import ask, look_at, move_to, picture, view_of
 from tests.browser.conftest import Open, OpenFile, wait_for_frame
-from tests.unit.report.report_parts import draw_attention, draw_roofline
-from tests.unit.report.timelines import training_step
+from tests.unit.render.report_parts import draw_attention, draw_roofline
+from tests.unit.render.timelines import training_step
 
 # --- the roofline ---------------------------------------------------------------------------------------------------
 

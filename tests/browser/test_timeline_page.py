@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from stepscope.findings import Area, Timeline
-from stepscope.report.figures import save
+from stepscope.render.figures import save
 from tests.browser.conftest import OpenFile, wait_for_frame
-from tests.unit.report.timelines import HOSTILE, busy_timeline, hostile_timeline, training_step
+from tests.unit.render.timelines import HOSTILE, busy_timeline, hostile_timeline, training_step
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -60,8 +60,8 @@ class DataTable(Table, frozen=True, kw_only=True):
 
     def render(self, format: FormatName = "text", *, detail: bool = False, width: int | None = None) -> str:  # noqa: A002
         """As `--format` prints it. `detail` shows all columns, which CSV and JSON always have; `width` wraps text."""
-        from stepscope.report.formats import Format
-        from stepscope.report.tables import render
+        from stepscope.render.formats import Format
+        from stepscope.render.tables import render
 
         return render(self, Format(format), detail=detail, width=width)
 
@@ -87,7 +87,7 @@ def _series(column: Column, cells: "tuple[Cell, ...]") -> "pl.Series":
 
 def write_table(table: Table) -> str:
     """A table for a notebook, which has styles of its own for tables."""
-    from stepscope.report.numbers import lay_out
+    from stepscope.render.numbers import lay_out
 
     sheet = lay_out(table, detail=False)
     sides = ["left" if lane.is_text else "right" for lane in sheet.lanes]
@@ -119,7 +119,7 @@ class Picture:
 
     def save(self, path: StrPath, *, force: bool = False) -> Path:
         """Draws it as .png, .svg, .pdf or .html, by the suffix. Replaces only a figure of ours unless `force`."""
-        from stepscope.report.figures import check_figure, save
+        from stepscope.render.figures import check_figure, save
 
         target = Path(path)
         check_figure(target, force=force)
@@ -130,7 +130,7 @@ class Picture:
         return f"<Picture {self.figure.title!r}>"
 
     def _repr_html_(self) -> str:
-        from stepscope.report.figures import draw
+        from stepscope.render.figures import draw
 
         if isinstance(self.figure, Timeline):
             return write_frame(draw(self.figure, ".html").decode())

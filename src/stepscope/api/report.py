@@ -34,13 +34,13 @@ class ReportPage:
 
     @property
     def html(self) -> str:
-        from stepscope.report.site import write_site
+        from stepscope.render.site import write_site
 
         return write_site(self.report)
 
     def export(self, folder: StrPath) -> tuple[Path, ...]:
         """Its figures and tables as files, for a paper. Replaces only an earlier export."""
-        from stepscope.report.export import check_folder, export
+        from stepscope.render.export import check_folder, export
 
         check_folder(Path(folder))
         return export(self.report, Path(folder))

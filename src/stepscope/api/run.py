@@ -342,7 +342,7 @@ class Run:
 
     def write_perfetto(self, path: StrPath, *, force: bool = False) -> None:
         """Writes a trace for Perfetto, with what was found out about each kernel on it."""
-        from stepscope.report.perfetto import write_perfetto
+        from stepscope.render.perfetto import write_perfetto
 
         recording, kernels = self._only().recording, self.require_kernels().kernels
         write_perfetto(Path(path), kernels, recording.ops, recording.ranges, force=force)

@@ -23,7 +23,7 @@ from stepscope.cli.options import RetryFlag
 from stepscope.cli.output import show_tables
 from stepscope.jobs.experiments.flag_grids import AttentionGrid, grid_from_texts, refuse_texts
 from stepscope.recording.rows.attention_case import AttentionRow
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 
 
 class AttentionPart(StrEnum):
@@ -75,7 +75,7 @@ def attention(
     runs in its own process and each case is kept as soon as it is done: run the same command again to go on.
     """
     from stepscope.explain.experiments import attention_tables as tables
-    from stepscope.report.figures import check_figure
+    from stepscope.render.figures import check_figure
 
     peer_named = tables.parse_peer(peer)
     if plot is not None:

@@ -20,7 +20,7 @@ from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show, show_tables
 from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, takes_slurm, watching_jobs
 from stepscope.recording.rows.bench import BenchRow
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 from stepscope.spec import Grid
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def bench(
     """
     from stepscope.api.measure import BenchResults
     from stepscope.explain.experiments.bench_tables import sizes_table
-    from stepscope.report.figures import check_figure
+    from stepscope.render.figures import check_figure
 
     if list_:
         refuse_settings(grid, "--list shows the named sizes")

@@ -23,7 +23,7 @@ from stepscope.cli.options import RetryFlag
 from stepscope.cli.output import say, show_tables
 from stepscope.jobs.experiments.flag_grids import CommGrid, grid_from_texts, refuse_texts
 from stepscope.recording.rows.collective_case import CommRow
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 
 
 class CommDrawn(StrEnum):
@@ -57,7 +57,7 @@ def comm(
     bandwidth for each collective, is kept for predictions. Under torchrun the ranks are those it starts.
     """
     from stepscope.explain.experiments import comm_tables as tables
-    from stepscope.report.figures import check_figure
+    from stepscope.render.figures import check_figure
 
     if plot is not None:
         check_figure(plot, force=force)

@@ -6,7 +6,7 @@ import typer
 
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.errors import Exit
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 
 
 def doctor(
@@ -17,7 +17,7 @@ def doctor(
     Exits with 1 when something is broken.
     """
     from stepscope.jobs.doctor import any_broken, checks_table, examine
-    from stepscope.report.tables import render
+    from stepscope.render.tables import render
 
     checks = examine()
     show(render(checks_table(checks), format_, width=terminal_width()))

@@ -13,7 +13,7 @@ import typer
 
 from stepscope.cli.output import say, show_tables, showing_stages
 from stepscope.recording.rows.bench import Row
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 from stepscope.spec import Grid
 from stepscope.spec.settings import declared, flag_of
 
@@ -116,7 +116,7 @@ def draw_one(verb: str, kept: Path, plot: Path | None, draw: "Callable[[], Figur
     if plot is None:
         say(f"{again} --plot {verb}.png")
         return
-    from stepscope.report.figures import save
+    from stepscope.render.figures import save
 
     save(draw(), plot)
     say(f"picture: {plot}")

@@ -11,7 +11,7 @@ from stepscope.api.display import RunPart
 from stepscope.cli.output import say
 from stepscope.cli.run_output import Stacked, check_view, draw, show_run
 from stepscope.errors import StepscopeError
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 
 
 def explain(
@@ -57,7 +57,7 @@ def explain(
     """Where does the time go, or the memory, and why? Reads a recording and answers; nothing is run and torch is not
     needed."""
     from stepscope.api.run import load
-    from stepscope.report.figures import check_figure
+    from stepscope.render.figures import check_figure
 
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:

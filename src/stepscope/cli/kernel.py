@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli.output import show, terminal_width
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 
 
 def kernel(
@@ -20,6 +20,6 @@ def kernel(
     A name that is not recognised is an answer too: its class is `other`.
     """
     from stepscope.explain.kernel_names import decode, describe
-    from stepscope.report.tables import render
+    from stepscope.render.tables import render
 
     show(render(describe(decode(name)), format_, width=terminal_width()))

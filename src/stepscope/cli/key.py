@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli.output import say, show, terminal_width
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 
 
 class Action(StrEnum):
@@ -29,7 +29,7 @@ def key(
     """
     from stepscope.findings import Column, Table
     from stepscope.recover.reports.keys import new_key, public_path
-    from stepscope.report.tables import render
+    from stepscope.render.tables import render
 
     public = new_key(path, force=force)
     rows = (

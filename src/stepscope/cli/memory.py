@@ -14,7 +14,7 @@ from stepscope.cli.output import say, show_tables
 from stepscope.cli.run_output import Stacked, check_view, draw, show_run
 from stepscope.errors import StepscopeError
 from stepscope.recording.rows.memory_summary import MemoryRow
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 from stepscope.spec import Grid
 
 
@@ -62,7 +62,7 @@ def memory(
     """
     from stepscope.api.measure import MemoryResults
     from stepscope.api.measure import memory as record_memory
-    from stepscope.report.figures import check_figure
+    from stepscope.render.figures import check_figure
 
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:

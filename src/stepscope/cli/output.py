@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import StepscopeError
-from stepscope.report.formats import Format, visible
+from stepscope.render.formats import Format, visible
 
 if TYPE_CHECKING:
     from stepscope.findings import Table
@@ -62,7 +62,7 @@ def show(text: str) -> None:
 
 def show_tables(tables: "Sequence[Table]", format_: Format, *, detail: bool = False) -> None:
     """Tables below each other; one document in JSON."""
-    from stepscope.report.tables import render_all
+    from stepscope.render.tables import render_all
 
     show(render_all(tables, format_, detail=detail, width=terminal_width()))
 

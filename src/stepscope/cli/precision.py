@@ -12,7 +12,7 @@ from stepscope.cli.experiment import typed_command
 from stepscope.cli.options import refuse_settings, takes_grid
 from stepscope.cli.output import say, show, show_tables, showing_stages, terminal_width
 from stepscope.errors import StepscopeError
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 from stepscope.spec import Grid
 
 
@@ -41,7 +41,7 @@ def precision(
     """
     from stepscope.api.measure import BenchResults, PrecisionResult
     from stepscope.api.measure import precision as compare_precisions
-    from stepscope.report.terminal import render_page
+    from stepscope.render.terminal import render_page
 
     _check_flags(table=table, format_=format_, bench=bench, out=out, from_=from_)
     timed = BenchResults.read(bench).rows if bench is not None else ()

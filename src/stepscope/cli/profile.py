@@ -10,7 +10,7 @@ from stepscope.cli.experiment import typed_command
 from stepscope.cli.options import takes_grid
 from stepscope.cli.output import say, show, showing_stages, terminal_width
 from stepscope.errors import StepscopeError
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 from stepscope.spec import Grid
 
 
@@ -130,7 +130,7 @@ def profile(
     if format_ is Format.JSON:
         show(run.to_json())
     else:
-        from stepscope.report.terminal import render_page
+        from stepscope.render.terminal import render_page
 
         show(render_page(run.page(overhead=True), width=terminal_width()))
     say(f"recording: {folder}")

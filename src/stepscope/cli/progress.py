@@ -25,7 +25,7 @@ from stepscope.jobs.experiments.sweep import LOGS_NAME, PlannedCase, SweepListen
 from stepscope.jobs.workers.messages import RankMessage, Resumed, Saved, Stepped
 from stepscope.recording.rows.bench import Row
 from stepscope.recording.rows.training_log import TrainRow
-from stepscope.report.formats import visible
+from stepscope.render.formats import visible
 
 _EVERY_S = 5.0  # between lines of training, where there is no terminal
 

@@ -54,7 +54,7 @@ def report(
     leaves a page of what is done; the same command goes on. With files, nothing is run.
     """
     if export is not None:
-        from stepscope.report.export import check_folder
+        from stepscope.render.export import check_folder
 
         check_folder(export)
     if files:

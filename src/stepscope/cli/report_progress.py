@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.cli.output import say
 from stepscope.jobs.report.run import Ending, Watcher
-from stepscope.report.formats import visible
+from stepscope.render.formats import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

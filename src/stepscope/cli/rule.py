@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli.output import show, terminal_width
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 
 if TYPE_CHECKING:
     from stepscope.findings import Table
@@ -20,7 +20,7 @@ def rule(
 ) -> None:
     """What does a finding mean? How it is seen, how its saving is estimated, and what to do about it."""
     from stepscope.explain.rules import describe_rule, find_rule, tabulate_rules
-    from stepscope.report.tables import render
+    from stepscope.render.tables import render
 
     table = tabulate_rules() if code is None else describe_rule(find_rule(code))
     if code is not None and format_ is Format.TEXT:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from stepscope.cli.output import say, show, show_tables, terminal_width
 from stepscope.errors import StepscopeError
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 
 if TYPE_CHECKING:
     from stepscope.api.display import RunPart
@@ -39,7 +39,7 @@ def parse_detail(text: str | None) -> float:
 
 
 def draw(run: "Run", path: Path, *, by: Stacked, step: str, detail: str | None, force: bool) -> None:
-    from stepscope.report.figures import check_figure, save
+    from stepscope.render.figures import check_figure, save
 
     check_figure(path, force=force)
     save(run.figure(by=by, step=step).figure, path, detail=parse_detail(detail))
@@ -50,7 +50,7 @@ def show_run(
     run: "Run", format_: Format, *, part: "RunPart | None", top: int, questions: bool, detail: str | None
 ) -> None:
     """The page, one part of it, or the answers."""
-    from stepscope.report.terminal import render_page
+    from stepscope.render.terminal import render_page
 
     if questions:
         answers = run.questions()

@@ -13,7 +13,7 @@ from stepscope.cli.options import refuse_settings, takes_workload
 from stepscope.cli.output import say, show_tables
 from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, run_on_slurm, takes_slurm
 from stepscope.errors import Exit
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 from stepscope.spec import Grid
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def train(
     """
     from stepscope.explain.experiments.train_tables import loss_figure, memory_table, say_not_finite, train_table
     from stepscope.jobs.train import TrainJob, build_training, read_result
-    from stepscope.report.figures import check_figure, save
+    from stepscope.render.figures import check_figure, save
 
     if plot is not None:
         check_figure(plot, force=force)

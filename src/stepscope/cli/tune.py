@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli.output import say, show, showing_stages, terminal_width
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 from stepscope.spec import Precision
 
 MOST_HEAD_DIM = 256
@@ -24,7 +24,7 @@ def tune(
     Nothing is tuned unless you ask: without it, a built-in table is used. Takes a minute.
     """
     from stepscope.jobs.tune import tune_tiles
-    from stepscope.report.tables import render
+    from stepscope.render.tables import render
 
     with showing_stages() as on_stage:
         table, path = tune_tiles(

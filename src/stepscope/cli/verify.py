@@ -9,7 +9,7 @@ import typer
 
 from stepscope.cli.output import say, show, show_parts, show_tables
 from stepscope.errors import Exit, StepscopeError
-from stepscope.report.formats import Format
+from stepscope.render.formats import Format
 
 
 def verify(

@@ -104,7 +104,7 @@ def tell_runs(runs: Sequence[Materials]) -> Report:
 
 def write_page(path: Path, runs: Sequence[Materials]) -> Report:
     """Tells the story of one run or of two, and makes a page of it, which is there whole or as it was before."""
-    from stepscope.report.site import write_site
+    from stepscope.render.site import write_site
 
     report = tell_runs(runs)
     content = write_site(report).encode()

@@ -13,8 +13,8 @@ from stepscope.findings import Figure, Table
 from stepscope.recording.readers import ncu
 from stepscope.recover.study import study
 from stepscope.recover.study.elasticity import CounterPoint, compare_groups
-from stepscope.report.formats import Format
-from stepscope.report.tables import render
+from stepscope.render.formats import Format
+from stepscope.render.tables import render
 from stepscope.spec import Case, Workload
 from tests.unit.ncu_files import COUNTED
 from tests.unit.recordings import ADD

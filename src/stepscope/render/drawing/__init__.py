@@ -1,0 +1,26 @@
+"""Pictures as SVG, laid out in Python: for files as they are, and inline for the page of a report."""
+
+from stepscope.findings import Bars, Figure, Lanes, Roofline, Timeline
+from stepscope.render.drawing.bars import chart_bars, draw_bars
+from stepscope.render.drawing.lanes import draw_lanes
+from stepscope.render.drawing.lines import draw_figure
+from stepscope.render.drawing.roofline import draw_roofline
+from stepscope.render.drawing.timeline import draw_timeline
+from stepscope.render.drawing.timeline_layout import DEFAULT_DETAIL
+
+__all__ = ["draw_part"]
+
+
+def draw_part(part: Figure | Timeline | Lanes | Roofline | Bars, detail: float = DEFAULT_DETAIL) -> str:
+    """The part as an SVG file. `detail` is the share of a timeline's pieces that are told apart."""
+    match part:
+        case Timeline():
+            return draw_timeline(part, detail)
+        case Lanes():
+            return draw_lanes(part)
+        case Roofline():
+            return draw_roofline(part)
+        case Bars():
+            return draw_bars(chart_bars(part))
+        case Figure():
+            return draw_figure(part)

@@ -1,0 +1,282 @@
+"""A roofline: the limits of the device as lines, operators as points whose area is their share of the time.
+
+Names at the points would lie on each other, as the operators of a model are few kinds in many shapes. So the largest
+have numbers, and the names stand in a list below.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stepscope.findings import Roofline, RoofPoint
+from stepscope.render.drawing.axes import Scale, draw_x_axis, draw_y_axis, find_log_ticks
+from stepscope.render.drawing.colours import Palette, assign_colours
+from stepscope.render.drawing.svg import PAGE_WIDTH, Bounds, Canvas, Sign, Text, finish, fit, place_signs, width_of
+from stepscope.render.formats import clean
+from stepscope.render.numbers import find_prefix, format_rate, format_tick, format_value
+
+_HEIGHT = 330.0
+_LEFT = 44.0  # of the vertical axis
+_MOST_POINTS, MOST_NUMBERED, _MOST_ROOFS, _MOST_SIGNS = 1500, 12, 6, 14
+_LEAST_SIZE, _MOST_SIZE = 2.6, 15.0
+# From this radius on, a number fits into its point.
+_ROOMY = 7.5
+_MARGIN = 1.8
+_LINE, _FIGURE, _SMALL = 16.0, 46.0, 11.0  # a row of the list, room for a share in it, small type
+
+Place = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plane:
+    """Both axes, logarithmic."""
+
+    x: Scale
+    y: Scale
+    roofline: Roofline
+
+    def place(self, point: RoofPoint) -> Place:
+        return self.x(point.intensity), self.y(point.flops_per_s)
+
+
+def choose_points(roofline: Roofline) -> list[RoofPoint]:
+    """Those that have a place on logarithmic axes, the largest first, so that none hides another."""
+    drawn = [point for point in roofline.points if _has_place(point)]
+    return sorted(drawn, key=lambda point: -point.share)[:_MOST_POINTS]
+
+
+def _has_place(point: RoofPoint) -> bool:
+    values = (point.intensity, point.flops_per_s)
+    return all(math.isfinite(value) and value > 0 for value in values) and math.isfinite(point.share)
+
+
+def draw_roofline(roofline: Roofline) -> str:
+    """The roofline as a file."""
+    points = choose_points(roofline)
+    canvas = Canvas(Palette(assign_colours([roofline])))
+    plot = place_roofline(canvas, roofline, points, PAGE_WIDTH, _HEIGHT)
+    signs = list_signs(canvas.palette, roofline, points)
+    end = place_signs(canvas, signs, left=-_LEFT, top=plot.bottom + 16, width=PAGE_WIDTH) if signs else plot.bottom
+    end = _list_names(canvas, roofline, points[:MOST_NUMBERED], end + 16)
+    bounds = Bounds(left=plot.left, top=plot.top, right=plot.right, bottom=end)
+    return finish(canvas, bounds, title=roofline.title, notes=_make_notes(roofline, points))
+
+
+def place_roofline(
+    canvas: Canvas, roofline: Roofline, points: Sequence[RoofPoint], width: float, height: float
+) -> Bounds:
+    """Draws the plot and its axes, as wide as `width`. Points are groups that carry their place in `points`."""
+    plane = _span(roofline, points, width - _LEFT, height)
+    _draw_axes(canvas, plane, width - _LEFT, height)
+    names = _draw_roofs(canvas, plane, width - _LEFT)
+    _draw_moves(canvas, plane, points)
+    groups = rank_groups(points)
+    sizes = _find_sizes(points)
+    for at, (point, size) in enumerate(zip(points, sizes, strict=True)):
+        x, y = plane.place(point)
+        fill = canvas.palette.fill(point.group)
+        with canvas.group(class_="mark", data_mark=at, data_group=groups.index(point.group)):
+            # Of two runs the first is hollow: it is the one before.
+            if len(roofline.runs) > 1 and point.run == 0:
+                canvas.mark("circle", x, y, max(size - 1, 1.5), fill="none", stroke=fill, stroke_width=2)
+            else:
+                style: dict[str, str | float] = {"stroke": canvas.palette.paper, "stroke_width": 0.8}
+                canvas.mark("circle", x, y, size, fill=fill, fill_opacity=0.86, **style)
+    _draw_numbers(canvas, plane, points, sizes, width - _LEFT, height)
+    canvas.write(names)
+    return Bounds(left=-_LEFT, top=-26.0, right=width - _LEFT, bottom=height + 44)
+
+
+def _span(roofline: Roofline, points: Sequence[RoofPoint], width: float, height: float) -> _Plane:
+    """Both axes around all points, all roofs and the ridge of the lowest roof, with a margin."""
+    roofs = [roof.flops_per_s for roof in roofline.roofs if roof.flops_per_s > 0][:_MOST_ROOFS]
+    ridges = [roof / roofline.bytes_per_s for roof in roofs] if roofline.bytes_per_s > 0 else []
+    xs = [*(point.intensity for point in points), *ridges] or [1.0]
+    ys = [*(point.flops_per_s for point in points), *roofs] or [1.0]
+    return _Plane(
+        x=Scale(low=min(xs) / 2, high=max(xs) * 4, start=0.0, end=width, log=True),
+        y=Scale(low=min(ys) / 2, high=max(ys) * _MARGIN, start=height, end=0.0, log=True),
+        roofline=roofline,
+    )
+
+
+def _draw_axes(canvas: Canvas, plane: _Plane, width: float, height: float) -> None:
+    plot = Bounds(left=0.0, top=0.0, right=width, bottom=height)
+    # The margin above the highest roof does not decide the unit.
+    size, prefix = find_prefix(plane.y.high / _MARGIN)
+    speeds = [(plane.y(tick), format_tick(tick / size)) for tick in find_log_ticks(plane.y.low, plane.y.high)]
+    ticks = [(plane.x(tick), format_tick(tick)) for tick in find_log_ticks(plane.x.low, plane.x.high)]
+    draw_y_axis(canvas, plot, speeds, f"speed ({prefix}FLOP/s)")
+    draw_x_axis(canvas, plot, ticks, "intensity (FLOP/byte)", grid=True)
+
+
+def _draw_roofs(canvas: Canvas, plane: _Plane, width: float) -> list[Text]:
+    """The memory's slope up to the highest roof, and each roof from the slope to the right. Gives back their names,
+    which lie over everything."""
+    bandwidth = plane.roofline.bytes_per_s
+    if not bandwidth > 0 or not math.isfinite(bandwidth):
+        return []
+    known = (roof for roof in plane.roofline.roofs if roof.flops_per_s > 0)
+    roofs = sorted(known, key=lambda roof: -roof.flops_per_s)[:_MOST_ROOFS]
+    top = roofs[0].flops_per_s if roofs else plane.y.high
+    start = max(plane.x.low, plane.y.low / bandwidth)
+    end = min(top / bandwidth, plane.x.high)
+    if end <= start:
+        return []
+    x, y, ink = plane.x, plane.y, canvas.palette.ink
+    canvas.line(x(start), y(start * bandwidth), x(end), y(end * bandwidth), ink, 1.4)
+    texts = [_name_slope(plane, start, end)]
+    lowest_free = math.inf
+    for roof in roofs:
+        level = y(roof.flops_per_s)
+        canvas.line(x(roof.flops_per_s / bandwidth), level, width, level, ink, 1.4)
+        # Roofs of a device may lie close together: a name that would lie on the one above is left out.
+        if level - 8 > lowest_free or lowest_free is math.inf:
+            text = f"{clean(roof.label, 30)}, {format_rate(roof.flops_per_s, 'FLOP/s', exact=True)}"
+            texts.append(Text(x=width - 2, y=level - 8, text=text, align="end", size=_SMALL, rim=True))
+            lowest_free = level + 8
+    return texts
+
+
+def _name_slope(plane: _Plane, start: float, end: float) -> Text:
+    """Left of the slope, a little over half of the way up, where points cannot be; right of it where that is too
+    narrow."""
+    bandwidth = plane.roofline.bytes_per_s
+    middle = start * (end / start) ** 0.6
+    text = f"memory, {format_rate(bandwidth, 'B/s', exact=True)}"
+    x, y = plane.x(middle) - 13, plane.y(middle * bandwidth)
+    if x < width_of(text, _SMALL) + 4:
+        return Text(x=x + 21, y=y + 8, text=text, size=_SMALL, rim=True)
+    return Text(x=x, y=y, text=text, align="end", size=_SMALL, rim=True)
+
+
+def _draw_moves(canvas: Canvas, plane: _Plane, points: Sequence[RoofPoint]) -> None:
+    """From an operator in one run to the same in the other. One that is there twice has no way of its own."""
+    first: dict[str, RoofPoint | None] = {}
+    for point in points:
+        if point.run == 0:
+            first[point.label] = None if point.label in first else point
+    for point in points:
+        before = first.get(point.label) if point.run else None
+        if before is not None:
+            canvas.line(*plane.place(before), *plane.place(point), canvas.palette.frame, 0.8)
+
+
+def _find_sizes(points: Sequence[RoofPoint]) -> list[float]:
+    """An area as large as the time: the eye compares areas."""
+    most = max((point.share for point in points), default=0.0) or 1.0
+    return [max(_LEAST_SIZE, _MOST_SIZE * math.sqrt(max(point.share, 0.0) / most)) for point in points]
+
+
+def _draw_numbers(
+    canvas: Canvas, plane: _Plane, points: Sequence[RoofPoint], sizes: Sequence[float], width: float, height: float
+) -> None:
+    """A number in each of the largest, or beside it with a line between, at the first of a few places where it lies on
+    nothing else."""
+    centres = [plane.place(point) for point in points]
+    taken = list(centres)
+    discs = list(zip(centres, sizes, strict=True))
+    for at, ((x, y), size) in enumerate(zip(centres[:MOST_NUMBERED], sizes, strict=False)):
+        crowded = sum(1 for other in centres[:MOST_NUMBERED] if not _lie_apart((x, y), other)) > 1
+        is_hollow = len(plane.roofline.runs) > 1 and points[at].run == 0
+        if size >= _ROOMY + 2.5 * (at >= 9) and not crowded:
+            colour = canvas.palette.ink if is_hollow else canvas.palette.ink_on(points[at].group)
+            canvas.write([_number(at, (x, y), colour)])
+            continue
+        place = _find_place(x, y, size, taken, discs, width, height)
+        taken.append(place)
+        canvas.line(x, y, (place[0] * 2 + x) / 3, (place[1] * 2 + y) / 3, canvas.palette.ink, 0.6)
+        canvas.write([_number(at, place, canvas.palette.ink)])
+
+
+def _number(at: int, place: Place, colour: str) -> Text:
+    return Text(x=place[0], y=place[1], text=str(at + 1), align="middle", size=10.5, bold=True, colour=colour)
+
+
+def _find_place(
+    x: float,
+    y: float,
+    radius: float,
+    taken: Sequence[Place],
+    discs: Sequence[tuple[Place, float]],
+    width: float,
+    height: float,
+) -> Place:
+    """Where nothing else lies; where there is no such place, off the other numbers at least."""
+    places = [
+        (x + (radius + reach) * math.cos(angle), y - (radius + reach) * math.sin(angle))
+        for reach in (9, 16, 24, 34, 46)
+        for angle in (math.pi / 4, 0.0, -math.pi / 4, math.pi, 3 * math.pi / 4, -3 * math.pi / 4)
+    ]
+    inside = [place for place in places if 8 < place[0] < width - 8 and 8 < place[1] < height - 8]
+    free = [place for place in inside if all(_lie_apart(place, other) for other in taken)]
+    clear = (place for place in free if all(math.dist(place, centre) > size + 5 for centre, size in discs))
+    return next(clear, free[0] if free else places[0])
+
+
+def _lie_apart(one: Place, other: Place) -> bool:
+    return abs(one[0] - other[0]) > 12 or abs(one[1] - other[1]) > 11
+
+
+def _list_names(canvas: Canvas, roofline: Roofline, points: Sequence[RoofPoint], top: float) -> float:
+    """The numbered points in two columns: name, share of the time, share of what the device allows."""
+    num_rows = math.ceil(len(points) / 2)
+    column_width = PAGE_WIDTH / 2
+    for at, point in enumerate(points):
+        column, row = divmod(at, num_rows)
+        left, y = -_LEFT + column * column_width, top + 4 + (row + 1) * _LINE
+        right = left + column_width - 14
+        if not row:
+            canvas.write([_figure(canvas, "of time", right - _FIGURE, top), _figure(canvas, "of limit", right, top)])
+        name = fit(clean(name_point(roofline, point), 80), column_width - 34 - 2 * _FIGURE, _SMALL)
+        canvas.write(
+            [
+                Text(x=left + 14, y=y, text=str(at + 1), align="end", size=10.5, bold=True),
+                Text(x=left + 20, y=y, text=name, size=_SMALL),
+                _figure(canvas, format_value("share", point.share), right - _FIGURE, y),
+                _figure(canvas, format_value("share", point.reached), right, y),
+            ]
+        )
+    return top + (num_rows + 1) * _LINE if points else top
+
+
+def name_point(roofline: Roofline, point: RoofPoint) -> str:
+    """The label, with the shapes where the first line of the details goes on with them, and whose it is."""
+    first = point.detail.partition("\n")[0]
+    label = first if first.startswith(point.label) else point.label
+    run = roofline.runs[point.run] if point.run < len(roofline.runs) else ""
+    return f"{run}: {label}" if run else label
+
+
+def _figure(canvas: Canvas, text: str, right: float, y: float) -> Text:
+    return Text(x=right, y=y, text=text, align="end", size=_SMALL, colour=canvas.palette.faint)
+
+
+def rank_groups(points: Sequence[RoofPoint]) -> list[str]:
+    """The classes by their time."""
+    shares: dict[str, float] = {}
+    for point in points:
+        shares[point.group] = shares.get(point.group, 0.0) + point.share
+    return sorted(shares, key=lambda group: -shares[group])
+
+
+def list_signs(palette: Palette, roofline: Roofline, points: Sequence[RoofPoint]) -> list[Sign]:
+    """The classes by their time, and how runs are told apart."""
+    groups = rank_groups(points)[:_MOST_SIGNS]
+    signs = [Sign(fill=palette.fill(group), text=clean(group, 30) or "other") for group in groups]
+    if len(roofline.runs) > 1:
+        signs += [
+            Sign(fill=palette.faint, text=f"run {clean(run, 40)}", shape="circle", hollow=at == 0)
+            for at, run in enumerate(roofline.runs)
+        ]
+    return signs
+
+
+def _make_notes(roofline: Roofline, points: Sequence[RoofPoint]) -> list[str]:
+    notes = [] if points else ["No operators to draw."]
+    if points:
+        notes.append("A point is all calls of one operator with one shape; its area is its share of the time.")
+    hidden = len(roofline.points) - len(points)
+    if hidden:
+        notes.append(f"{hidden} of {len(roofline.points)} points are not drawn: no finite place, or too small a share.")
+    return [*notes, *roofline.notes]

@@ -1,0 +1,245 @@
+"""How a number of each `Column.kind` is written for a person: digits, separators and units, in this one place; and a
+table as strings, which text, Markdown and LaTeX each escape and lay out in their own way.
+
+A column is written as a whole and not cell by cell, because a reader compares down a column: values of
+similar size share their number of decimals. Values that lie far apart keep three to four significant digits
+each, since common decimals would either drop the small ones or give the large ones digits that were never
+measured.
+
+Cells come out as one printable line. A kernel name from someone else's trace may hold a newline, which would break a
+row in every format, or an escape sequence, which would run in the reader's terminal.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stepscope.findings import Axis, Cell, Column, Quantity, Table
+from stepscope.render.formats import visible
+from stepscope.units import BINARY_UNITS
+
+MISSING = "–"
+DOUBTED = "?"
+NO_ROWS = "(no rows)"
+# Up to this factor between the largest and the smallest value, a column shares its decimals.
+_CLOSE = 100.0
+_SCIENTIFIC_BELOW, _SCIENTIFIC_FROM = 1e-4, 1e9
+_SUFFIX = {"share": "%", "ratio": "×"}
+_UNITS: dict[Quantity, str] = {"ms": " ms", "us": " µs"}
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+BYTE_UNITS = ("bytes", "B")  # of an axis that counts bytes
+# Units of time, their nanoseconds, and from how many on they are used: steps are compared in milliseconds.
+_TIMES = (("s", 1e9, 9.995e8), ("ms", 1e6, 1e5), ("µs", 1e3, 1e3))
+
+
+def format_cells(table: Table, index: int) -> list[str]:
+    """The cells of a table's column as text, with a mark on those that the table has doubts about."""
+    column = table.columns[index]
+    texts = format_column(column, [row[index] for row in table.rows])
+    reason = table.doubted_by.get(column.key)
+    if reason is None:
+        return texts
+    at = [one.key for one in table.columns].index(reason)
+    return [text + DOUBTED * bool(row[at]) for text, row in zip(texts, table.rows, strict=True)]
+
+
+def format_column(column: Column, cells: Sequence[Cell]) -> list[str]:
+    """The cells of one column as text, `MISSING` where there is no value. Strings stay as they are."""
+    values = [_displayed(column, cell) for cell in cells if _is_finite(cell)]
+    decimals = _common_decimals(column, values)
+    return [_format_cell(column, cell, decimals) for cell in cells]
+
+
+def _is_finite(cell: Cell) -> bool:
+    return isinstance(cell, int | float) and math.isfinite(cell)
+
+
+def _displayed(column: Column, cell: Cell) -> float:
+    """The number whose digits are shown: a share is stored as a fraction and shown in per cent."""
+    assert isinstance(cell, int | float)
+    return cell * 100 if column.kind == "share" else cell
+
+
+def _format_cell(column: Column, cell: Cell, decimals: int | None) -> str:
+    if cell is None:
+        return MISSING
+    if isinstance(cell, str) or column.kind == "text" or not math.isfinite(cell):
+        return str(cell)
+    if column.kind == "bytes":
+        return _format_bytes(cell)
+    value = _displayed(column, cell)
+    return _format_decimal(value, _decimals(column, value) if decimals is None else decimals, column.kind)
+
+
+def _format_decimal(value: float, decimals: int, kind: str) -> str:
+    # A count is exact at any size and a share has its one decimal; the others may turn to powers of ten.
+    if kind not in ("count", "share") and value and not _SCIENTIFIC_BELOW <= abs(value) < _SCIENTIFIC_FROM:
+        return f"{value:.2e}{_SUFFIX.get(kind, '')}"
+    return f"{value:z,.{decimals}f}{_SUFFIX.get(kind, '')}"
+
+
+def _common_decimals(column: Column, values: Sequence[float]) -> int | None:
+    """The decimals all values share, or None where they lie too far apart to share any."""
+    sizes = [abs(value) for value in values if value]
+    if not sizes:
+        return 0
+    if column.kind == "number" and max(sizes) < _SCIENTIFIC_FROM and all(size == round(size) for size in sizes):
+        return 0
+    if max(sizes) > _CLOSE * min(sizes):
+        return None
+    return _decimals(column, min(sizes))
+
+
+def _decimals(column: Column, value: float) -> int:
+    """Decimals for one value on its own. Rounding first: 9.999 is shown as 10.0 and not as 10.00."""
+    match column.kind:
+        case "count":
+            return 0
+        case "share":
+            return 1
+        case "ratio":
+            ladder = _ratio_decimals
+        case _:
+            ladder = _measured_decimals
+    return ladder(round(value, ladder(value)))
+
+
+def _measured_decimals(value: float) -> int:
+    """Three significant digits, four from 100 on: 0.0123, 1.23, 12.3, 123.4, 1,234."""
+    size = abs(value)
+    if size >= 1000 or not size:
+        return 0
+    if size >= 100:
+        return 1
+    return 2 - math.floor(math.log10(size))
+
+
+def _ratio_decimals(value: float) -> int:
+    """Two decimals, as a speed-up is quoted; fewer for a large factor, more for one that would read 0.00×."""
+    size = abs(value)
+    if size >= 100 or not size:
+        return 0
+    if size >= 10:
+        return 1
+    return 2 if size >= 0.1 else 1 - math.floor(math.log10(size))
+
+
+def _format_bytes(value: float) -> str:
+    """Three significant digits in binary units, changing at 1000 rather than 1024 so that none has four."""
+    unit = 0
+    while abs(value) >= 999.5 and unit < len(BINARY_UNITS) - 1:
+        value /= 1024
+        unit += 1
+    if unit == 0:
+        return f"{value:z.0f} {BINARY_UNITS[unit]}"
+    return f"{value:z,.{_byte_decimals(value)}f} {BINARY_UNITS[unit]}"
+
+
+def _byte_decimals(value: float) -> int:
+    size = abs(value)
+    if size >= 99.95:
+        return 0
+    if size >= 9.995:
+        return 1
+    return 2 if size >= 0.9995 else 3
+
+
+# --- one value with its unit ----------------------------------------------------------------------------------------
+
+
+def format_value(kind: Quantity, value: Cell) -> str:
+    """One value on its own, with its unit."""
+    text = format_column(Column(key="value", label="", kind=kind), [value])[0]
+    return f"{text}{_UNITS.get(kind, '')}" if isinstance(value, int | float) else text
+
+
+def format_measured(value: float) -> str:
+    """A measured number without a unit, which keeps its digits where it happens to be whole."""
+    return format_column(Column(key="value", label="", kind="ms"), [value])[0]
+
+
+def format_time(ns: float) -> str:
+    """A duration in the unit in which it is short, as the page's script writes it."""
+    for unit, size, least in _TIMES:
+        if abs(ns) >= least:
+            return f"{format_measured(ns / size)} {unit}"
+    return f"{ns:.0f} ns" if ns else "0 ms"
+
+
+def format_on(axis: Axis, value: float) -> str:
+    """A value on an axis, with the axis' unit; whole numbers have no decimals."""
+    if axis.unit in BYTE_UNITS:
+        return format_value("bytes", value)
+    return f"{format_value('number', value)} {axis.unit}".rstrip()
+
+
+def format_rate(rate: float, unit: str, *, exact: bool = False) -> str:
+    """So much a second: `410.0 TFLOP/s`. An exact rate, such as a limit of the device, has no zeros at its end."""
+    size, prefix = find_prefix(rate)
+    return f"{f'{rate / size:.3g}' if exact else format_measured(rate / size)} {prefix}{unit}"
+
+
+def find_prefix(rate: float) -> tuple[float, str]:
+    """The largest decimal prefix of which there is one once rounded, and its size."""
+    return next((pair for pair in _PREFIXES if rate >= 0.9995 * pair[0]), _PREFIXES[-1])
+
+
+def find_binary_unit(highest: float) -> tuple[str, float]:
+    """The unit of an axis that reaches so many bytes, and how many bytes one of it is."""
+    exponent = 0
+    while highest >= 1000 * 1024.0**exponent and exponent < len(BINARY_UNITS) - 1:
+        exponent += 1
+    return BINARY_UNITS[exponent], 1024.0**exponent
+
+
+def format_tick(value: float) -> str:
+    """As short as it is exact: 0.05 and 1,024."""
+    return f"{float(f'{value:.9g}'):z,.9g}"
+
+
+# --- a table as strings ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One column as strings. `names_row` is true for the leading columns that say which case a row is."""
+
+    label: str
+    cells: tuple[str, ...]
+    is_text: bool
+    names_row: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    title: str
+    lanes: tuple[Lane, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        return list(zip(*(lane.cells for lane in self.lanes), strict=True))
+
+
+def lay_out(table: Table, *, detail: bool) -> Sheet:
+    """The table's visible columns as strings. Where all are detail columns, they are shown all the same."""
+    shown = [index for index, column in enumerate(table.columns) if detail or not column.detail]
+    indices = shown or range(len(table.columns))
+    lanes: list[Lane] = []
+    for index in indices:
+        column = table.columns[index]
+        cells = format_cells(table, index)
+        names_row = column.kind in ("text", "count") and all(lane.names_row for lane in lanes)
+        lane = Lane(
+            label=one_line(column.label),
+            cells=tuple(one_line(cell) for cell in cells),
+            is_text=column.kind == "text",
+            names_row=names_row or not lanes,
+        )
+        lanes.append(lane)
+    notes = table.notes if table.rows else (NO_ROWS, *table.notes)
+    return Sheet(title=one_line(table.title), lanes=tuple(lanes), notes=tuple(map(one_line, notes)))
+
+
+def one_line(text: str) -> str:
+    return visible(" ".join(text.split()))

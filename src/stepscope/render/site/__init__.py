@@ -1,0 +1,5 @@
+"""A report, or one chart of it, as one HTML page that needs nothing beside itself."""
+
+from stepscope.render.site.document import write_chart_page, write_site
+
+__all__ = ["write_chart_page", "write_site"]

@@ -1,0 +1,338 @@
+"""Charts that stand on the page as SVG: lines, rooflines and bars. They can be seen without a script.
+
+The script (`drawings.js`) answers to pointer and keys: marks carry their number, and what is said of each is packed
+here, in words. A chart that does not consist of panels is drawn twice, and the style sheet shows the one that fits:
+type keeps its size on a narrow screen.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stepscope.findings import Axis, Bars, Column, Figure, Lanes, Roofline, RoofPoint, Table, Timeline
+from stepscope.render.drawing.bars import BarChart, chart_bars, place_bars
+from stepscope.render.drawing.colours import Palette
+from stepscope.render.drawing.lanes import sum_groups
+from stepscope.render.drawing.lines import LineChart, arrange, describe_missing, draw_panel, shape_of
+from stepscope.render.drawing.roofline import (
+    MOST_NUMBERED,
+    choose_points,
+    list_signs,
+    name_point,
+    place_roofline,
+    rank_groups,
+)
+from stepscope.render.drawing.svg import Bounds, Canvas, Sign
+from stepscope.render.drawing.timeline_layout import counts_bytes, find_end, find_peak, format_height, format_moment
+from stepscope.render.formats import clean
+from stepscope.render.numbers import format_measured, format_on, format_rate, format_time, format_value
+from stepscope.render.site.html import markup, prose
+
+Drawn = Figure | Roofline | Bars
+
+_WIDE, _NARROW = 860.0, 400.0
+_WIDE_BARS = 720.0
+_ROOFLINE_HEIGHTS = {_WIDE: 400.0, _NARROW: 320.0}
+_REACHES = {Figure: 28, Roofline: 6, Bars: 2}  # in pixels around a mark, within which it is pointed at
+_MOST_LABEL, _MOST_DETAIL, _MOST_READ = 60, 600, 60
+_HELP = (
+    "Under the slope memory is the limit, under a flat line arithmetic; how far a point lies below its line is what "
+    "could be gained. A point's area is its time in a step."
+)
+_LANES_HELP = (
+    "Ctrl and the wheel zoom, or click first and the wheel alone; dragging moves, here and on the strip above. Keys: ← "
+    "→ + − and 0 for the whole step, N and P from span to span, ↑ ↓ to another track, F to fill the view."
+)
+_TIMELINE_HELP = (
+    "The wheel zooms in time, and with Shift in height, in a report after a click; dragging moves. Keys: arrows, +, −, "
+    "and 0 or a double click for the whole timeline. Names above switch areas off and on."
+)
+_MOST_PIECES = 200
+_SIGN = Bounds(left=-1.4, top=-1.4, right=1.4, bottom=1.4)
+
+
+def write_body(part: Drawn | Lanes | Timeline, palette: Palette) -> str:
+    """The inside of a chart's body."""
+    match part:
+        case Figure():
+            return _write_lines(arrange(part), palette)
+        case Roofline():
+            return _write_roofline(part, palette)
+        case Bars():
+            return _write_bars(chart_bars(part), palette)
+        case Lanes():
+            return _write_lanes(part, palette)
+        case Timeline():
+            return _write_timeline(part, palette)
+
+
+def pack_drawing(part: Drawn, what: str) -> dict[str, Any]:
+    """What the script knows of a chart's marks. `what` is what runs on the device."""
+    match part:
+        case Figure():
+            packed = _pack_lines(arrange(part))
+        case Roofline():
+            packed = _pack_roofline(part, choose_points(part), what)
+        case Bars():
+            packed = _pack_bars(chart_bars(part))
+    return packed | {"reach": _REACHES[type(part)]}
+
+
+def _write_nothing(text: str) -> str:
+    return f'<p class="nothing">{prose(text)}</p>'
+
+
+def _describe_box(label: str) -> str:
+    """Attributes of what takes keys, which a screen reader would keep from a picture."""
+    return f'tabindex="0" role="application" aria-label="{markup(label, 600)}"'
+
+
+def _write_plot(svgs: Iterable[str], label: str, kind: str) -> str:
+    return f'<div class="plot {kind}" {_describe_box(label)}>{"".join(svgs)}</div>'
+
+
+def _write_canvas(label: str) -> str:
+    """A canvas, and one before it for what is pointed at."""
+    front = '<canvas class="front" aria-hidden="true"></canvas>'
+    return f'<div class="plot"><canvas class="back" {_describe_box(label)}></canvas>{front}</div>'
+
+
+def _write_help(mouse: str) -> str:
+    """How to move a chart, with a mouse and keys or with fingers; the style sheet knows which."""
+    touch = "Two fingers zoom, one moves; a tap shows what is under it."
+    return f'<p class="help for-mouse">{mouse}</p><p class="help for-touch">{touch}</p>'
+
+
+def _write_entry(palette: Palette, sign: Sign, number: int | None, *, pressed: bool = False, note: str = "") -> str:
+    """An entry of a legend; one with a number is a button that the script gives its work."""
+    canvas = Canvas(palette)
+    canvas.sign(sign, 0.0, 0.0, 1.0)
+    drawn = canvas.wrap(_SIGN, class_="sign", aria_hidden="true")
+    inner = f"{drawn}<span>{markup(sign.text)}</span>" + (f'<span class="of">{note}</span>' if note else "")
+    if number is None:
+        return f'<li class="run">{inner}</li>'
+    state = str(pressed).lower()
+    return f'<li><button type="button" data-group="{number}" aria-pressed="{state}">{inner}</button></li>'
+
+
+def _write_legend(entries: Iterable[str], label: str) -> str:
+    return f'<ul class="legend" aria-label="{markup(label)}">{"".join(entries)}</ul>'
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+def _write_lines(lines: LineChart, palette: Palette) -> str:
+    missing = describe_missing(lines)
+    if not lines.points:
+        return _write_nothing(missing)
+    svgs = []
+    for panel in lines.panels:
+        canvas = Canvas(palette)
+        draw_panel(canvas, lines, panel)
+        svgs.append(canvas.wrap(lines.bounds, class_="drawing"))
+    signs = [Sign(fill=palette.fill(name), text=clean(name), shape=shape_of(lines, name)) for name in lines.series]
+    entries = [_write_entry(palette, sign, at, pressed=True) for at, sign in enumerate(signs)]
+    label = clean(lines.figure.series_label, _MOST_LABEL) or "series"
+    legend = _write_legend(entries, label) if any(lines.series) else ""
+    help_text = f'<p class="help">{prose(missing)}</p>' if missing else ""
+    return f"{legend}{_write_plot(svgs, _describe_lines(lines), 'panels')}{help_text}"
+
+
+def _describe_lines(lines: LineChart) -> str:
+    def span(axis: Axis, values: Sequence[float]) -> str:
+        return f"{format_on(axis, min(values))} to {format_on(axis, max(values))}"
+
+    figure, points = lines.figure, lines.points
+    names = ", ".join(clean(name) for name in lines.series if name)
+    return (
+        f"{clean(figure.title)}: {lines.y.title} from {span(figure.y, [point.y for point in points])} over "
+        f"{lines.x.title} from {span(figure.x, [point.x for point in points])}{f', for {names}' if names else ''}. "
+        "Arrow keys go from point to point."
+    )
+
+
+def _pack_lines(lines: LineChart) -> dict[str, Any]:
+    """A point is told with all others of its panel at the same x, so it names that place."""
+    figure = lines.figure
+    places: dict[str, int] = {}
+    marks = []
+    for point in lines.points:
+        place = f"{clean(figure.x.label, _MOST_LABEL)} {format_on(figure.x, point.x)}"
+        place = f"{clean(point.panel, _MOST_LABEL)}, {place}" if point.panel else place
+        text = format_on(figure.y, point.y)
+        if point.low is not None and point.high is not None:
+            text += f" ({format_on(figure.y, point.low)} to {format_on(figure.y, point.high)})"
+        text = f"{clean(point.series)}: {text}" if point.series else text
+        group = lines.series.index(point.series)
+        marks.append({"group": group, "place": places.setdefault(place, len(places)), "lines": [text]})
+    groups = [clean(name) for name in lines.series]
+    return {"groups": groups, "places": list(places), "marks": marks, "isOnlyOne": False}
+
+
+# --- the roofline ---------------------------------------------------------------------------------------------------
+
+
+def _write_roofline(roofline: Roofline, palette: Palette) -> str:
+    points = choose_points(roofline)
+    if not points:
+        return _write_nothing("No points to draw.")
+    svgs = []
+    for name, width in (("wide", _WIDE), ("narrow", _NARROW)):
+        canvas = Canvas(palette)
+        bounds = place_roofline(canvas, roofline, points, width, _ROOFLINE_HEIGHTS[width])
+        svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
+    signs = list_signs(palette, roofline, points)
+    num_groups = len(signs) - (len(roofline.runs) if len(roofline.runs) > 1 else 0)
+    entries = [_write_entry(palette, sign, at if at < num_groups else None) for at, sign in enumerate(signs)]
+    legend = _write_legend(entries, "classes")
+    plot = _write_plot(svgs, _describe_roofline(roofline, points), "sized")
+    hidden = len(roofline.points) - len(points)
+    left_out = f" {hidden} of {len(roofline.points)} points have no place on these axes." if hidden else ""
+    listed = "".join(_write_point(roofline, at, point) for at, point in enumerate(points[:_MOST_READ]))
+    return f'{legend}{plot}<p class="help">{prose(_HELP + left_out)}</p><ol class="points">{listed}</ol>'
+
+
+def _write_point(roofline: Roofline, at: int, point: RoofPoint) -> str:
+    """Numbered as in the drawing; those that have no number there are for a screen reader."""
+    reached = f", {format_value('share', point.reached)} of the limit" if point.reached is not None else ""
+    figures = f"{format_value('share', point.share)} of the time{reached}"
+    hidden = "" if at < MOST_NUMBERED else ' class="unseen"'
+    return (
+        f'<li{hidden} data-mark="{at}"><span class="name">{markup(name_point(roofline, point))}</span> '
+        f'<span class="of">{figures}</span></li>'
+    )
+
+
+def _describe_roofline(roofline: Roofline, points: Sequence[RoofPoint]) -> str:
+    most = "; ".join(f"{clean(point.label)} at {format_rate(point.flops_per_s, 'FLOP/s')}" for point in points[:3])
+    return (
+        f"{clean(roofline.title)}: {len(points)} operators under {len(roofline.roofs)} limits of arithmetic and one of "
+        f"memory of {format_rate(roofline.bytes_per_s, 'B/s', exact=True)}. Most time: {most}. Arrow keys go from "
+        "point to point."
+    )
+
+
+def _pack_roofline(roofline: Roofline, points: Sequence[RoofPoint], what: str) -> dict[str, Any]:
+    groups = rank_groups(points)
+    marks = [{"group": groups.index(point.group), "lines": _tell_point(roofline, point, what)} for point in points]
+    return {"groups": [clean(group) for group in groups], "marks": marks, "isOnlyOne": True}
+
+
+def _tell_point(roofline: Roofline, point: RoofPoint, what: str) -> list[str]:
+    run = f", run {clean(roofline.runs[point.run], _MOST_LABEL)}" if len(roofline.runs) > 1 else ""
+    lines = [
+        clean(point.label),
+        f"{clean(point.group) or 'other'}{run}",
+        f"{format_value('ms', point.time_ms)} a step, {format_value('share', point.share)} of all {what}",
+        f"{format_rate(point.flops_per_s, 'FLOP/s')} at {format_measured(point.intensity)} FLOP a byte",
+    ]
+    if point.reached is not None:
+        lines.append(f"{format_value('share', point.reached)} of what the device allows")
+    lines.append(f"bound by {clean(point.bound, _MOST_LABEL)}")
+    return lines + clean(point.detail, _MOST_DETAIL, lines=True).splitlines()
+
+
+# --- bars -----------------------------------------------------------------------------------------------------------
+
+
+def _write_bars(chart: BarChart, palette: Palette) -> str:
+    if not chart.bars.labels or not chart.bars.series:
+        return _write_nothing("Nothing to draw.")
+    svgs = []
+    for name, width in (("wide", _WIDE_BARS), ("narrow", _NARROW)):
+        canvas = Canvas(palette)
+        bounds = place_bars(canvas, chart, width)
+        svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
+    label = f"{clean(chart.bars.title)}: {len(chart.bars.labels)} bars. Arrow keys go from bar to bar."
+    return _write_plot(svgs, label, "sized")
+
+
+def _pack_bars(chart: BarChart) -> dict[str, Any]:
+    bars = chart.bars
+    marks = []
+    for series, column in zip(bars.series, bars.values, strict=True):
+        for label, value in zip(bars.labels, column, strict=True):
+            text = format_value(bars.kind, value)
+            said = f"{clean(series)}: {text}" if len(bars.series) > 1 else text
+            marks.append({"group": -1, "lines": [clean(label), said]})
+    return {"groups": [], "marks": marks, "isOnlyOne": False}
+
+
+# --- a step, and memory over time -----------------------------------------------------------------------------------
+
+
+def _write_lanes(lanes: Lanes, palette: Palette) -> str:
+    tracks = [track for track in lanes.tracks if track.spans.starts_ns]
+    if not tracks:
+        return _write_nothing("Nothing was recorded in this step.")
+    times = [(group, clean(lanes.groups[group]) or "other", format_time(time)) for group, time in sum_groups(lanes)]
+    entries = (
+        _write_entry(palette, Sign(fill=palette.fill(lanes.groups[group]), text=name), group, note=time)
+        for group, name, time in times
+    )
+    num_spans = sum(len(track.spans.starts_ns) for track in tracks)
+    label = (
+        f"{clean(lanes.title)}: {format_time(lanes.span_ns)} in {len(lanes.tracks)} tracks, {num_spans:,} spans; most "
+        f"time: {', '.join(f'{name} {time}' for _, name, time in times[:4])}. Arrow keys move, plus and minus zoom, 0 "
+        "shows all, N and P go from span to span."
+    )
+    below = (
+        '<div class="below"><span class="status"></span><span class="linked"></span>'
+        '<button type="button" class="quiet whole">whole step</button></div>'
+    )
+    legend = _write_legend(entries, "colours, the most time first")
+    strip = '<canvas class="map" aria-hidden="true"></canvas>'
+    return f"{legend}{strip}{_write_canvas(label)}{below}{_write_help(_LANES_HELP)}"
+
+
+def _write_timeline(timeline: Timeline, palette: Palette) -> str:
+    """Areas from the top of the stack down, as they are seen; the line has the number after theirs."""
+    named = [(at, area.name) for at, area in enumerate(timeline.areas)][::-1]
+    entries = [
+        _write_entry(palette, Sign(fill=palette.fill(name), text=clean(name)), at, pressed=True) for at, name in named
+    ]
+    if timeline.line is not None:
+        sign = Sign(fill=palette.ink, text=clean(timeline.line.name), shape="dash")
+        entries.append(_write_entry(palette, sign, len(named), pressed=True))
+    peak = find_peak(timeline)
+    said = "Nothing to draw."
+    if peak is not None:
+        said = f"Peak {format_height(timeline.y, peak.value)} at {format_moment(timeline.x, peak.time)}."
+    label = f"{clean(timeline.y.label, _MOST_LABEL)} over {clean(timeline.x.label, _MOST_LABEL)}. {said}"
+    controls = (
+        f'<div class="controls"{"" if timeline.pieces else " hidden"}><label>detail '
+        '<input type="range" min="0" max="100" step="0.1"></label><output class="shown"></output>'
+        '<button type="button" class="quiet whole">whole timeline</button></div>'
+    )
+    legend = _write_legend(entries, "areas, from the top of the stack down")
+    return f"{legend}{_write_canvas(label)}{controls}{_write_help(_TIMELINE_HELP)}"
+
+
+def tabulate_pieces(timeline: Timeline) -> Table:
+    """The largest pieces, in their order."""
+    shown = timeline.pieces[:_MOST_PIECES]
+    ends = (*timeline.times, find_end(timeline))
+    unit = clean(timeline.x.unit, 20)
+    num_slices = len(timeline.times)
+    hidden = len(timeline.pieces) - len(shown)
+    return Table(
+        title="Largest pieces",
+        columns=(
+            Column(key="size", label="size", kind="bytes" if counts_bytes(timeline.y) else "number"),
+            Column(key="what", label="what"),
+            Column(key="area", label="area"),
+            Column(key="from", label=f"from {unit}", kind="number"),
+            Column(key="to", label=f"to {unit}", kind="number"),
+        ),
+        rows=tuple(
+            (
+                piece.size,
+                piece.label,
+                timeline.areas[piece.area].name,
+                ends[min(piece.start, num_slices)],
+                ends[min(piece.end, num_slices)],
+            )
+            for piece in shown
+        ),
+        notes=(f"The largest {len(shown)} of {len(timeline.pieces):,}.",) if hidden else (),
+    )

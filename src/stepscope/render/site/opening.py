@@ -1,0 +1,130 @@
+"""The first screen: the step in one sentence, its figures, what would save most, and how far to trust it."""
+
+import re
+
+from stepscope.findings import Advice, Cell, Copyable, Fact, Report, Soundness
+from stepscope.render.formats import COPYABLE
+from stepscope.render.numbers import format_value
+from stepscope.render.site.html import markup, prose
+
+_CARDS, _MOST_WORDS = 3, 80  # advice that is open; characters around a figure
+_MARKS = {"sound": "✓", "doubtful": "!", "unknown": "?"}
+_VERDICTS = {"sound": "Sound", "doubtful": "Doubtful", "unknown": "Soundness unknown"}
+
+
+def write_opening(report: Report) -> str:
+    strip = (
+        '<p class="strip" role="note"><strong>This report is not complete.</strong> It was interrupted or is still '
+        "being made; what is missing says so in its place.</p>"
+    )
+    return f"""<header class="opening" id="top">
+{strip if report.is_partial else ""}
+<h1>{markup(report.title) or "Training step"}</h1>
+<p class="subtitle">{prose(report.subtitle)}</p>
+<p class="sentence">{prose(report.sentence)}</p>
+{_write_facts(report.facts)}
+{_write_soundness(report.soundness)}
+{_write_advice(report.advice)}
+</header>"""
+
+
+def _write_facts(facts: tuple[Fact, ...]) -> str:
+    if not facts:
+        return ""
+    return f'<dl class="facts">{"".join(map(_write_fact, facts))}</dl>'
+
+
+def _write_fact(fact: Fact) -> str:
+    before = ""
+    if fact.before is not None:
+        ratio = _ratio(fact.value, fact.before) if fact.is_comparable else ""
+        change = f' <span class="ratio">{ratio}</span>' if ratio else ""
+        before = f'<dd class="before"><span>from {_figure(fact, fact.before)}</span>{change}</dd>'
+    note = f'<dd class="note">{prose(fact.note)}</dd>' if fact.note else ""
+    wordy = " wordy" if isinstance(fact.value, str) else ""
+    return (
+        f'<div class="fact" data-fact="{markup(fact.key)}"><dt>{markup(fact.label, _MOST_WORDS)}</dt>'
+        f'<dd class="value{wordy}">{_figure(fact, fact.value)}</dd>{before}{note}</div>'
+    )
+
+
+def _figure(fact: Fact, value: Cell) -> str:
+    """The number, and its unit smaller behind it."""
+    number, space, unit = format_value(fact.kind, value).partition(" ")
+    if isinstance(value, str) or not unit:
+        return markup(f"{number}{space}{unit}", _MOST_WORDS)
+    return f"{markup(number)}<small> {markup(unit)}</small>"
+
+
+def _ratio(value: Cell, before: Cell) -> str:
+    """B's value as a multiple of A's, where both are numbers."""
+    if isinstance(value, str) or isinstance(before, str) or value is None or not before:
+        return ""
+    return format_value("ratio", value / before)
+
+
+def _write_soundness(soundness: Soundness) -> str:
+    mark = f'<span class="mark" aria-hidden="true">{_MARKS[soundness.verdict]}</span>'
+    line = f"{mark}<strong>{_VERDICTS[soundness.verdict]}.</strong> {prose(soundness.sentence)}"
+    if not soundness.details:
+        return f'<p class="soundness {soundness.verdict}">{line}</p>'
+    details = "".join(f"<li>{prose(detail)}</li>" for detail in soundness.details)
+    return (
+        f'<details class="soundness {soundness.verdict}"><summary>{line}<span class="more">what it rests on</span>'
+        f"</summary><ul>{details}</ul></details>"
+    )
+
+
+def _write_advice(advice: tuple[Advice, ...] | None) -> str:
+    if advice is None:
+        return '<p class="quiet">What could be faster was not looked for.</p>'
+    if not advice:
+        return '<p class="quiet">No rule found anything that would make the step faster; most of them look at GPUs.</p>'
+    first, rest = advice[:_CARDS], advice[_CARDS:]
+    cards = "".join(map(_write_card, first))
+    others = f'<div class="cards">{"".join(map(_write_card, rest))}</div>'
+    more = f'<details class="more-advice"><summary>{len(rest)} more</summary>{others}</details>' if rest else ""
+    return (
+        f'<section class="advice" aria-labelledby="advice-title"><h2 id="advice-title">What would save most</h2>'
+        f'<div class="cards">{cards}</div>{more}</section>'
+    )
+
+
+def _write_card(advice: Advice) -> str:
+    finding = advice.finding
+    share = finding.share or 0.0
+    saving = '<p class="saving"><span class="unsure">saving not estimated</span></p>'
+    if finding.saving_ns == 0:
+        saving = '<p class="saving"><span class="unsure">no time gained by it alone</span></p>'
+    elif finding.saving_ns is not None:
+        per_cent = f" · {format_value('share', finding.share)} of the step" if finding.share is not None else ""
+        saving = (
+            f'<p class="saving"><strong>−{format_value("ms", finding.saving_ns / 1e6)}</strong>{per_cent}</p>'
+            f'<progress class="meter" max="1" value="{min(max(share, 0.0), 1.0):.4f}" aria-hidden="true"></progress>'
+        )
+    fixes = "".join(map(write_copyable, advice.fixes[:1]))
+    if advice.fixes[1:]:
+        others = "".join(map(write_copyable, advice.fixes[1:]))
+        fixes += f'<details class="others"><summary>other ways</summary>{others}</details>'
+    return f"""<article class="card">
+<h3>{markup(finding.title)}</h3>
+{saving}
+<p class="evidence">{prose(finding.evidence)}</p>
+<p class="fix"><span>Fix</span> {prose(finding.fix)}</p>
+{fixes}
+<p class="rule"><code>stepscope rule {markup(finding.code, 20)}</code></p>
+</article>"""
+
+
+def write_copyable(copyable: Copyable) -> str:
+    """Something to copy: the button is the script's, and without it the text can be marked by hand."""
+    code = markup(copyable.text, COPYABLE, lines=True)
+    is_code = "\n" in code
+    if not is_code:
+        # A command is broken between its words; left alone, browsers break it after the hyphens of a flag.
+        code = re.sub(r"\S+", r"<span>\g<0></span>", code)
+    label = f'<span class="label">{markup(copyable.label)}</span>' if copyable.label else ""
+    return (
+        f'<div class="copyable{" lines" if is_code else ""}">{label}<pre tabindex="0"><code>{code}</code></pre>'
+        '<button type="button" class="copy" hidden>copy</button></div>'
+    )

@@ -1,0 +1,207 @@
+"""The sections of a page: their leads, their exhibits as HTML, and what is missing in its place."""
+
+from collections.abc import Iterable
+from html import escape
+from itertools import groupby
+
+from stepscope.findings import (
+    Bars,
+    Beside,
+    Breakdown,
+    Copyable,
+    Figure,
+    Lanes,
+    Missing,
+    Part,
+    Question,
+    Questions,
+    Report,
+    Roofline,
+    Section,
+    Table,
+    Timeline,
+)
+from stepscope.render.drawing.colours import Palette
+from stepscope.render.site.charts import write_body
+from stepscope.render.site.html import FOLDED_FROM, markup, prose, write_notes, write_summary, write_table
+from stepscope.render.site.opening import write_copyable
+
+KINDS: dict[type, str] = {
+    Lanes: "lanes",
+    Breakdown: "breakdown",
+    Roofline: "roofline",
+    Figure: "figure",
+    Timeline: "timeline",
+    Bars: "bars",
+}
+
+_NOT_KNOWN = "Not known of this run."
+
+
+def write_navigation(report: Report) -> str:
+    links = "".join(
+        f'<li><a href="#section-{escape(section.key)}">{markup(section.title, 60)}</a></li>'
+        for section in report.sections
+    )
+    return (
+        '<nav class="sections" aria-label="Sections"><a class="brand" href="#top">stepscope</a>'
+        f'<ul><li><a href="#top">Summary</a></li>{links}</ul>'
+        '<button type="button" id="theme" class="quiet" hidden>theme: auto</button></nav>'
+    )
+
+
+def write_sections(report: Report, palette: Palette) -> str:
+    return "\n".join(_write_section(section, palette) for section in report.sections)
+
+
+def _write_section(section: Section, palette: Palette) -> str:
+    key = f"section-{escape(section.key)}"  # an exhibit may have the same key, and has it as its id
+    lead = "".join(f'<p class="lead">{prose(line)}</p>' for line in section.lead.split("\n") if line)
+    exhibits = "\n".join(_write_exhibits(section, palette))
+    missing = "".join(map(_write_missing, section.missing))
+    return f"""<section class="section" id="{key}" aria-labelledby="{key}-title">
+<h2 id="{key}-title">{markup(section.title)}</h2>
+{lead}
+{exhibits}
+{missing}
+</section>"""
+
+
+def _write_exhibits(section: Section, palette: Palette) -> Iterable[str]:
+    """Tables that follow one another share a box, in which narrow ones stand side by side."""
+    first = section.exhibits[:1]
+    for is_table, exhibits in groupby(section.exhibits, key=lambda exhibit: isinstance(exhibit.part, Table)):
+        written = "\n".join(
+            write_part(
+                exhibit.part,
+                exhibit.key,
+                section.title,
+                palette,
+                folded=exhibit not in first and _is_long(exhibit.part),
+            )
+            for exhibit in exhibits
+        )
+        yield f'<div class="tables">{written}</div>' if is_table else written
+
+
+def _is_long(part: Part | None) -> bool:
+    if isinstance(part, Beside):
+        return any(map(_is_long, part.parts))
+    return isinstance(part, Table) and len(part.rows) > FOLDED_FROM
+
+
+def _write_missing(missing: Missing) -> str:
+    command = write_copyable(Copyable(label="", text=missing.command)) if missing.command else ""
+    return (
+        f'<div class="missing"><p><strong>{prose(missing.what)}</strong></p><p>{prose(missing.why)}</p>{command}</div>'
+    )
+
+
+def write_part(part: Part, key: str, above: str, palette: Palette, run: str = "", *, folded: bool = False) -> str:
+    """A part's HTML. A title that repeats the one above it is left out. `run` is whose it is, beside another's; a
+    `folded` table shows its title until it is opened."""
+    match part:
+        case Table():
+            return write_table(part, escape(key), titled=part.title != above, run=run, folded=folded)
+        case Questions():
+            return _write_questions(part, escape(key), above)
+        case Beside():
+            return _write_beside(part, key, above, palette, folded=folded)
+        case _:
+            return write_chart(part, escape(key), above, palette)
+
+
+def write_chart(
+    part: Lanes | Breakdown | Roofline | Figure | Timeline | Bars, key: str, above: str, palette: Palette
+) -> str:
+    title = _write_title(part.title, above)
+    subtitle = part.subtitle if isinstance(part, Figure | Timeline) else ""
+    below = f"<p>{prose(subtitle)}</p>" if subtitle else ""
+    caption = f"<figcaption>{title}{below}</figcaption>" if title or below else ""
+    notes = "" if isinstance(part, Figure) else write_notes(part.notes)
+    kind = KINDS[type(part)]
+    body = "" if isinstance(part, Breakdown) else write_body(part, palette)
+    return (
+        f'<figure class="chart {kind}" id="{key}" data-kind="{kind}" data-key="{key}">{caption}'
+        f'<div class="body">{body}</div>{notes}</figure>'
+    )
+
+
+def _write_questions(questions: Questions, key: str, above: str) -> str:
+    title = _write_title(questions.title, above)
+    items = "".join(map(_write_question, questions.questions))
+    return f'<div class="questions" id="{key}">{title}{items}</div>'
+
+
+def _write_title(title: str, above: str) -> str:
+    return f"<h3>{markup(title)}</h3>" if title and title != above else ""
+
+
+def _write_question(question: Question) -> str:
+    state = "" if question.is_answered else " unanswered"
+    return (
+        f'<article class="question{state}"><h3>{prose(question.question)}</h3>'
+        f"<div>{_write_answer(question)}</div></article>"
+    )
+
+
+def _write_answer(question: Question) -> str:
+    figure = f'<p class="figure">{markup(question.figure)}</p>' if question.figure else ""
+    evidence = ""
+    if question.evidence is not None:
+        table = write_table(question.evidence, "", titled=False).replace(' id=""', "", 1)
+        evidence = f"<details><summary>evidence</summary>{table}</details>"
+    command = write_copyable(Copyable(label="", text=question.command)) if question.command else ""
+    return f'{figure}<p class="answer">{prose(question.answer)}</p>{command}{evidence}'
+
+
+def _write_beside(beside: Beside, key: str, above: str, palette: Palette, *, folded: bool) -> str:
+    title = _write_title(beside.title, above)
+    asked = [part if isinstance(part, Questions) else None for part in beside.parts]
+    if any(asked):
+        return f'<div class="beside" id="{escape(key)}">{title}{_write_both_answers(beside.runs, asked)}</div>'
+    alone = " alone" if sum(part is not None for part in beside.parts) < 2 else ""
+    columns = []
+    for number, (run, part) in enumerate(zip(beside.runs, beside.parts, strict=True)):
+        inner = f'<p class="quiet">{_NOT_KNOWN}</p>'
+        if part is not None:
+            inner = write_part(part, name_inner(key, number), beside.title, palette, run)
+        columns.append(f'<div class="side"><p class="run">{markup(run)}</p>{inner}</div>')
+    sides = f'<div class="sides{alone}">{"".join(columns)}</div>'
+    if folded and beside.title:
+        most = max(len(part.rows) for part in beside.parts if isinstance(part, Table))
+        return f'<details class="fold beside" id="{escape(key)}">{write_summary(beside.title, most)}{sides}</details>'
+    return f'<div class="beside" id="{escape(key)}">{title}{sides}</div>'
+
+
+def _write_both_answers(runs: tuple[str, ...], asked: list[Questions | None]) -> str:
+    """Each question once, with the answers of the runs beside each other."""
+    by_run = [{question.question: question for question in part.questions} if part else {} for part in asked]
+    articles = []
+    for text in dict.fromkeys(text for questions in by_run for text in questions):
+        answers = "".join(
+            f'<div class="side"><p class="run">{markup(run)}</p>{_write_one_of_both(questions.get(text))}</div>'
+            for run, questions in zip(runs, by_run, strict=True)
+        )
+        articles.append(f'<article class="question"><h3>{prose(text)}</h3><div class="sides">{answers}</div></article>')
+    return f'<div class="questions both">{"".join(articles)}</div>'
+
+
+def _write_one_of_both(question: Question | None) -> str:
+    if question is None:
+        return f'<p class="quiet">{_NOT_KNOWN}</p>'
+    return (
+        _write_answer(question) if question.is_answered else f'<div class="unanswered">{_write_answer(question)}</div>'
+    )
+
+
+def name_inner(key: str, number: int) -> str:
+    """The key of a part that stands beside another."""
+    return f"{key}-{'abcdefgh'[number]}"
+
+
+def write_footer(report: Report) -> str:
+    commands = "".join(map(write_copyable, report.commands))
+    again = f'<h2>Make it again</h2><div class="commands">{commands}</div>' if commands else ""
+    version = f" {markup(report.version, 60)}" if report.version else ""
+    return f'<footer class="footer">{again}<p class="version">Made by stepscope{version}.</p></footer>'

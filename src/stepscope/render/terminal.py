@@ -1,0 +1,228 @@
+"""Tables and pages for the terminal: aligned columns, numbers on their decimal point, one rule under the header and
+no boxes.
+
+A line that is longer than the terminal is broken by the terminal, and every column after the break is lost.
+So when a width is given, the table gives way in four steps, the least harmful first, and stops as soon as
+it fits:
+
+1. labels are broken over several header lines, so that a column is as wide as its values;
+2. long remarks in the last column move below the table as numbered notes, equal remarks under one number;
+3. the longest text column is shortened in the middle, where kernel names differ least (CSV and JSON keep it
+   whole);
+4. the columns are split into blocks below each other, each repeating the columns that name the row.
+
+No number is ever dropped, and step 4 leaves only a single cell too wide for its terminal. Rejected:
+wrapping cells, which makes rows of uneven height that can no longer be read down or searched; and dropping
+columns, which hides what the user asked for. Without a width (a pipe, a file) the table has its natural
+width.
+"""
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+from rich.cells import cell_len, set_cell_size
+
+from stepscope.findings import Finding, Page, Table
+from stepscope.render.numbers import Lane, Sheet, format_value, lay_out, one_line
+
+_GAP = "  "
+_ON_A_PAGE = 3  # findings
+_LEAST_TEXT = 24  # a text column is not shortened below this
+_MOST_REMARKS = 9  # more distinct texts than this are names, not remarks, and belong in their rows
+_PLAIN_NUMBER = re.compile(r"(-?[\d,]+)((?:\.\d+)?[%×]?\??)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Lanes side by side with their header lines, and the remarks that moved below them."""
+
+    lanes: tuple[Lane, ...]
+    headers: tuple[tuple[str, ...], ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def widths(self) -> list[int]:
+        columns = zip(self.lanes, self.headers, strict=True)
+        return [max(map(cell_len, (*lane.cells, *header)), default=0) for lane, header in columns]
+
+    @property
+    def width(self) -> int:
+        return sum(self.widths) + len(_GAP) * (len(self.lanes) - 1)
+
+
+def render_text(sheet: Sheet, width: int | None) -> str:
+    """The sheet as lines of at most `width` characters, where its cells allow it."""
+    lanes = tuple(_align_points(lane) for lane in sheet.lanes)
+    natural = _Block(lanes=lanes, headers=tuple((lane.label,) for lane in lanes))
+    blocks = [natural] if width is None else _fit(natural, width)
+    notes = [*(remark for block in blocks for remark in block.remarks), *sheet.notes]
+    parts = [_wrap(sheet.title, width), *(_draw(block) for block in blocks)]
+    parts.append("\n".join(_wrap(note, width) for note in notes))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _align_points(lane: Lane) -> Lane:
+    """Pad numbers on the right so that, once right-aligned, their decimal points stand below each other."""
+    if lane.is_text:
+        return lane
+    matches = [_PLAIN_NUMBER.fullmatch(cell) for cell in lane.cells]
+    longest = max((len(match[2]) for match in matches if match), default=0)
+    cells = [
+        cell + " " * (longest - len(match[2])) if match else cell
+        for cell, match in zip(lane.cells, matches, strict=True)
+    ]
+    return replace(lane, cells=tuple(cells))
+
+
+def _fit(block: _Block, width: int) -> list[_Block]:
+    """The four steps of the module docstring."""
+    if block.width <= width:
+        return [block]
+    narrow = _break_labels(block)
+    if narrow.width <= width:
+        return [narrow]
+    moved = _move_remarks(narrow)
+    # Where numbering is not enough, short remarks are better off in their rows, and long ones still below.
+    if moved.width <= width or narrow.widths[-1] > _LEAST_TEXT:
+        narrow = moved
+    short = _shorten_texts(narrow, width)
+    return [short] if short.width <= width else _split(short, width)
+
+
+def _break_labels(block: _Block) -> _Block:
+    headers: list[tuple[str, ...]] = []
+    for lane in block.lanes:
+        longest_word = max(map(len, lane.label.split()), default=1)
+        room = max(longest_word, *map(cell_len, lane.cells), 1)
+        headers.append(tuple(textwrap.wrap(lane.label, room, break_on_hyphens=False)) or ("",))
+    return replace(block, headers=tuple(headers))
+
+
+def _move_remarks(block: _Block) -> _Block:
+    """Number the texts of the last column and put them below, where they are longer than their number."""
+    *others, last = block.lanes
+    marker_width = len("[1]")
+    texts = dict.fromkeys(cell for cell in last.cells if cell_len(cell) > marker_width)
+    if not others or not last.is_text or len(texts) > _MOST_REMARKS:
+        return block
+    markers = {text: f"[{number}]" for number, text in enumerate(texts, start=1)}
+    cells = tuple(markers.get(cell, cell) for cell in last.cells)
+    remarks = tuple(f"{marker} {text}" for text, marker in markers.items())
+    return replace(block, lanes=(*others, replace(last, cells=cells)), remarks=remarks)
+
+
+def _shorten_texts(block: _Block, width: int) -> _Block:
+    """Take what is too much from the text columns, the longest first, as far as they can give it."""
+    lanes, widths, excess = list(block.lanes), block.widths, block.width - width
+    for index in sorted(range(len(lanes)), key=lambda i: -widths[i]):
+        room = max(_LEAST_TEXT, widths[index] - excess)
+        if lanes[index].is_text and excess > 0 and room < widths[index]:
+            lanes[index] = replace(lanes[index], cells=tuple(_shorten(cell, room) for cell in lanes[index].cells))
+            excess -= widths[index] - room
+    return replace(block, lanes=tuple(lanes))
+
+
+def _shorten(text: str, room: int) -> str:
+    if cell_len(text) <= room:
+        return text
+    half = (room - 1) // 2
+    head, tail = set_cell_size(text, room - 1 - half), set_cell_size(text[::-1], half)[::-1]
+    return f"{head}…{tail}"
+
+
+def _split(block: _Block, width: int) -> list[_Block]:
+    """As few blocks as will do, of similar width, each opening with the columns that name the row."""
+    widths = block.widths
+    keys = [index for index, lane in enumerate(block.lanes) if lane.names_row]
+    if sum(widths[index] for index in keys) > width // 2:
+        keys = keys[:1]
+    fewest = len(_group(widths, keys, width))
+    # The narrowest limit that needs no more blocks: a full block above one with a single column looks broken.
+    narrowest = next(limit for limit in range(width + 1) if len(_group(widths, keys, limit)) == fewest)
+    blocks = [_pick(block, [*keys, *group]) for group in _group(widths, keys, narrowest)]
+    return [*blocks[:-1], replace(blocks[-1], remarks=block.remarks)]
+
+
+def _group(widths: Sequence[int], keys: Sequence[int], limit: int) -> list[list[int]]:
+    """The columns that are no keys, in order, in groups that fit into `limit` beside the keys."""
+    groups: list[list[int]] = [[]]
+    for index in range(len(keys), len(widths)):
+        columns = [*keys, *groups[-1], index]
+        if groups[-1] and sum(widths[i] + len(_GAP) for i in columns) - len(_GAP) > limit:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
+
+
+def _pick(block: _Block, indices: Sequence[int]) -> _Block:
+    return _Block(lanes=tuple(block.lanes[i] for i in indices), headers=tuple(block.headers[i] for i in indices))
+
+
+def _draw(block: _Block) -> str:
+    height = max(map(len, block.headers), default=0)
+    # Labels of fewer lines stand at the bottom, next to their values.
+    padded = [("",) * (height - len(header)) + header for header in block.headers]
+    header_rows = list(zip(*padded, strict=True))
+    rows = list(zip(*(lane.cells for lane in block.lanes), strict=True))
+    lines = [_draw_row(block, row) for row in header_rows]
+    lines.append("─" * block.width)
+    lines += [_draw_row(block, row) for row in rows]
+    return "\n".join(lines) if block.lanes else ""
+
+
+def _draw_row(block: _Block, cells: Sequence[str]) -> str:
+    padded = []
+    for lane, width, cell in zip(block.lanes, block.widths, cells, strict=True):
+        space = " " * (width - cell_len(cell))
+        padded.append(cell + space if lane.is_text else space + cell)
+    return _GAP.join(padded).rstrip()
+
+
+def _wrap(text: str, width: int | None) -> str:
+    if width is None:
+        return text
+    return "\n".join(textwrap.wrap(text, max(width, _LEAST_TEXT), subsequent_indent="  "))
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def render_page(page: Page, *, width: int | None) -> str:
+    """What it is about, tables, and findings with what to do."""
+    parts = ["\n".join(one_line(line) for line in page.headline.splitlines())]
+    # Notes repeat from table to table; on a page the last one says it for all.
+    parts += [
+        render_text(lay_out(_quiet(table, page.tables[-1]), detail=False), width).rstrip("\n") for table in page.tables
+    ]
+    if page.findings is not None:
+        parts.append(_render_findings(page.findings, width))
+    return "\n\n".join(parts) + "\n"
+
+
+def _quiet(table: Table, last: Table) -> Table:
+    notes = table.notes if table is last else tuple(note for note in table.notes if note not in last.notes)
+    return msgspec.structs.replace(table, notes=notes)
+
+
+def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
+    if not findings:
+        return "Findings: nothing that stands out"
+    lines = ["Findings"]
+    for one in findings[:_ON_A_PAGE]:
+        saving = f"saves about {one.saving_ns / 1e6:,.2f} ms a step" if one.saving_ns else "no saving estimated"
+        share = f" ({format_value('share', one.share)})" if one.share else ""
+        lines.append(f"{one.code}  {one.title}: {saving}{share}")
+        lines.extend(_indented(one.evidence, width))
+        lines.extend(_indented(f"fix: {one.fix}", width))
+    if len(findings) > _ON_A_PAGE:
+        lines.append(f"{len(findings) - _ON_A_PAGE} more: --table findings --detail")
+    lines.append(f"What a finding means: stepscope rule {findings[0].code}")
+    return "\n".join(lines)
+
+
+def _indented(text: str, width: int | None) -> list[str]:
+    wrapped = [textwrap.wrap(one_line(line), max(40, (width or 120) - 7)) or [""] for line in text.splitlines()]
+    return ["       " + line for lines in wrapped for line in lines]

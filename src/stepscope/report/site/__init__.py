@@ -1,5 +1,0 @@
-"""A report, or one chart of it, as one HTML page that needs nothing beside itself."""
-
-from stepscope.report.site.document import write_chart_page, write_site
-
-__all__ = ["write_chart_page", "write_site"]

@@ -1,0 +1,86 @@
+"""One clock a page: every share is of the step that the headline names."""
+
+import pytest
+
+from stepscope.explain.story import Materials, tell
+from stepscope.explain.story.run import list_advice
+from stepscope.findings import Breakdown, Fact, Report, Table
+from stepscope.recording.store import Overhead
+from stepscope.spec import build_case
+from stepscope.units import say_flops, say_percent, say_share, say_size, say_time
+from tests.unit.explain.story.story_materials import addition, product, record_ours, section, small_row
+
+MS = 1_000_000
+
+
+def fact(report: Report, key: str) -> Fact:
+    return next(one for one in report.facts if one.key == key)
+
+
+def breakdown_of(report: Report) -> Breakdown:
+    part = section(report, "time").exhibits[0].part
+    assert isinstance(part, Breakdown)
+    return part
+
+
+def limits_of(report: Report) -> Table:
+    part = next(one.part for one in section(report, "roofline").exhibits if one.key == "roofline-table")
+    assert isinstance(part, Table)
+    return part
+
+
+def test_all_shares_are_of_the_step_that_bench_timed() -> None:
+    """100 ms by bench, 1 ms by the profile."""
+    profile = record_ours(product, addition, overhead=Overhead(plain_ns=MS, recorded_ns=2 * MS))
+    materials = Materials(name="a", bench=(small_row(),), profile=profile)
+    report = tell(materials)
+    assert materials.step_ns == materials.profile_step_ns == 100 * MS
+    assert fact(report, "step").value == 100
+    assert fact(report, "busy").value == pytest.approx(profile.busy_step_ns / (100 * MS))
+    assert "takes 100 ms and 1 GiB; the GPU " in report.sentence
+    assert "the GPU is idle 100 % of it" in report.sentence
+    assert section(report, "timeline").lead.startswith(
+        f"A step runs 2 kernels in 100 ms; drawn is one as recorded, when a step took "
+        f"{say_time(profile.recorded_step_ns)}."
+    )
+    told = breakdown_of(report)
+    assert told.walls_ns[0] == 100 * MS
+    assert told.idles_ns[0] == pytest.approx(100 * MS - profile.busy_step_ns)
+    for one in list_advice(materials) or ():
+        if one.finding.saving_ns is not None:
+            assert one.finding.share == pytest.approx(one.finding.saving_ns / (100 * MS))
+    alone = tell(Materials(name="a", profile=profile))
+    assert limits_of(report).notes != limits_of(alone).notes, "its MFU goes by the page's step too"
+
+
+def test_a_bench_shorter_than_the_kernels_gives_way_to_the_profile() -> None:
+    profile = record_ours(*[product] * 8)
+    materials = Materials(name="a", bench=(small_row(step_ns=(MS, MS, MS)),), profile=profile)
+    assert profile.busy_step_ns > MS
+    report = tell(materials)
+    assert materials.step_ns == profile.step_ns
+    assert fact(report, "step").value == pytest.approx(profile.step_ns / MS)
+    assert report.soundness.verdict == "doubtful"
+    assert "the step was timed at 1 ms, and its kernels alone ran for" in report.soundness.sentence
+
+
+def test_a_profile_of_another_run_keeps_its_own_step() -> None:
+    profile = record_ours(product, case=build_case({"size": "medium", "device": "cuda:0"}))
+    materials = Materials(name="a", bench=(small_row(),), profile=profile)
+    report = tell(materials)
+    assert fact(report, "step").value == 100
+    assert not {"bound", "busy"} & {one.key for one in report.facts}
+    assert breakdown_of(report).walls_ns == (profile.step_ns,)
+
+
+def test_units_are_chosen_by_what_is_shown() -> None:
+    assert [say_time(ns) for ns in (999.4e6, 999.6e6, 999_999, 1.5e12)] == ["999 ms", "1 s", "1 ms", "1,500 s"]
+    assert [say_size(mib * 2**20) for mib in (999.4, 999.6, 1001, 1023.9)] == [
+        "999 MiB",
+        "1,000 MiB",
+        "1,001 MiB",
+        "1 GiB",
+    ]
+    assert say_flops(999.9e9) == "1 TFLOP"
+    assert say_percent(1e-9) == say_share(1e-9) == "under 0.01 %"
+    assert say_percent(0) == say_share(0) == "0 %"

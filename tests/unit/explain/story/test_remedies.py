@@ -1,0 +1,205 @@
+"""What is offered to copy: something for every rule, commands that the command line takes, Python that is Python."""
+
+import ast
+import shlex
+from unittest.mock import patch
+
+import msgspec
+import pytest
+
+from stepscope.explain.rules import RULES
+from stepscope.explain.story import Materials
+from stepscope.explain.story.commands import add_settings, write_command
+from stepscope.explain.story.missing import command_for
+from stepscope.explain.story.run import advise, list_advice
+from stepscope.findings import Advice, Finding
+from stepscope.spec import Case, Scalar, build_case, grid_from_flags
+from tests.unit.explain.story.story_materials import product, record, record_ours
+from tests.unit.recordings import Timeline
+
+CODES = list(RULES)
+SETTINGS: dict[str, dict[str, Scalar]] = {
+    "named size": {"size": "small", "context": 256, "precision": "bf16"},
+    "own widths": {"d_model": 96, "d_ff": 256, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "vocab": 500},
+    "tied": {"d_model": 96, "d_ff": 256, "num_layers": 3, "num_heads": 6, "tie_embeddings": True},
+    "all else": {
+        "size": "medium",
+        "batch": 2,
+        "mode": "forward-backward",
+        "attention": "flash",
+        "compile": True,
+        "checkpoint": "nested:2",
+        "optimizer": "sgd",
+        "seed": 3,
+    },
+    "micro-batches": {"size": "small", "batch": 8, "grad_accumulation": 4},
+    "cpu": {"size": "nano", "device": "cpu"},
+    "factory": {"model": "my_model:build"},
+    "file": {"model": "models/my model.py:build", "context": 64},
+    "no tokens": {"hf": "vit"},
+    "transformers": {"hf": "gpt2", "attention": "sdpa"},
+}
+
+
+def finding(code: str) -> Finding:
+    return Finding(code=code, title="t", evidence="e", fix="f")
+
+
+def read_case(command: str) -> Case:
+    """The case that the command line would make of a command."""
+    program, _, *words = shlex.split(command)
+    assert program == "stepscope"
+    flags: dict[str, str] = {}
+    arguments = []
+    while words:
+        name = words.pop(0).removeprefix("--").replace("-", "_")
+        value = words.pop(0) if words and not words[0].startswith("--") else "yes"
+        if name == "set":
+            arguments.append(value)
+        else:
+            flags[name] = value
+    return grid_from_flags(flags, arguments).cases()[0]
+
+
+def advice_for(code: str, **settings: Scalar) -> Advice:
+    case = build_case({"size": "small", "device": "cuda:0", **settings})
+    return advise(finding(code), record_ours(product, case=case))
+
+
+# --- Every rule -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_rule_has_something_to_copy_for_any_code(code: str) -> None:
+    fixes = advise(finding(code), record(product)).fixes
+    assert fixes
+    for fix in fixes:
+        if fix.text.startswith("stepscope "):
+            assert shlex.split(fix.text)[1] in ("kernel", "rule", "doctor")
+        else:
+            ast.parse(fix.text)
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("settings", [{}, {"compile": True, "attention": "flash", "checkpoint": "2"}])
+def test_every_rule_has_something_to_copy_for_a_run_of_ours(code: str, settings: dict[str, Scalar]) -> None:
+    case = build_case({"size": "small", "device": "cuda:0", **settings})
+    fixes = advise(finding(code), record_ours(product, case=case)).fixes
+    assert fixes
+    for fix in fixes:
+        if fix.text.startswith("stepscope report"):
+            assert read_case(fix.text).workload != msgspec.structs.replace(case.workload, device="auto")
+
+
+def test_a_flag_that_is_set_is_no_remedy() -> None:
+    assert "--compile" in advice_for("SS003").fixes[0].text
+    assert "torch.compile" in advice_for("SS003", compile=True).fixes[0].text
+    assert read_case(advice_for("SS001", compile=True).fixes[0].text).workload.batch == 8
+
+
+def test_each_flag_mends_its_rule() -> None:
+    def workload(code: str, **settings: Scalar) -> object:
+        return read_case(advice_for(code, **settings).fixes[0].text).workload
+
+    assert workload("SS002", precision="fp16") == build_case({"size": "small", "precision": "bf16"}).workload
+    assert workload("SS004") == build_case({"size": "small", "attention": "flash"}).workload
+    assert workload("SS005") == build_case({"size": "small", "precision": "tf32"}).workload
+    assert workload("SS007") == build_case({"size": "small", "optimizer": "adamw-fused"}).workload
+    assert workload("SS009", vocab=10_007) == build_case({"size": "small", "vocab": 10_048}).workload
+    assert workload("SS013", checkpoint="2") == build_case({"size": "small"}).workload
+    assert workload("SS015") == build_case({"size": "small", "batch": 8}).workload
+
+
+def test_a_model_of_one_s_own_gets_the_command_and_the_code() -> None:
+    case = build_case({"model": "my_model:build", "context": 128, "device": "cuda:0"})
+    command, python = advise(finding("SS003"), record_ours(product, case=case)).fixes
+    assert command.text == "stepscope report --model my_model:build --context 128 --compile"
+    assert python.text == "model = torch.compile(model)"
+
+
+@pytest.mark.parametrize("settings", [{"model": "my_model.py:build"}, {"hf": "gpt2"}])
+def test_the_adamw_of_a_model_of_ones_own_is_fused_by_a_flag(settings: dict[str, Scalar]) -> None:
+    profile = record_ours(product, case=build_case(settings), optimizer="adamw-torch")
+    command, python = advise(finding("SS007"), profile).fixes
+    assert read_case(command.text).workload == build_case({**settings, "optimizer": "adamw-fused"}).workload
+    assert "fused=True" in python.text
+
+
+def test_an_optimizer_that_a_factory_brought_is_replaced_by_no_flag() -> None:
+    """`--optimizer` would be refused."""
+    profile = record_ours(product, case=build_case({"model": "my_model:build"}), optimizer="AdamW")
+    (python,) = advise(finding("SS007"), profile).fixes
+    assert "fused=True" in python.text
+
+
+@pytest.mark.parametrize("settings", [{"model": "my_model:build"}, {"hf": "gpt2"}, {"size": "small"}])
+def test_the_command_for_precisions_names_no_optimizer(settings: dict[str, Scalar]) -> None:
+    """`stepscope precision` refuses it: no optimizer runs there."""
+    case = build_case({**settings, "optimizer": "sgd", "device": "cuda:0"})
+    assert "--optimizer" not in command_for(Materials(name="a", profile=record_ours(product, case=case)), "precision")
+
+
+def test_what_no_flag_mends_gets_code_alone() -> None:
+    case = build_case({"model": "my_model:build", "device": "cuda:0"})
+    (python,) = advise(finding("SS004"), record_ours(product, case=case)).fixes
+    assert "scaled_dot_product_attention" in python.text
+    (fused,) = advice_for("SS007", optimizer="adamw-fused").fixes
+    assert "fused=True" in fused.text
+
+
+def test_a_kernel_s_name_is_quoted_and_a_monstrous_one_is_not_typed() -> None:
+    def longest(name: str) -> str:
+        def launch(timeline: Timeline) -> None:
+            timeline.launch(name, 500)
+
+        return advise(finding("SS014"), record(product, launch)).fixes[0].text
+
+    assert shlex.split(longest("evil'; rm -rf $HOME")) == ["stepscope", "kernel", "evil'; rm -rf $HOME"]
+    assert longest("a" * 5000) == "stepscope rule SS014"
+    assert longest("two\nlines") == "stepscope rule SS014"
+
+
+def test_the_first_advice_is_three_different_things_to_do() -> None:
+    """One flag mends SS001 and SS003: the second of them waits until other things were named."""
+    found = tuple(finding(code) for code in ("SS001", "SS003", "SS004", "SS007"))
+    with patch("stepscope.explain.story.run.find_once", return_value=found):
+        advice = list_advice(Materials(name="a", profile=record_ours(product)))
+    assert advice is not None
+    assert [one.finding.code for one in advice] == ["SS001", "SS004", "SS007", "SS003"]
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_command_makes_the_workload_again(settings: dict[str, Scalar]) -> None:
+    workload = build_case(settings).workload
+    assert read_case(write_command("report", workload)).workload == workload
+
+
+def test_arguments_of_a_factory_come_back() -> None:
+    workload = build_case({"model": "my_model:build", "set": {"depth": 4, "wide": True, "kind": "a b"}}).workload
+    assert read_case(write_command("profile", workload)).workload == workload
+
+
+def test_the_first_gpu_needs_no_flag() -> None:
+    workload = build_case({"size": "small", "device": "cuda:0"}).workload
+    assert write_command("report", workload) == "stepscope report --size small --context 128"
+    second = msgspec.structs.replace(workload, device="cuda:1")
+    assert write_command("report", second).endswith("--device cuda:1")
+
+
+def test_a_command_of_a_question_gets_the_settings_that_it_does_not_name() -> None:
+    workload = build_case({"size": "small", "context": 1024, "attention": "flash", "compile": True}).workload
+    ours = "--size small --context 1024 --attention flash"
+    command = "stepscope profile --mode inference --out runs/i && stepscope explain RECORDING runs/i --questions"
+    completed = f"stepscope profile {ours} --compile {command.removeprefix('stepscope profile ')}"
+    assert add_settings(command, workload) == completed
+    assert add_settings("stepscope memory --compile no", workload) == f"stepscope memory {ours} --compile no"
+    for other in (
+        "torch.profiler.profile(record_shapes=True)",
+        "stepscope profile --size large",
+        "stepscope doctor",
+        "",
+    ):
+        assert add_settings(other, workload) == other

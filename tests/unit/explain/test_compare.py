@@ -1,0 +1,245 @@
+"""Two recordings against each other: differences add up, noise is told from change, and the gate decides."""
+
+import itertools
+from dataclasses import replace
+from fractions import Fraction
+
+import polars as pl
+import pytest
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.trace.accounting import account
+from stepscope.explain.trace.compare import (
+    OVERLAP,
+    REST,
+    WALL,
+    By,
+    align_module,
+    compare,
+    comparison_table,
+    gate_sentence,
+    judge,
+    parse_percent,
+    regressed,
+    welch_margin,
+)
+from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.recording import tables
+from stepscope.recording.rows.bench import Doubt
+from stepscope.render.formats import Format
+from stepscope.render.tables import render
+from stepscope.spec import build_case
+from tests.unit.question_recordings import EXP, GEMM, TINY, Tape, model_profile
+
+KEYS: tuple[By, ...] = ("phase", "class", "module", "kernel")
+
+
+def run_of(*durations: int, gemm: int = 50, **manifest: object) -> Profile:
+    """One step a duration: a product, and an exponential that takes it."""
+    tape = Tape()
+    for step, ns in enumerate(durations):
+        with tape.inside(f"step:{step}"):
+            with tape.inside("phase:forward"), tape.operator("aten::mm"):
+                tape.kernel(GEMM, gemm)
+                tape.kernel(EXP, ns)
+            tape.synchronise()
+    return tape.profile(**manifest)
+
+
+def with_plain(profile: Profile, *durations: int) -> Profile:
+    rows = [{"phase": "forward", "step": n, "duration_ns": ns, "clock": "host"} for n, ns in enumerate(durations)]
+    return make_profile(replace(profile.recording, steps=tables.conform("steps", pl.DataFrame(rows))))
+
+
+@pytest.mark.parametrize("by", KEYS)
+def test_the_parts_add_up_to_the_nanosecond(by: By) -> None:
+    a, b = model_profile(steps=3), model_profile(steps=7, fused=True, gemm_ns=133)
+    result = compare(a, b, by=by)
+    assert sum(row.a_ns for row in result.parts) == result.wall.a_ns
+    assert sum(row.b_ns for row in result.parts) == result.wall.b_ns
+    assert sum(row.difference_ns for row in result.parts) == result.wall.difference_ns != 0
+
+
+def test_halves_of_nanoseconds_are_rounded_so_that_they_add_up() -> None:
+    tape = Tape()
+    for step in range(2):
+        with tape.inside(f"step:{step}"):
+            tape.kernel(GEMM, 50 + step)
+            tape.kernel(EXP, 100 + step)
+            tape.synchronise()
+    result = compare(tape.profile(), run_of(100, 100))
+    assert result.wall.a_ns == sum(row.a_ns for row in result.parts)
+    parts = {row.name: row.a_ns for row in result.parts}
+    assert parts["gemm"] + parts["elementwise"] == 151
+
+
+def test_many_parts_end_in_a_rest() -> None:
+    tapes = Tape(), Tape()
+    for number, tape in enumerate(tapes):
+        with tape.inside("step:0"):
+            for kind in range(30):
+                tape.kernel(f"kernel_{kind}", 100 + number * kind)
+    result = compare(*(tape.profile() for tape in tapes), by="kernel")
+    assert result.parts[-1].name == REST
+    assert [row.name for row in result.parts[:2]] == ["kernel_29", "kernel_28"]
+    assert sum(row.difference_ns for row in result.parts) == result.wall.difference_ns
+
+
+def test_a_recording_against_itself() -> None:
+    profile = model_profile(steps=3)
+    for by in KEYS:
+        result = compare(profile, profile, by=by)
+        assert {row.verdict for row in (*result.totals, *result.parts)} == {"same"}
+        assert not regressed(result, 0.0)
+        assert not result.remarks
+
+
+def test_what_changed_most_comes_first() -> None:
+    result = compare(run_of(100, 100, 100), run_of(400, 400, 400, gemm=60), by="class")
+    assert [(row.name, row.difference_ns) for row in result.parts[:2]] == [("elementwise", 300), ("gemm", 10)]
+    assert result.parts[0].verdict == "slower"
+    assert result.parts[0].ratio == 4
+
+
+def test_noise_is_told_from_change() -> None:
+    noisy = compare(run_of(100, 900, 500), run_of(200, 1000, 400))
+    assert noisy.wall.verdict == "noise"
+    assert not regressed(noisy, 0.0)
+    steady = compare(run_of(500, 505, 510), run_of(600, 605, 610))
+    assert steady.wall.verdict == "slower"
+    assert compare(run_of(600, 605, 610), run_of(500, 505, 510)).wall.verdict == "faster"
+
+
+def test_few_steps_cannot_tell_and_are_gated_all_the_same() -> None:
+    result = compare(run_of(100), run_of(500))
+    assert result.wall.verdict == "cannot tell"
+    assert regressed(result, 0.03)
+    assert "too few steps" in gate_sentence(result, 0.03)
+    assert not regressed(compare(run_of(500), run_of(100)), 0.0)
+
+
+def test_the_gate_takes_the_limit() -> None:
+    result = compare(run_of(10_000, 10_000, 10_000), run_of(10_400, 10_400, 10_400))
+    assert regressed(result, 0.03)
+    assert not regressed(result, 0.05)
+    assert gate_sentence(result, 0.03).startswith("FAIL: wall +3.9")
+    assert gate_sentence(result, 0.05).startswith("pass")
+
+
+def test_the_gate_prefers_steps_timed_without_the_recorder() -> None:
+    a, b = run_of(100, 100, 100), run_of(900, 900, 900)
+    result = compare(with_plain(a, 500, 501, 502), with_plain(b, 501, 500, 502))
+    assert result.wall.verdict == "slower"
+    assert result.gate.verdict == "same"
+    assert not regressed(result, 0.0)
+    assert compare(with_plain(a, 500), b).gate.name == WALL
+
+
+def test_a_step_ends_where_the_next_begins() -> None:
+    profile = run_of(100, 200, 300)
+    windows = profile.step_windows
+    assert [start for start, _ in windows] == profile.steps["start_ns"].to_list()
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(windows))
+
+
+def test_steps_follow_the_device_where_the_host_runs_ahead() -> None:
+    tape = Tape()
+    for step in range(4):
+        with tape.inside(f"step:{step}"):
+            tape.kernel(GEMM, 1000)
+    profile = tape.profile()
+    assert [end - start for start, end in profile.step_windows] == [1000] * 4
+    assert compare(profile, profile).wall.a_ns == 1000
+
+
+def test_what_runs_side_by_side_counts_once() -> None:
+    tape = Tape()
+    with tape.inside("step:0"):
+        tape.kernel(GEMM, 1000, stream=7)
+        tape.kernel(EXP, 500, stream=8)
+        tape.synchronise()
+    result = compare(tape.profile(), tape.profile())
+    parts = {row.name: row.a_ns for row in result.parts}
+    assert parts["gemm"] == parts[OVERLAP] == 500
+    assert "elementwise" not in parts
+
+
+def test_welch_on_numbers_worked_out_by_hand() -> None:
+    # Variances 1 and 4 over three each: error 5/3; freedom (5/3)² / ((1/3)²/2 + (4/3)²/2) = 2.94, so t of 2.
+    assert welch_margin([1, 2, 3], [2, 4, 6]) == pytest.approx(4.303 * (5 / 3) ** 0.5)
+    assert welch_margin([1, 1, 1], [2, 2, 2]) == 0
+    ones, threes = [Fraction(1)] * 3, [Fraction(3)] * 3
+    assert judge(ones, threes) == "slower"
+    assert judge(ones[:2], threes) == "cannot tell"
+
+
+@pytest.mark.parametrize(("text", "value"), [("3%", 0.03), ("3", 0.03), (" 0.5 % ", 0.005), ("0", 0.0), ("150%", 1.5)])
+def test_percent(text: str, value: float) -> None:
+    assert parse_percent(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "%", "three", "-1%", "nan", "inf%", "3%%"])
+def test_bad_percent_is_refused(text: str) -> None:
+    with pytest.raises(StepscopeError, match="not a percentage"):
+        parse_percent(text)
+
+
+def test_circumstances_that_differ_are_said() -> None:
+    doubt = Doubt(code="throttled", text="the clocks were held back")
+    cases = [
+        build_case({**TINY, "device": "cuda:0", "precision": p, "batch": n}) for p, n in (("fp32", 2), ("bf16", 4))
+    ]
+    a = run_of(100, case=cases[0], versions={"torch": "2.12"})
+    b = run_of(100, case=cases[1], versions={"torch": "2.13"}, device="NVIDIA H100", doubts=(doubt,))
+    said = "\n".join(compare(a, b).remarks)
+    assert "the devices differ: A on NVIDIA H200, B on NVIDIA H100" in said
+    assert "batch 2 → 4" in said
+    assert "precision fp32 → bf16" in said
+    assert "torch 2.12 → 2.13" in said
+    assert "B: the clocks were held back (throttled)" in said
+    assert "context" not in said
+
+
+def test_kernels_run_one_at_a_time_are_no_step() -> None:
+    said = compare(run_of(100), run_of(100, source="nsight compute")).remarks
+    assert [line.split(":")[1] for line in said] == [" B", " the recorders differ, and so does what they cost"]
+
+
+def test_layers_are_one_module() -> None:
+    assert align_module("blocks.11.attention.q_proj") == "blocks.*.attention.q_proj"
+    assert align_module("Model_0.Block_3.Linear_12") == "Model.Block.Linear"
+    assert align_module("model.layers.0") == "model.layers.*"
+
+
+def test_the_table_renders_in_every_format() -> None:
+    result = compare(model_profile(steps=3), model_profile(steps=3, fused=True), by="kernel", names=("a", "b"))
+    table = comparison_table(result)
+    for form in Format:
+        assert render(table, form, width=100)
+    assert any("only in B" in str(row[7]) for row in table.rows)
+    assert table.rows[0][:2] == ("step", WALL)
+
+
+def test_a_long_kernel_is_in_every_step_that_it_runs_in() -> None:
+    """Also where shorter ones began after it and ended before the step."""
+    tape = Tape()
+    for step in range(4):
+        with tape.inside(f"step:{step}"):
+            if step == 0:
+                tape.kernel(EXP, 2500, stream=8)
+            tape.kernel(GEMM, 1000, stream=7)
+            tape.now = tape.free[7]
+    profile = tape.profile()
+    busy = {
+        (start, end): account(
+            profile.kernels.filter((pl.col("end_ns") > start) & (pl.col("start_ns") < end)).with_columns(
+                pl.col("start_ns", "end_ns").clip(start, end)
+            ),
+            (start, end),
+        )
+        for start, end in profile.step_windows
+    }
+    assert sum(one.overlap_ns > 0 for one in busy.values()) == 3
+    parts = {row.name: row.a_ns for row in compare(profile, profile).parts}
+    assert parts[OVERLAP] == round(sum(one.overlap_ns for one in busy.values()) / len(busy))
+    assert parts["gemm"] == round(sum(one.classes["gemm"] for one in busy.values()) / len(busy))

@@ -1,0 +1,381 @@
+"""The questions are answered with the right figures, and not at all where the recording does not hold them."""
+
+from dataclasses import replace
+
+import msgspec
+import polars as pl
+import pytest
+
+from stepscope.explain.questions import Answer, answer, answers_table, answers_text, evidence_tables
+from stepscope.explain.questions.copies import explain_copy
+from stepscope.explain.questions.idle_gaps import find_gaps
+from stepscope.explain.questions.product_roles import Extent, extent, find_products, role_of_module
+from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.findings import Cell
+from stepscope.recording import tables
+from stepscope.recording.rows.bench import Doubt
+from stepscope.recording.store import Overhead
+from stepscope.render.formats import Format
+from stepscope.render.tables import render
+from tests.unit.question_recordings import AUTOGRAD, EXP, GEMM, SMALL_GEMM, SOFTMAX, Tape, model_profile
+
+
+def ask(key: str, *profiles: Profile) -> Answer:
+    return next(one for one in answer(profiles) if one.key == key)
+
+
+def evidence(of: Answer) -> list[dict[str, Cell]]:
+    assert of.evidence is not None
+    keys = [column.key for column in of.evidence.columns]
+    return [dict(zip(keys, row, strict=True)) for row in of.evidence.rows]
+
+
+def with_plain_forward(profile: Profile, *durations: int) -> Profile:
+    rows = [
+        {"phase": "forward", "step": n, "duration_ns": ns, "clock": "cuda events"} for n, ns in enumerate(durations)
+    ]
+    return make_profile(replace(profile.recording, steps=tables.conform("steps", pl.DataFrame(rows))))
+
+
+def test_nine_questions_each_with_a_sentence() -> None:
+    answers = answer([model_profile()])
+    assert len({one.key for one in answers}) == len(answers) == 9
+    for one in answers:
+        assert one.sentence
+        assert bool(one.figure) is (one.status == "answered")
+        assert one.status == "answered" or one.command
+    assert [one.key for one in answers if one.status != "answered"] == ["small-and-large"]
+
+
+def test_no_recording_is_refused() -> None:
+    with pytest.raises(ValueError, match="no recording"):
+        answer([])
+
+
+def test_forward_time_is_held_against_the_plain_clock() -> None:
+    profile = model_profile()
+    clocks = {row["clock"]: row["per_step_ms"] for row in evidence(ask("forward-time", profile))}
+    assert clocks["kernels"] == (19 * 100 + 2 * 50) / 1e6  # per step: 19 products and two softmaxes
+    assert "plain" not in clocks
+    span = clocks["span"]
+    assert isinstance(span, float)
+    same = ask("forward-time", with_plain_forward(profile, *[round(span * 1e6)] * 3))
+    assert "agrees with the span" in same.sentence
+    slower = ask("forward-time", with_plain_forward(profile, *[round(span * 0.5e6)] * 3))
+    assert "takes 2 times as long" in slower.sentence
+    assert "in doubt" not in slower.sentence
+    doubt = Doubt(code="shared", text="others were using the CPU")
+    doubted = with_plain_forward(model_profile(doubts=(doubt,)), 10)
+    assert "that clock is in doubt: others were using the CPU." in ask("forward-time", doubted).sentence
+    assert slower.figure == "1 µs"
+
+
+def test_the_leading_kernel_is_counted_per_step() -> None:
+    found = ask("top-kernel", model_profile(steps=3))
+    assert found.sentence.startswith("`sgemm 128×64 tn (cuBLAS)` leads forward: 19 times a step, 1.9 µs, 95.0 %")
+    assert "it also leads forward and backward together" in found.sentence
+    forward = evidence(found)[0]
+    assert (forward["scope"], forward["per_step"]) == ("forward", 19)
+
+
+def test_another_kernel_may_lead_the_whole_step() -> None:
+    tape = Tape()
+    with tape.inside("step:0"):
+        with tape.inside("phase:forward"):
+            number = tape.forward("aten::mm", GEMM, 100)
+        tape.backward("MmBackward0", number, [("aten::mm", SMALL_GEMM, 500)])
+    sentence = ask("top-kernel", tape.profile()).sentence
+    assert "over forward and backward `sgemm 64×32 tn (cuBLAS)` leads instead" in sentence
+
+
+def test_what_matters_besides_products() -> None:
+    found = ask("besides-products", model_profile())
+    assert found.figure == "5 %"
+    assert [(row["scope"], row["share"]) for row in evidence(found)] == [("class", 0.05), ("kernel", 0.05)]
+
+
+def test_share_of_products_from_forward_or_inference_to_the_whole_step() -> None:
+    train, inference = model_profile(), model_profile(mode="inference", gemm_ns=50)
+    within = ask("share-of-products", train)
+    # Forward 1900 of 2000; the step 1900 + 3800 of 2000 + 3800 + 50 + 300.
+    assert within.figure == "95.0 % → 92.7 %"
+    assert "optimizer (+4.9 points)" in within.sentence
+    both = ask("share-of-products", inference, train)
+    assert both.figure == "90.5 % → 92.7 %"
+    assert both.command == ""
+    alone = ask("share-of-products", inference)
+    assert alone.status == "not in this recording"
+
+
+def test_softmax_against_the_two_products() -> None:
+    found = ask("softmax", model_profile())
+    rows = {str(row["part"]): row for row in evidence(found)}
+    flops = 2 * 2 * (2 * 4 * 16 * 32 * 16)  # two layers, two products
+    elements = 2 * 4 * 16 * 16
+    assert rows["the two products"]["flops"] == flops
+    assert rows["the two products"]["per_step_ms"] == 4 * 100 / 1e6
+    softmax = rows["softmax (2 kernels)"]
+    assert (softmax["per_step_ms"], softmax["flops"], softmax["flops_by_hand"]) == (1e-4, 5 * elements, 3 * elements)
+    assert found.figure == f"0.25× the time, 1/{flops / (5 * elements):.3g} of the FLOP"
+    assert "bound by memory" in found.sentence
+    assert "H200" in found.sentence
+
+
+def test_softmax_without_shapes_takes_them_from_the_case() -> None:
+    profile = model_profile()
+    bare = profile.recording.ops.with_columns(shapes=pl.lit(None, pl.String))
+    assert ask("softmax", make_profile(replace(profile.recording, ops=bare))).figure == ask("softmax", profile).figure
+
+
+def test_products_in_half_precision_move_half_the_bytes_of_a_softmax_in_single() -> None:
+    profile = model_profile()
+    of = pl.when(pl.col("name") == "aten::bmm").then(pl.lit('["c10::BFloat16", "c10::BFloat16"]'))
+    ops = profile.recording.ops.with_columns(dtypes=of.otherwise(pl.lit('["float"]')))
+    rows = evidence(ask("softmax", make_profile(replace(profile.recording, ops=ops))))
+    flops, moved = 2 * (16 * 32 * 16), 16 * 32 + 32 * 16 + 16 * 16
+    assert [row["flop_per_byte"] for row in rows[:2]] == [flops / (2 * moved), 5 / (2 * 4)]
+
+
+def test_a_compiled_recording_asks_for_one_that_is_not() -> None:
+    tape = Tape()
+    with tape.inside("step:0"), tape.inside("phase:forward"):
+        tape.forward("aten::bmm", GEMM, 30, "[[2, 8, 4], [2, 4, 8]]")
+    assert "--compile no" in ask("softmax", tape.profile(compiled=True)).command
+    assert "--compile" not in ask("softmax", tape.profile()).command
+
+
+def test_fused_attention_is_one_kernel() -> None:
+    found = ask("softmax", model_profile(fused=True))
+    assert found.figure.startswith("one kernel")
+    assert found.evidence is None
+
+
+def test_attention_of_others_is_found_around_the_softmax() -> None:
+    tape = Tape()
+    with tape.inside("step:0"), tape.inside("phase:forward"):
+        tape.forward("aten::bmm", GEMM, 30, "[[2, 8, 4], [2, 4, 8]]")
+        tape.forward("aten::_softmax", SOFTMAX, 60, "[[2, 8, 8]]")
+        tape.forward("aten::bmm", GEMM, 30, "[[2, 8, 8], [2, 8, 4]]")
+        tape.forward("aten::bmm", GEMM, 30)
+    profile = tape.profile()
+    assert find_products(profile)["role"].to_list() == ["scores", "values", "unknown"]
+    assert ask("softmax", profile).figure.startswith("1× the time")
+
+
+def test_nine_products_a_layer_and_the_head() -> None:
+    found = ask("products", model_profile(steps=3))
+    assert "2 × 9 and the head = 19 a forward pass" in found.sentence
+    assert "counted 19 in forward and 38 in backward: as expected" in found.sentence
+    counted = {(row["stage"], row["role"]): (row["expected"], row["counted"]) for row in evidence(found)}
+    assert counted["forward", "query"] == (2, 2)
+    assert counted["backward", "gate"] == (4, 4)
+    assert counted["backward", "scores"] == (4, 4)
+    assert counted["forward", "head"] == (1, 1)
+    shapes = {row["role"]: row["shape"] for row in evidence(found) if row["stage"] == "forward"}
+    assert shapes["down"] == "(32×256)·(256×64)"
+    assert shapes["scores"] == "4× (16×32)·(32×16)"
+
+
+def test_products_that_are_missing_are_said() -> None:
+    profile = model_profile()
+    ops = profile.recording.ops
+    row = ops.with_row_index().filter((pl.col("name") == "aten::mm") & (pl.col("thread") == 1))["index"][0]
+    start, end = ops["start_ns"][row], ops["end_ns"][row]
+    launch = profile.recording.launches.filter(pl.col("start_ns").is_between(start, end))["correlation"][0]
+    kernels = profile.recording.kernels.filter(pl.col("correlation") != launch)
+    found = ask("products", make_profile(replace(profile.recording, kernels=kernels)))
+    assert "not as expected (18.5 instead of 19 in forward)" in found.sentence
+
+
+def test_roles_that_nobody_knows_are_not_said_to_be_missing() -> None:
+    profile = model_profile()
+    bare = profile.recording.ranges.filter(~pl.col("name").str.contains("module:|part:"))
+    rows = evidence(ask("products", make_profile(replace(profile.recording, ranges=bare))))
+    assert {row["role"] for row in rows} == {"unknown"}
+    assert sum(float(row["counted"] or 0) for row in rows if row["stage"] == "forward") == 19
+
+
+def test_one_product_in_two_kernels_is_one() -> None:
+    tape = Tape()
+    with tape.inside("phase:forward"), tape.inside("module:blocks.0.ffn.up"), tape.operator("aten::mm"):
+        tape.kernel(GEMM, 10)
+        tape.kernel(SMALL_GEMM, 10)
+    products = find_products(tape.profile())
+    assert products.select("role", "time_ns").rows() == [("up", 20)]
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "expected"),
+    [
+        ("aten::mm", "[[2, 3], [3, 5]]", Extent(1, 2, 3, 5)),
+        ("aten::addmm", "[[5], [2, 3], [3, 5], [], []]", Extent(1, 2, 3, 5)),
+        ("aten::addmm", "[[2, 5], [2, 3], [3, 5], [], []]", Extent(1, 2, 3, 5)),
+        ("aten::baddbmm", "[[7, 2, 5], [7, 2, 3], [7, 3, 5]]", Extent(7, 2, 3, 5)),
+        ("aten::linear", "[[4, 2, 3], [5, 3], []]", Extent(1, 8, 3, 5)),
+        # With `out`, as compiled code calls them: it must not be taken for a factor, even where it fits.
+        ("aten::mm", "[[3, 2], [2, 5], [3, 5]]", Extent(1, 3, 2, 5)),
+        ("aten::mm", "[[5, 2], [2, 5], [5, 5]]", Extent(1, 5, 2, 5)),
+        ("aten::bmm", "[[7, 5, 2], [7, 2, 5], [7, 5, 5]]", Extent(7, 5, 2, 5)),
+        ("aten::addmm", "[[5], [2, 3], [3, 5], [], [], [2, 5]]", Extent(1, 2, 3, 5)),
+        ("aten::mm", "[[2, 3], [4, 5]]", None),
+        ("aten::mm", "not json", None),
+        ("aten::mm", None, None),
+    ],
+)
+def test_extents(op: str, shapes: str | None, expected: Extent | None) -> None:
+    assert extent(op, shapes) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "role"),
+    [
+        ("blocks.3.attention.q_proj", "query"),
+        ("model.layers.0.mlp.gate_proj", "gate"),
+        ("transformer.h.0.attn.c_attn", "query, key, value"),
+        ("bert.encoder.layer.0.attention.self.query", "query"),
+        ("lm_head", "head"),
+        ("blocks.0.attention", None),
+        ("Linear_3", None),
+    ],
+)
+def test_roles(module: str, role: str | None) -> None:
+    assert role_of_module(module) == role
+
+
+def test_copies_in_backward_have_reasons() -> None:
+    found = ask("copies", model_profile())
+    assert found.figure == "1.3 % of backward"  # 50 of 3850
+    assert [(row["reason"], row["per_step_ms"]) for row in evidence(found)] == [
+        ("layout", 4e-5),
+        ("accumulation", 1e-5),
+    ]
+    assert ask("copies", model_profile(mode="inference")).status == "not in this recording"
+
+
+def test_a_copy_nobody_knows_stays_unknown() -> None:
+    assert explain_copy(name="copy", node="FancyBackward0", op="aten::copy_").startswith("unknown")
+    assert explain_copy(name="copy", launched="graph").startswith("unknown: a graph")
+    assert explain_copy(name="copy", node="MmBackward0", cast=True).startswith("cast")
+    assert explain_copy(name="copy", node="MmBackward0", cast=True, recomputed=True).startswith("recomputation")
+
+
+def test_small_and_large() -> None:
+    small = model_profile(parameters=10)
+    large = model_profile(parameters=1000, gemm_ns=1000)
+    for profiles in ((small, large), (large, small)):
+        found = ask("small-and-large", *profiles)
+        assert found.figure == "92.7 % → 99.2 % in matrix products"
+    assert ask("small-and-large", small, small).status == "not in this recording"
+    assert ask("small-and-large", small, model_profile(mode="inference")).status == "not in this recording"
+
+
+def test_idle_of_small_and_large_is_by_the_clock_without_the_recorder() -> None:
+    small, large = (model_profile(parameters=parameters) for parameters in (10, 1000))
+    overhead = Overhead(plain_ns=round(2 * small.busy_step_ns), recorded_ns=1, annotated_ns=1)
+    manifest = msgspec.structs.replace(small.recording.manifest, overhead=overhead)
+    small = make_profile(replace(small.recording, manifest=manifest))
+    assert f"idle from {small.idle_share * 100:.1f} % to" in ask("small-and-large", small, large).sentence
+    assert small.idle_share == pytest.approx(0.5, abs=0.001)
+
+
+def test_tiles_of_small_and_large() -> None:
+    tapes = Tape(), Tape()
+    for tape, kernel in zip(tapes, (SMALL_GEMM, GEMM), strict=True):
+        with tape.inside("phase:forward"), tape.operator("aten::mm"):
+            tape.kernel(kernel, 10)
+            tape.kernel("ampere_sgemm_32x128_tn", 4)  # the tile with the most time is meant
+    found = ask("small-and-large", *(tape.profile() for tape in tapes))
+    assert "from 64×32 to 128×64" in found.sentence
+    assert "not recorded" in found.sentence
+
+
+def test_gaps_add_up_to_the_idle_time() -> None:
+    profile = model_profile(steps=3)
+    assert find_gaps(profile)["time_ns"].sum() == sum(device.whole.idle_ns for device in profile.devices)
+
+
+def gap_causes(tape: Tape) -> list[tuple[int, str]]:
+    gaps = find_gaps(tape.profile())
+    return [row for row in gaps.select("time_ns", "cause").iter_rows() if not row[1].endswith("kernel")]
+
+
+def test_a_late_launch_is_the_hosts() -> None:
+    tape = Tape(launch_ns=10)
+    tape.kernel(EXP, 5)
+    tape.now += 100
+    tape.kernel(EXP, 5)
+    assert gap_causes(tape) == [(105, "host late")]
+
+
+def test_a_launch_after_a_synchronising_call() -> None:
+    tape = Tape(launch_ns=10)
+    tape.kernel(EXP, 50)
+    tape.synchronise()
+    tape.kernel(EXP, 5)
+    assert gap_causes(tape) == [(15, "host synchronising")]
+
+
+def test_a_call_that_ended_before_is_not_to_blame() -> None:
+    tape = Tape(launch_ns=10)
+    tape.synchronise()
+    tape.kernel(EXP, 50)
+    tape.now += 100
+    tape.kernel(EXP, 5)
+    assert gap_causes(tape) == [(60, "host late")]
+
+
+def test_a_kernel_launched_in_time_waits_for_another_stream() -> None:
+    tape = Tape(launch_ns=10)
+    tape.kernel(EXP, 100, stream=7)
+    tape.free[8] = 1500  # an event holds it back
+    tape.kernel(EXP, 5, stream=8)
+    assert gap_causes(tape) == [(390, "waiting for another stream")]
+
+
+def test_between_steps_and_from_kernel_to_kernel() -> None:
+    tape = Tape(launch_ns=10)
+    for step in range(2):
+        with tape.inside(f"step:{step}"):
+            tape.kernel(EXP, 100)
+            tape.free[7] += 3
+            tape.kernel(EXP, 5)
+            tape.synchronise()
+    found = find_gaps(tape.profile()).filter(pl.col("before").is_not_null() & pl.col("after").is_not_null())
+    assert found["cause"].to_list() == ["from kernel to kernel", "between steps", "from kernel to kernel"]
+    assert found["time_ns"].to_list()[0] == 3
+
+
+def test_the_longest_gap_says_where_the_host_was() -> None:
+    tape = Tape(launch_ns=10)
+    with tape.operator("aten::a"):
+        tape.kernel(EXP, 5)
+    with tape.operator("aten::nonzero", thread=AUTOGRAD):
+        tape.now += 1000
+    with tape.operator("aten::index"):
+        tape.now += 500
+        tape.kernel(EXP, 5)
+    longest = next(row for row in evidence(ask("idle", tape.profile())) if row["kind"] == "gap")
+    assert longest["before"] == longest["after"] == "exponential, vectorized ×4"
+    assert longest["host_op"] is None  # on the launching thread nothing was open when the device ran dry
+
+
+def test_nothing_is_said_about_phases_that_are_not_known() -> None:
+    tape = Tape()
+    tape.kernel(GEMM, 10)
+    recording = replace(tape.recording(source="nsight compute"), launches=tables.empty("launches"))
+    answers = answer([make_profile(recording)])
+    assert [one.key for one in answers if one.status == "answered"] == ["products"]
+    assert "inference:" not in " ".join(one.sentence for one in answers)
+    assert ask("products", make_profile(recording)).figure == "1 a step"
+
+
+def test_answers_render_in_every_format_and_as_paragraphs() -> None:
+    answers = answer([model_profile()])
+    text = answers_text(answers, 72)
+    assert max(map(len, text.splitlines())) <= 72
+    assert text.count("\n\n") == 8
+    for form in Format:
+        assert render(answers_table(answers), form)
+        for table in evidence_tables(answers):
+            assert render(table, form, width=100)
+    assert [table.title[0] for table in evidence_tables(answers)] == [*"1234567", "9"]

@@ -1,0 +1,202 @@
+"""Rules about the step as a whole, their order, and their pages."""
+
+import re
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.rules import RULES, describe_rule, find, find_rule, tabulate_rules
+from stepscope.explain.trace.profile import make_profile
+from stepscope.recording.rows.bench import Doubt
+from stepscope.spec import build_case
+from tests.unit.explain.test_rules_host import found, saving_us
+from tests.unit.recordings import ADD, ALL_REDUCE, BF16, COPY, FOREACH, GEMM_BF16, TO_DEVICE_PINNED, Timeline
+
+ROOT = Path(__file__).parents[3]
+
+
+def reduced(stream: int) -> Timeline:
+    timeline = Timeline()
+    with timeline.step():
+        with timeline.phase("forward"):
+            timeline.launch(GEMM_BF16, 300, op="aten::mm")
+        with timeline.phase("backward"):
+            timeline.launch(ALL_REDUCE, 200, op="c10d::allreduce_", stream=stream)
+            timeline.launch(GEMM_BF16, 500, op="aten::mm", stream=7)
+    return timeline
+
+
+def test_communication_that_stands_alone() -> None:
+    # On the same stream it runs alone, and 500 µs of backward could hide all of it.
+    assert saving_us(reduced(stream=7).profile(), "SS011") == pytest.approx(200)
+    assert found(reduced(stream=9).profile(), "SS011") is None
+
+
+def test_more_communication_than_can_be_hidden() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("backward"):
+        timeline.launch(ALL_REDUCE, 900, op="c10d::allreduce_")
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
+    finding = found(timeline.profile(), "SS011")
+    assert finding is not None
+    assert finding.saving_ns == 100_000
+    assert "fewer bytes" in finding.evidence
+
+
+@pytest.mark.parametrize(("stream", "expected"), [(7, 200), (9, None)])
+def test_copies_over_the_bus(stream: int, expected: float | None) -> None:
+    timeline = Timeline()
+    with timeline.step():
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
+        timeline.launch(TO_DEVICE_PINNED, 200, op="aten::copy_", stream=stream)
+        timeline.launch(GEMM_BF16, 500, op="aten::mm")
+    if expected is None:
+        assert found(timeline.profile(), "SS020") is None
+    else:
+        assert saving_us(timeline.profile(), "SS020") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_recomputation(again: bool) -> None:
+    timeline = Timeline()
+    with timeline.step():
+        for _ in range(10):
+            with timeline.module("block"):
+                timeline.launch(GEMM_BF16, 100, op="aten::mm")
+        with timeline.node():
+            if again:
+                with timeline.module("block"):
+                    timeline.launch(GEMM_BF16, 100, op="aten::mm")
+            timeline.launch(GEMM_BF16, 200, op="aten::mm")
+    if again:
+        assert saving_us(timeline.profile(), "SS013") == pytest.approx(100, rel=0.01)
+    else:
+        assert found(timeline.profile(), "SS013") is None
+
+
+@pytest.mark.parametrize(("node", "hooks"), [("MmBackward0", 0.2), ("CheckpointFunctionBackward", 0.0)])
+def test_checkpointing_costs_the_host_more_than_its_launches(node: str, hooks: float) -> None:
+    """Where the host is the limit: its hooks in what is launched once, unless the variant without them runs."""
+    timeline = Timeline(host_us=50)
+    with timeline.step():
+        with timeline.phase("forward"):
+            timeline.launch(GEMM_BF16, 5, op="aten::mm")
+            with timeline.module("block"):
+                for _ in range(100):
+                    timeline.launch(GEMM_BF16, 5, op="aten::mm")
+            for _ in range(100):
+                timeline.launch(GEMM_BF16, 5, op="aten::mm")
+        with timeline.node(node), timeline.module("block"):
+            for _ in range(100):
+                timeline.launch(GEMM_BF16, 5, op="aten::mm")
+    assert saving_us(timeline.profile(), "SS013") == pytest.approx(100 * 50 * (1 + hooks), rel=0.01)
+
+
+@pytest.mark.parametrize(("rest", "fires"), [(10, True), (100, False)])
+def test_a_few_kernels_that_take_most(rest: int, fires: bool) -> None:
+    timeline = Timeline()
+    for kernel in (GEMM_BF16, ADD, COPY):
+        timeline.launch(kernel, 50)
+    for tile in range(64, 128, 8):
+        timeline.launch(f"ampere_sgemm_{tile}x64_tn", rest)
+    finding = found(timeline.profile(), "SS014")
+    assert (finding is not None) == fires
+    assert finding is None or finding.saving_ns is None
+
+
+def test_doubts_are_passed_on() -> None:
+    timeline = Timeline()
+    timeline.launch(GEMM_BF16, 100)
+    assert found(timeline.profile(), "SS016") is None
+    finding = found(timeline.profile(doubts=(Doubt(code="throttled", text="clocks held back"),)), "SS016")
+    assert finding is not None
+    assert finding.evidence == "clocks held back"
+
+
+def busy_timeline() -> Timeline:
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.step():
+            with timeline.phase("forward"), timeline.module("blocks.0.ffn"):
+                for _ in range(10):
+                    timeline.launch(
+                        GEMM_BF16, 100, op="aten::mm", shapes=[[8, 4096], [4096, 4096]], dtypes=[BF16, BF16]
+                    )
+                    timeline.launch(ADD, 30, op="aten::mul")
+                    timeline.launch(ADD, 30, op="aten::mul")
+            with timeline.phase("optimizer"):
+                for _ in range(10):
+                    timeline.launch(FOREACH, 100, op="aten::_foreach_addcdiv_")
+    return timeline
+
+
+def test_findings_come_by_saving_with_those_that_have_none_last() -> None:
+    findings = find(busy_timeline().profile())
+    savings = [finding.saving_ns for finding in findings]
+    known = [saving for saving in savings if saving is not None]
+    assert len(known) >= 2
+    assert savings == [*sorted(known, reverse=True), *[None] * (len(savings) - len(known))]
+    assert None in savings
+    for finding in findings:
+        assert finding.title == RULES[finding.code].title
+        assert finding.share is None or 0 <= finding.share <= 1
+
+
+def test_the_fix_is_a_flag_for_the_built_in_model_and_code_for_ones_own() -> None:
+    builtin = found(busy_timeline().profile(case=build_case({"size": "small"})), "SS003")
+    own = found(busy_timeline().profile(), "SS003")
+    assert builtin is not None
+    assert own is not None
+    assert builtin.fix == "--compile"
+    assert own.fix == "model = torch.compile(model)"
+
+
+def test_a_recording_of_a_cpu_has_no_findings_about_gpus() -> None:
+    timeline = busy_timeline()
+    with timeline.step(), timeline.range("enumerate(DataLoader)"):
+        timeline.host(5000)
+    recording = timeline.record()
+    assert "SS012" in {finding.code for finding in find(make_profile(recording))}
+    kernels = recording.kernels.with_columns(kind=pl.lit("cpu"), name=pl.lit("aten::mul"))
+    findings = find(make_profile(replace(recording, kernels=kernels)))
+    assert {finding.code for finding in findings} <= {"SS013", "SS014", "SS016"}
+
+
+def test_a_recording_with_kernels_only_makes_no_claims() -> None:
+    """No operators, launches, ranges, shapes or known device: only the kernels' names are left."""
+    recording = busy_timeline().record(device="", device_sms=None)
+    bare = replace(recording, ops=recording.ops.head(0), launches=recording.launches.head(0))
+    bare = replace(bare, ranges=recording.ranges.head(0))
+    assert {finding.code for finding in find(make_profile(bare))} <= {"SS003", "SS014"}
+
+
+def test_every_rule_has_a_page_with_everything_on_it() -> None:
+    for code, rule in RULES.items():
+        assert re.fullmatch(r"SS\d{3}", code)
+        assert code == rule.code
+        assert all((rule.title, rule.meaning, rule.seen, rule.saving, rule.builtin, *rule.own))
+        assert rule.own
+        assert not rule.title.endswith(".")
+        assert describe_rule(rule).columns[0].label == code
+    assert len(tabulate_rules().rows) == len(RULES)
+
+
+def test_codes_are_found_in_any_case_and_near_misses_named() -> None:
+    assert find_rule("ss007").code == "SS007"
+    with pytest.raises(StepscopeError, match="stepscope rule SS0") as raised:
+        find_rule("SS07")
+    assert "SS020" in str(raised.value)
+    with pytest.raises(StepscopeError, match="no rule has the code `nonsense`"):
+        find_rule("nonsense")
+
+
+def test_the_documentation_is_what_the_rules_say() -> None:
+    page = (ROOT / "docs/rule.md").read_text()
+    fill_in = runpy.run_path(str(ROOT / "tools/rule_docs.py"))["fill_in"]
+    assert page == fill_in(page), "out of date: python tools/rule_docs.py"
+    listed = dict(re.findall(r"^\| (SS\d{3}) \| (.+?) \|", page, re.MULTILINE))
+    assert listed == {code: rule.title for code, rule in RULES.items()}

@@ -1,0 +1,364 @@
+"""Rules about kernels: each where it is right with its estimate, and beside it where it would be wrong."""
+
+import math
+from typing import Any
+
+import pytest
+
+from stepscope.explain.rules.evidence import BANDWIDTH_SHARE
+from stepscope.spec import build_case
+from tests.unit.explain.test_rules_host import found, saving_us
+from tests.unit.recordings import (
+    ADD,
+    BF16,
+    COPY,
+    FOREACH,
+    FP32,
+    FUSED_ADAM,
+    GEMM_BF16,
+    GEMM_FP32,
+    GEMM_TF32,
+    INDUCTOR,
+    SOFTMAX,
+    Timeline,
+)
+
+H200_BF16, H200_TF32, H200_FP32, H200_BYTES = 989.4e12, 494.7e12, 66.9e12, 4.8e12
+
+
+# --- SS003: chains
+
+
+def chain(times: list[float], *, kernel: str = ADD, between: str | None = None) -> Timeline:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        for layer in range(10):
+            with timeline.module(f"blocks.{layer}.ffn"):
+                timeline.launch(GEMM_BF16, 100, op="aten::mm")
+                for us in times:
+                    timeline.launch(kernel, us, op="aten::mul")
+                    if between:
+                        timeline.launch(between, 50, op="aten::mm")
+    return timeline
+
+
+def test_a_chain_costs_its_longest_kernel() -> None:
+    profile = chain([30, 50, 20]).profile()
+    assert saving_us(profile, "SS003") == pytest.approx(10 * (30 + 20), rel=0.01)
+    finding = found(profile, "SS003")
+    assert finding is not None
+    assert "in the forward of ffn" in finding.evidence
+    # At least a fifth of it stays, however many there are.
+    assert saving_us(chain([20] * 20).profile(), "SS003") == pytest.approx(10 * 400 * 0.8, rel=0.01)
+
+
+@pytest.mark.parametrize(("phase", "left"), [("backward", 0.45), ("forward", 0.25)])
+def test_compiling_a_chain_saves_the_hosts_time(phase: str, left: float) -> None:
+    """Where the host is the limit, what counts is its time for all launches and not how many of them are left."""
+    timeline = Timeline(host_us=200)
+    with timeline.step(), timeline.phase(phase), timeline.module("blocks.0.ffn"):
+        for _ in range(100):
+            timeline.launch(ADD, 10, op="aten::mul")
+    assert saving_us(timeline.profile(), "SS003") == pytest.approx(100 * 200 * (1 - left), rel=0.02)
+
+
+def test_kernels_with_a_product_between_them_are_no_chain() -> None:
+    assert found(chain([30, 50, 20], between=GEMM_BF16).profile(), "SS003") is None
+    assert found(chain([30]).profile(), "SS003") is None
+
+
+def test_what_a_compiler_made_is_not_fused_again() -> None:
+    assert found(chain([30, 50, 20], kernel=INDUCTOR).profile(), "SS003") is None
+    assert found(chain([30, 50, 20]).profile(compiled=True), "SS003") is None
+
+
+# --- SS004: attention
+
+HEADS, LENGTH, WIDTH = 64, 1024, 64
+SCORES = [[HEADS, LENGTH, WIDTH], [HEADS, WIDTH, LENGTH]]
+VALUES = [[HEADS, LENGTH, LENGTH], [HEADS, LENGTH, WIDTH]]
+SQUARE = 2 * HEADS * LENGTH * LENGTH * WIDTH
+
+
+def write_attention(
+    timeline: Timeline, *, parts: bool = True, masked: bool = True, softmax: bool = True, between: bool = False
+) -> None:
+    """One attention: products of 100 µs each and 1000 µs of everything else."""
+    bf16 = [BF16, BF16]
+    with timeline.part("scores") if parts else timeline.range("a"):
+        timeline.launch(GEMM_BF16, 100, op="aten::bmm", shapes=SCORES, dtypes=bf16)
+        timeline.launch(ADD, 200, op="aten::masked_fill_" if masked else "aten::mul")
+    if between:
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
+    with timeline.part("softmax") if parts else timeline.range("b"):
+        timeline.launch(SOFTMAX if softmax else ADD, 800, op="aten::_softmax" if softmax else "aten::exp")
+    with timeline.part("values") if parts else timeline.range("c"):
+        timeline.launch(GEMM_BF16, 100, op="aten::bmm", shapes=VALUES, dtypes=bf16)
+
+
+# Of the square, a causal kernel computes half, and the other half of the tiles of 128 on the diagonal.
+CAUSAL = 0.5 + 0.5 * 128 / LENGTH
+
+
+def fused_us(flops: float, share: float = 0.40, least: float = 5) -> float:
+    queries = HEADS * LENGTH
+    return least + flops / (H200_BF16 * share * queries / (queries + 12_000)) * 1e6
+
+
+@pytest.mark.parametrize("parts", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_through_memory(parts: bool, masked: bool) -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"), timeline.module("blocks.0.attention"):
+        write_attention(timeline, parts=parts, masked=masked)
+    expected = 1200 - fused_us(2 * SQUARE * (CAUSAL if masked else 1))
+    assert saving_us(timeline.profile(), "SS004") == pytest.approx(expected, rel=0.001)
+
+
+def test_backward_of_attention_is_five_products() -> None:
+    timeline = Timeline()
+    with timeline.step():
+        with timeline.phase("forward"), timeline.module("blocks.0.attention"):
+            write_attention(timeline)
+        with timeline.phase("backward"), timeline.part("softmax"):
+            for _ in range(4):
+                timeline.launch(GEMM_BF16, 100, op="aten::bmm", shapes=SCORES, dtypes=[BF16, BF16])
+            timeline.launch(ADD, 1000, op="aten::mul")
+    expected = 1200 + 1400 - fused_us(2 * SQUARE * CAUSAL) - fused_us(5 * SQUARE * CAUSAL, 0.34, least=15)
+    assert saving_us(timeline.profile(), "SS004") == pytest.approx(expected, rel=0.001)
+
+
+def test_a_fused_attention_costs_the_host_four_launches() -> None:
+    timeline = Timeline(host_us=400)
+    with timeline.step(), timeline.phase("forward"):
+        for layer in range(10):
+            with timeline.module(f"blocks.{layer}.attention"):
+                write_attention(timeline)
+                with timeline.part("values"):
+                    for _ in range(3):
+                        timeline.launch(ADD, 10, op="aten::mul")
+    # Seven launches each, of which three go. The kernels hide behind them.
+    assert saving_us(timeline.profile(), "SS004") == pytest.approx(10 * 3 * 400, rel=0.03)
+
+
+@pytest.mark.parametrize(("host_us", "why"), [(5, None), (290, "then the GPU would wait for the host")])
+def test_less_gpu_time_than_the_host_needs_is_no_gain(host_us: float, why: str | None) -> None:
+    timeline = Timeline(host_us=host_us)
+    with timeline.step(), timeline.phase("forward"):
+        for layer in range(10):
+            with timeline.module(f"blocks.{layer}.attention"):
+                write_attention(timeline)
+    finding = found(timeline.profile(), "SS004")
+    assert finding is not None
+    assert finding.saving_ns is not None
+    assert why is None or finding.evidence.endswith(f"{why}: a step would gain {finding.saving_ns / 1e6:.3g} ms")
+    assert why is not None or "but" not in finding.evidence
+
+
+@pytest.mark.parametrize(("softmax", "between"), [(False, False), (True, True)])
+def test_products_without_a_softmax_right_between_them_are_no_attention(softmax: bool, between: bool) -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        write_attention(timeline, parts=False, softmax=softmax, between=between)
+    assert found(timeline.profile(), "SS004") is None
+
+
+# --- SS005: precision
+
+
+def test_fp32_products_on_cuda_cores() -> None:
+    flops, us = 2 * 4096**3, 2742.0  # three quarters of the fp32 peak
+    timeline = Timeline()
+    for _ in range(4):
+        timeline.launch(GEMM_FP32, us, op="aten::mm", shapes=[[4096, 4096], [4096, 4096]], dtypes=[FP32, FP32])
+    expected = 4 * (us - flops / (H200_TF32 * 0.75) * 1e6)
+    assert saving_us(timeline.profile(), "SS005") == pytest.approx(expected, rel=0.01)
+
+
+def test_a_product_bound_by_memory_gains_only_up_to_that() -> None:
+    timeline = Timeline()
+    moved = 4 * (16 * 2**20 + 2**20 * 16 + 16 * 16)
+    timeline.launch(GEMM_FP32, 200, op="aten::mm", shapes=[[16, 2**20], [2**20, 16]], dtypes=[FP32, FP32])
+    expected = 200 - moved / (H200_BYTES * BANDWIDTH_SHARE) * 1e6
+    assert saving_us(timeline.profile(), "SS005") == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device"),
+    [
+        (GEMM_TF32, "NVIDIA H200"),
+        (GEMM_BF16, "NVIDIA H200"),
+        ("void gemv2T_kernel_val<int, float>", "NVIDIA H200"),
+        (GEMM_FP32, "Tesla V100-SXM2-32GB"),
+    ],
+)
+def test_products_that_use_what_there_is_are_left_alone(kernel: str, device: str) -> None:
+    timeline = Timeline(device=device)
+    timeline.launch(kernel, 200, op="aten::mm", shapes=[[4096, 4096], [4096, 4096]], dtypes=[FP32, FP32])
+    assert found(timeline.profile(), "SS005") is None
+
+
+# --- SS006 and SS008: copies
+
+
+@pytest.mark.parametrize(("target", "code", "other"), [(FP32, "SS006", "SS008"), (BF16, "SS008", "SS006")])
+def test_a_copy_is_a_cast_or_a_change_of_layout(target: str, code: str, other: str) -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        for _ in range(10):
+            timeline.launch(GEMM_BF16, 100, op="aten::mm")
+            shapes = [[1024, 4096], [1024, 4096], []]
+            timeline.launch(COPY, 20, op="aten::copy_", shapes=shapes, dtypes=[target, FP32, "Scalar"])
+    profile = timeline.profile()
+    assert saving_us(profile, code) == pytest.approx(10 * 20)
+    assert found(profile, other) is None
+    finding = found(profile, code)
+    assert finding is not None
+    assert ("weights" in finding.evidence) == (code == "SS008")
+
+
+def test_a_few_copies_are_not_worth_a_word() -> None:
+    timeline = Timeline()
+    timeline.launch(COPY, 15, op="aten::copy_")
+    for _ in range(10):
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
+    assert found(timeline.profile(), "SS006") is None
+
+
+def test_copies_inside_a_library_are_not_the_users() -> None:
+    timeline = Timeline()
+    timeline.launch(COPY, 200, op="aten::convolution_backward")
+    timeline.launch(GEMM_BF16, 500, op="aten::mm")
+    assert found(timeline.profile(), "SS006") is None
+
+
+# --- SS007: the optimizer
+
+
+def update(kernel: str, op: str, *, count: int = 50) -> Timeline:
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.step():
+            with timeline.phase("forward"):
+                for _ in range(20):
+                    timeline.launch(GEMM_BF16, 100, op="aten::mm")
+            with timeline.phase("optimizer"):
+                for _ in range(count):
+                    timeline.launch(kernel, 40, op=op)
+    return timeline
+
+
+def test_an_unfused_optimizer_against_one_pass_over_the_weights() -> None:
+    parameters = 100_000_000
+    case = build_case({"size": "small"})
+    profile = update(FOREACH, "aten::_foreach_addcdiv_").profile(parameters=parameters, case=case)
+    expected = 50 * 40 - 28 * parameters / (H200_BYTES * BANDWIDTH_SHARE) * 1e6
+    assert saving_us(profile, "SS007") == pytest.approx(expected, rel=0.01)
+    finding = found(profile, "SS007")
+    assert finding is not None
+    assert finding.fix == "--optimizer adamw-fused"
+    plain_sgd = build_case({"size": "small", "optimizer": "sgd"})
+    profile = update(FOREACH, "aten::_foreach_add_").profile(parameters=parameters, case=plain_sgd)
+    expected = 50 * 40 - 12 * parameters / (H200_BYTES * BANDWIDTH_SHARE) * 1e6
+    assert saving_us(profile, "SS007") == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_parameter"),
+    [("AdamW", 28), ("Adam", 28), ("SGD", 12), ("Muon", None), ("Adamax", None), ("Adam8bit", None)],
+)
+def test_what_fusing_saves_of_a_factorys_optimizer_follows_from_its_class(
+    optimizer: str, bytes_per_parameter: int | None
+) -> None:
+    parameters = 100_000_000
+    timeline, case = update(FOREACH, "aten::_foreach_add_"), build_case({"model": "mine:build"})
+    profile = timeline.profile(parameters=parameters, case=case, optimizer=optimizer)
+    if bytes_per_parameter is None:
+        assert found(profile, "SS007") is None
+    else:
+        expected = 50 * 40 - bytes_per_parameter * parameters / (H200_BYTES * BANDWIDTH_SHARE) * 1e6
+        assert saving_us(profile, "SS007") == pytest.approx(expected, rel=0.01)
+
+
+def test_without_a_number_of_parameters_only_adam_is_judged() -> None:
+    assert saving_us(update(FOREACH, "aten::_foreach_addcdiv_").profile(), "SS007") == pytest.approx(2000 * 0.65)
+    assert found(update(FOREACH, "aten::_foreach_add_").profile(), "SS007") is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op", "share"), [(ADD, "aten::addcdiv_", 0.12), (FOREACH, "aten::_foreach_addcdiv_", 1.0)]
+)
+def test_a_fused_optimizer_still_costs_the_host_its_walk(kernel: str, op: str, share: float) -> None:
+    """Kernels one by one, or each for many tensors, launched more slowly than they run. The fused one comes last."""
+    timeline = Timeline(host_us=50)
+    with timeline.step(), timeline.phase("optimizer"):
+        for _ in range(100):
+            timeline.launch(kernel, 40, op=op)
+    fused = 100 * 40 * 28 / 80
+    expected = max(0.0, 100 * 50 + 40 - (100 * 50 * share + fused))
+    assert saving_us(timeline.profile(), "SS007") == pytest.approx(expected, rel=0.02, abs=10)
+
+
+def test_a_fused_optimizer_is_left_alone() -> None:
+    profile = update(FUSED_ADAM, "aten::_fused_adamw_").profile(parameters=1_000_000)
+    assert found(profile, "SS007") is None
+
+
+# --- SS009 and SS010: sizes
+
+
+def sized(vocabulary: int) -> Timeline:
+    timeline = Timeline()
+    shapes = [[4096, 1024], [1024, 4096]]
+    timeline.launch(GEMM_BF16, 50, op="aten::mm", shapes=shapes, dtypes=[BF16, BF16])
+    shapes = [[4096, 1024], [1024, vocabulary]]
+    timeline.launch(GEMM_BF16, 400, op="aten::mm", shapes=shapes, dtypes=[BF16, BF16])
+    return timeline
+
+
+def test_an_odd_vocabulary() -> None:
+    # No aligned product does half as much, so that the usual share of the peak counts.
+    flops = 2 * 4096 * 1024 * (64 * math.ceil(10007 / 64))
+    expected = 400 - flops / (H200_BF16 * 0.65) * 1e6
+    assert saving_us(sized(10007).profile(), "SS009") == pytest.approx(expected, rel=0.01)
+    assert found(sized(10048).profile(), "SS009") is None
+
+
+def test_a_tile_that_is_mostly_padding() -> None:
+    timeline = Timeline()
+    # Tiles of 128 × 256: 192 rows fill three quarters of two, or of one the other way round.
+    timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[64, 1024], [1024, 256]], dtypes=[BF16, BF16])
+    assert saving_us(timeline.profile(), "SS009") == pytest.approx(50)
+
+
+@pytest.mark.parametrize(("blocks", "expected"), [(133, 200 * 131 / 264), (264, None), (132 * 7 + 1, None)])
+def test_the_last_wave(blocks: int, expected: float | None) -> None:
+    timeline = Timeline(multiprocessors=132)
+    grid: dict[str, Any] = {"grid_x": blocks, "grid_y": 1, "grid_z": 1, "block_x": 384, "block_y": 1, "block_z": 1}
+    timeline.launch(GEMM_BF16, 200, op="aten::mm", registers=168, shared_bytes=200 * 1024, **grid)
+    profile = timeline.profile()
+    if expected is None:
+        assert found(profile, "SS010") is None
+    else:
+        assert saving_us(profile, "SS010") == pytest.approx(expected, rel=0.01)
+
+
+def test_waves_of_a_kernel_that_stays() -> None:
+    """As many blocks as multiprocessors, each taking tile after tile: 16 × 9 tiles of 128 × 256."""
+    timeline = Timeline(multiprocessors=132)
+    grid: dict[str, Any] = {"grid_x": 132, "grid_y": 1, "grid_z": 1, "block_x": 384, "block_y": 1, "block_z": 1}
+    shapes = [[2048, 512], [512, 2304]]
+    timeline.launch(GEMM_BF16, 200, op="aten::mm", shapes=shapes, dtypes=[BF16, BF16], **grid)
+    assert saving_us(timeline.profile(), "SS010") == pytest.approx(200 * (1 - 144 / 264), rel=0.01)
+
+
+# --- SS015: bound by memory
+
+
+@pytest.mark.parametrize(("rows", "fires"), [(8, True), (8192, False)])
+def test_products_of_few_rows(rows: int, fires: bool) -> None:
+    timeline = Timeline()
+    timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[rows, 4096], [4096, 4096]], dtypes=[BF16, BF16])
+    finding = found(timeline.profile(), "SS015")
+    assert (finding is not None) == fires
+    assert finding is None or finding.saving_ns is None

@@ -1,0 +1,223 @@
+"""Files for a report: what each is, and which run it goes to."""
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.api.inputs import read_runs
+from stepscope.api.run import load
+from stepscope.errors import StepscopeError
+from stepscope.explain.story.sources import Materials
+from stepscope.jobs.report.data import State, write_state
+from stepscope.recording import store
+from stepscope.recording.rows.bench import Row
+from stepscope.recording.store import Recording
+from stepscope.spec import Scalar, build_case
+from tests.unit.attention_rows import attend
+from tests.unit.recordings import GEMM_BF16, Timeline
+from tests.unit.rows import ENVIRONMENT, row
+
+RESULTS = Path(__file__).parents[3] / "bench/results"
+MEMORY = RESULTS / "memory_h200/small-train-fp32"
+PRECISION = RESULTS / "precision_h200_small.json"
+OTHER_MEMORY = RESULTS / "memory_h200/large-train-bf16"
+
+
+def record(folder: Path, *, rank: int | None = None, world_size: int | None = None, **settings: Scalar) -> Path:
+    """A recording of time in `folder`."""
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"), timeline.module("head"):
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
+    case = build_case(settings) if settings else None
+    recording: Recording = timeline.record().with_manifest(rank=rank, world_size=world_size, case=case)
+    store.save(recording, folder)
+    return folder
+
+
+def write_rows(path: Path, *rows: Row, device: str = "NVIDIA H200") -> Path:
+    """As measured on `device`, which is that of recordings, too."""
+    environment = msgspec.structs.replace(ENVIRONMENT, driver_name=device)
+    moved = (msgspec.structs.replace(one, environment=environment) for one in rows)
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in moved))
+    return path
+
+
+def read(*paths: Path) -> list[Materials]:
+    return read_runs(paths, command="stepscope report …", cached=False)
+
+
+def refuse(*paths: Path) -> StepscopeError:
+    with pytest.raises(StepscopeError) as raised:
+        read(*paths)
+    return raised.value
+
+
+def test_files_of_every_kind_make_one_run(tmp_path: Path) -> None:
+    bench = write_rows(tmp_path / "b.jsonl", row(size="small"), row(size="small", precision="bf16"))
+    attention = write_rows(tmp_path / "a.jsonl", attend(), attend("naive", "oom"))
+    (run,) = read(attention, PRECISION, bench, MEMORY, record(tmp_path / "profile", size="small", device="cuda:0"))
+    assert run.profile is not None
+    assert run.ranks == ()
+    assert run.memory is not None
+    assert run.precision is not None
+    assert [one.case.workload.precision for one in run.bench] == ["fp32", "bf16"]
+    assert len(run.attention) == 1
+    assert run.command == "stepscope report …"
+    assert run.name.startswith("small batch 4")
+
+
+def test_two_recordings_are_two_runs_and_other_files_go_to_them_in_order(tmp_path: Path) -> None:
+    a, b = read(record(tmp_path / "one"), MEMORY, record(tmp_path / "two"), OTHER_MEMORY, PRECISION)
+    assert a.profile is not None
+    assert b.profile is not None
+    assert a.memory is not None
+    assert b.memory is not None
+    assert a.memory.peak_bytes < b.memory.peak_bytes
+    assert (a.precision is None, b.precision is None) == (False, True)
+    assert a.name != b.name
+
+
+def test_two_recordings_of_memory_are_two_runs() -> None:
+    assert [run.memory is not None for run in read(MEMORY, OTHER_MEMORY)] == [True, True]
+
+
+def test_ranks_of_one_run_are_one_run_in_their_order(tmp_path: Path) -> None:
+    (run,) = read(record(tmp_path / "x", rank=1, world_size=2), record(tmp_path / "y", rank=0, world_size=2))
+    assert [one.recording.manifest.rank for one in run.ranks] == [0, 1]
+    assert run.profile is run.ranks[0]
+
+
+@pytest.mark.parametrize("second", [(0, 2), (1, 4), (None, None)])
+def test_recordings_that_are_not_ranks_of_one_run_are_compared(
+    tmp_path: Path, second: tuple[int | None, int | None]
+) -> None:
+    rank, world_size = second
+    first = record(tmp_path / "x", rank=0, world_size=2)
+    assert len(read(first, record(tmp_path / "y", rank=rank, world_size=world_size))) == 2
+
+
+def test_a_rank_beyond_the_number_of_ranks_is_no_rank_of_that_run(tmp_path: Path) -> None:
+    runs = read(record(tmp_path / "x", rank=0, world_size=2), record(tmp_path / "y", rank=2, world_size=2))
+    assert len(runs) == 2
+
+
+def test_runs_that_were_loaded_apart_are_compared(tmp_path: Path) -> None:
+    files = [record(tmp_path / "x", rank=0, world_size=2), record(tmp_path / "y", rank=1, world_size=2)]
+    apart = read_runs([load(file) for file in files], command="", cached=False)
+    assert [one.ranks for one in apart] == [(), ()]
+    (together,) = read_runs([load(*files)], command="", cached=False)
+    assert len(together.ranks) == 2
+
+
+def test_files_of_another_device_are_refused(tmp_path: Path) -> None:
+    recording = record(tmp_path / "one")
+    bench = write_rows(tmp_path / "b.jsonl", row(size="small"), device="a CPU")
+    attention = write_rows(tmp_path / "a.jsonl", attend(), device="a CPU")
+    for file in (bench, attention):
+        error = refuse(recording, file)
+        assert error.message == f"`{file}` is of another device than the run: `a CPU`"
+        assert "NVIDIA H200" in error.detail
+    (run,) = read(bench, attention)
+    assert run.bench
+    assert run.attention
+
+
+def test_three_runs_are_refused(tmp_path: Path) -> None:
+    error = refuse(*(record(tmp_path / name) for name in "abc"))
+    assert error.message.startswith("3 runs")
+    assert "a: no rank" in error.detail
+
+
+def test_a_second_file_of_a_kind_needs_a_second_run(tmp_path: Path) -> None:
+    error = refuse(record(tmp_path / "one"), MEMORY, OTHER_MEMORY)
+    assert error.message.startswith("no run is left for the recording of memory")
+
+
+def test_the_row_of_a_results_file_is_that_of_the_recorded_case(tmp_path: Path) -> None:
+    bench = write_rows(tmp_path / "b.jsonl", *(row(size="small", context=context) for context in (128, 256, 512)))
+    (run,) = read(bench, record(tmp_path / "one", size="small", context=256, device="cuda:0"))
+    assert [one.case.workload.context for one in run.bench] == [256]
+    error = refuse(bench, record(tmp_path / "two", size="medium", device="cuda:0"))
+    assert "is the one that was recorded" in error.message
+    assert "3 cases" in refuse(bench).message
+
+
+def test_precisions_of_one_case_need_no_recording(tmp_path: Path) -> None:
+    rows = [row("oom", size="small"), row(size="small", precision="bf16"), row(size="small", precision="tf32")]
+    (run,) = read(write_rows(tmp_path / "b.jsonl", *rows))
+    assert [one.case.workload.precision for one in run.bench] == ["bf16", "tf32"]
+
+
+def test_a_folder_with_results_stands_for_them(tmp_path: Path) -> None:
+    write_rows(tmp_path / "results.jsonl", row(size="small"))
+    (run,) = read(tmp_path)
+    assert len(run.bench) == 1
+
+
+def keep(folder: Path, *done: str) -> Path:
+    """A folder as a report leaves it."""
+    bench = row(size="small")
+    for stage in ("bench", "attention"):
+        (folder / stage).mkdir(parents=True)
+    write_rows(folder / "bench/results.jsonl", row(size="medium"), bench)
+    write_rows(folder / "attention/results.jsonl", attend(), attend(length=2048))
+    record(folder / "profile")
+    shutil.copy(PRECISION, folder / "precision.json")
+    keys = {"bench": (bench.key,), "attention": (attend(length=2048).key,), "profile": ("p",), "precision": ("q",)}
+    state = State(
+        key=bench.key,
+        case=bench.case,
+        environment=ENVIRONMENT,
+        command="stepscope report --size small",
+        done={stage: keys[stage] for stage in done},
+    )
+    write_state(folder, state)
+    return folder
+
+
+def test_the_folder_of_a_report_is_a_run(tmp_path: Path) -> None:
+    (run,) = read(keep(tmp_path / "data", "bench", "profile", "precision", "attention"))
+    assert [one.case.workload.model.name for one in run.bench] == ["small"]
+    assert [one.case.length for one in run.attention] == [2048]
+    assert run.profile is not None
+    assert run.precision is not None
+    assert run.absent["memory"].why == "the report was not finished"
+    assert run.absent["memory"].command == "stepscope report --size small"
+
+
+def test_a_folder_of_a_report_is_completed_by_other_files(tmp_path: Path) -> None:
+    data = keep(tmp_path / "data", "bench", "profile")
+    (run,) = read(data, MEMORY)
+    assert run.memory is not None
+    assert set(run.absent) == {"precision", "attention"}
+    a, b = read(data, record(tmp_path / "other"))
+    assert (len(a.bench), len(b.bench)) == (1, 0)
+    whole = keep(tmp_path / "whole", "bench", "precision")
+    assert refuse(whole, PRECISION).message.startswith("no run is left for the file of `stepscope precision --out`")
+
+
+def test_what_is_gone_from_a_folder_is_said(tmp_path: Path) -> None:
+    data = keep(tmp_path / "data", "bench", "precision")
+    (data / "precision.json").unlink()
+    (run,) = read(data)
+    assert "cannot read" in run.absent["precision"].why
+    error = refuse(keep(tmp_path / "empty"))
+    assert error.message.startswith("no stage of the report")
+
+
+def test_what_a_report_cannot_take_is_refused(tmp_path: Path) -> None:
+    assert "is named twice" in refuse(MEMORY, MEMORY).message
+    assert "no such file" in refuse(tmp_path / "nothing").message
+    (tmp_path / "text").write_text("some text")
+    error = refuse(tmp_path / "text")
+    assert "results.jsonl" in error.detail
+    (tmp_path / "other.json").write_text('{"schema": "stepscope.comm/1"}')
+    assert "`stepscope.comm/1`" in refuse(tmp_path / "other.json").detail
+    (tmp_path / "empty").mkdir()
+    assert "is no recording" in refuse(tmp_path / "empty").message
+
+
+def test_failed_rows_alone_are_no_run(tmp_path: Path) -> None:
+    assert "was measured" in refuse(write_rows(tmp_path / "b.jsonl", row("oom", size="small"))).message

@@ -1,0 +1,298 @@
+"""Traces of PyTorch's profiler: exact, from any layout, and honest about what is missing."""
+
+import gzip
+import json
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stepscope.errors import StepscopeError
+from stepscope.recording.readers import json_blocks, kineto, kineto_events
+from stepscope.recording.store import Recording
+from tests.unit.kineto_files import event, kernel, launch, op, training_step, write_trace
+
+
+def read(path: Path) -> Recording:
+    return kineto.read(path)
+
+
+def test_every_event_finds_its_table(tmp_path: Path) -> None:
+    recording = read(write_trace(tmp_path / "t.json", training_step()))
+    heights = {name: getattr(recording, name).height for name in ("kernels", "launches", "ops", "ranges", "links")}
+    assert heights == {"kernels": 7, "launches": 6, "ops": 8, "ranges": 4, "links": 1}
+    assert recording.manifest.device == "NVIDIA H200"
+    assert recording.manifest.device_sms == 132
+    assert recording.manifest.modules_recorded
+    assert recording.manifest.shapes_recorded
+
+
+def test_times_since_the_epoch_keep_their_nanoseconds(tmp_path: Path) -> None:
+    """A double holds 1712195495519689.123 as ….000 or ….250."""
+    start = "1712195495519689.123"
+    recording = read(write_trace(tmp_path / "t.json", [kernel("k", start, "0.007", 1), kernel("l", start, "5", 2)]))
+    assert recording.kernels["start_ns"].to_list() == [1712195495519689123] * 2
+    assert recording.kernels["end_ns"].to_list() == [1712195495519689130, 1712195495519694123]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("5", 5000),
+        ("5.1", 5100),
+        ("5.12", 5120),
+        ("5.1239", 5123),
+        ("1e3", 1_000_000),
+        ('"7.5"', 7500),
+        ("-1.5", -1500),
+    ],
+)
+def test_a_time_is_read_in_any_form(text: str, expected: int) -> None:
+    from msgspec import Raw
+
+    for neighbours in ([], [Raw(b"1.000")], [Raw(b"12"), Raw(b"0.5")]):
+        assert kineto_events.nanoseconds([*neighbours, Raw(text.encode())])[-1] == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9 * 10**15), st.one_of(st.none(), st.text("0123456789", min_size=1, max_size=3))))
+)
+def test_times_are_exact_for_all_digits(parts: list[tuple[int, str | None]]) -> None:
+    from msgspec import Raw
+
+    texts = [str(whole) if fraction is None else f"{whole}.{fraction}" for whole, fraction in parts]
+    expected = [whole * 1000 + int(((fraction or "") + "000")[:3]) for whole, fraction in parts]
+    assert kineto_events.nanoseconds([Raw(text.encode()) for text in texts]).tolist() == expected
+
+
+def test_gzip_and_plain_read_the_same(tmp_path: Path) -> None:
+    plain = read(write_trace(tmp_path / "t.json", training_step()))
+    packed = read(write_trace(tmp_path / "t.json.gz", training_step()))
+    assert plain.kernels.equals(packed.kernels)
+    assert plain.ops.equals(packed.ops)
+
+
+def test_old_category_names_and_stream_texts_are_read(tmp_path: Path) -> None:
+    old = event("Kernel", "k", "10", "5", pid=0, tid="stream 7", args={"correlation": 3, "device": 0})
+    events = [
+        old,
+        event("Runtime", "cudaLaunchKernel", "1", "2", args={"correlation": 3}),
+        event("Operator", "aten::add", "0", "9"),
+    ]
+    recording = read(write_trace(tmp_path / "t.json", events))
+    assert recording.kernels.select("name", "stream", "start_ns").rows() == [("k", 7, 10_000)]
+    assert recording.launches.height == recording.ops.height == 1
+
+
+def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("[" + ",".join(training_step()) + "]")
+    assert read(path).kernels.height == 7
+
+
+def test_lists_among_the_properties_behind_the_events_are_no_events(tmp_path: Path) -> None:
+    properties = (
+        ', "distributedInfo": {"rank": 3, "world_size": 8, "pg_config": [{"name": "a"}, {"name": "b"}]}, "x": [{}]'
+    )
+    recording = read(write_trace(tmp_path / "t.json", training_step(), properties=properties))
+    assert (recording.manifest.rank, recording.manifest.world_size) == (3, 8)
+    assert recording.kernels.height == 7
+    assert not any("could not be read" in note for note in recording.manifest.notes)
+
+
+def test_nothing_private_is_kept(tmp_path: Path) -> None:
+    properties = ', "username": "somebody", "host_name": "box17", "traceName": "/home/somebody/t.json"'
+    recording = read(write_trace(tmp_path / "t.json", training_step(), properties=properties))
+    assert "somebody" not in repr(recording.manifest)
+    assert "box17" not in repr(recording.manifest)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 0.99])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_cut_by_a_crash_gives_what_is_there_and_says_so(tmp_path: Path, share: float, packed: bool) -> None:
+    whole = write_trace(tmp_path / "t.json", training_step() * 20).read_bytes()
+    content = gzip.compress(whole) if packed else whole
+    path = tmp_path / ("cut.json.gz" if packed else "cut.json")
+    path.write_bytes(content[: int(len(content) * share)])
+    recording = read(path)
+    assert any("ends early" in note for note in recording.manifest.notes)
+    assert recording.kernels.height + recording.ops.height > 0
+
+
+def test_a_damaged_event_costs_itself_alone(tmp_path: Path) -> None:
+    events = training_step()
+    events.insert(3, '{"ph": "X", "cat": "cpu_op", "name": "bad \\x escape", "ts": 5.000}')
+    events.insert(9, '{"ph": "X", "cat": "cpu_op", "name": "nan", "ts": nan}')
+    recording = read(write_trace(tmp_path / "t.json", events))
+    assert recording.kernels.height == 7
+    assert recording.ops.height == 8
+    assert any(note.startswith("2 events") for note in recording.manifest.notes)
+
+
+def test_values_of_odd_types_do_not_cost_the_event(tmp_path: Path) -> None:
+    odd = event("kernel", "odd", "10.5", "1", pid=0, tid=7, args={"correlation": "none", "stream": 7, "device": None})
+    recording = read(write_trace(tmp_path / "t.json", [odd, *training_step()]))
+    assert recording.kernels.filter(pl.col("name") == "odd")["start_ns"].to_list() == [10_500]
+
+
+def test_an_event_that_ends_before_it_starts_is_set_aside_and_said(tmp_path: Path) -> None:
+    recording = read(write_trace(tmp_path / "t.json", [kernel("k", "10.000", "-3.000", 1), *training_step()]))
+    assert recording.kernels.height == 7
+    assert any("impossible times" in note for note in recording.manifest.notes)
+
+
+def test_blocks_and_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows whether a file is read as one block here or as many in processes."""
+    events = [kernel(f"k{i % 7}", f"{i}.{i % 1000:03}", "0.500", i) for i in range(4000)]
+    events += [launch(f"{i}.000", "0.100", i) for i in range(4000)]
+    path = write_trace(tmp_path / "t.json", events)
+    whole = read(path)
+    monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 2_000)
+    monkeypatch.setattr(json_blocks, "_READ_BYTES", 1_000)
+    pieces = read(path)
+    for table in ("kernels", "launches"):
+        assert getattr(whole, table).equals(getattr(pieces, table))
+
+
+def test_a_cut_through_an_event_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside an event's arguments may stand what looks like the end of one event and the start of the next."""
+    tricky = {"list": [{"name": "a"}, {"name": "b"}] * 30}
+    events = [op(f"aten::op{i}", f"{i}.000", "0.500", **tricky) for i in range(200)]
+    path = write_trace(tmp_path / "t.json", events)
+    monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 7_000)
+    monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 1_000)
+    monkeypatch.setattr(json_blocks, "_READ_BYTES", 500)
+    recording = read(path)
+    assert recording.ops["name"].to_list() == [f"aten::op{i}" for i in range(200)]
+    assert recording.manifest.notes == () or not any("could not be read" in one for one in recording.manifest.notes)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "empty"),
+        (b"   \n", "empty"),
+        (b"hello", "no trace"),
+        (b'{"a": 1}', "no PyTorch profiler trace"),
+        (b'{"traceEvents": []}', "no events"),
+        (b'{"traceEvents": [1, 2, 3]}', "no events"),
+        (b'{"traceEvents": [' + b"[" * 100_000, "no events"),
+        (b'{"traceEvents": [{"args": ' + b'{"a":' * 50_000 + b"1", "no events"),
+        (b"[" * 1_000_000, "no events"),
+        (b"\x1f\x8b\x08\x00garbage", "empty"),
+    ],
+)
+def test_what_is_no_trace_is_an_error_and_not_a_traceback(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    with pytest.raises(StepscopeError, match=said):
+        read(path)
+
+
+def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_blocks, "_BOMB_BYTES", 1 << 20)
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (64 << 20)))
+    with pytest.raises(StepscopeError, match="times its size"):
+        read(path)
+
+
+def test_a_long_name_is_cut(tmp_path: Path) -> None:
+    recording = read(write_trace(tmp_path / "t.json", [kernel("A" * 1_000_000, "1", "2", 3)]))
+    assert recording.kernels["name"].str.len_chars().to_list() == [16_384]
+
+
+def test_a_trace_without_a_device_has_operators_for_kernels(tmp_path: Path) -> None:
+    """The product counts as one, though it calls an operator; what only calls others does not count."""
+    events = [
+        op("aten::matmul", "0.000", "100.000"),
+        op("aten::mm", "1.000", "98.000"),
+        op("aten::resolve_conj", "2.000", "1.000"),
+        op("aten::add", "120.000", "10.000"),
+    ]
+    recording = read(write_trace(tmp_path / "t.json", events))
+    assert recording.kernels.select("name", "kind").rows() == [("aten::mm", "cpu"), ("aten::add", "cpu")]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32), st.integers(1, 30))
+def test_random_damage_is_survived(tmp_path: Path, seed: int, flips: int) -> None:
+    content = bytearray(write_trace(tmp_path / "whole.json", training_step()).read_bytes())
+    chance = random.Random(seed)
+    for _ in range(flips):
+        content[chance.randrange(len(content))] = chance.randrange(256)
+    path = tmp_path / "damaged.json"
+    path.write_bytes(content)
+    try:
+        recording = read(path)
+    except StepscopeError:
+        return
+    assert (recording.kernels["end_ns"] >= recording.kernels["start_ns"]).all()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=300) | st.text(max_size=200).map(lambda text: json.dumps({"traceEvents": [text]}).encode()))
+def test_any_bytes_are_a_recording_or_an_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "any.json"
+    path.write_bytes(content)
+    with suppress(StepscopeError):
+        read(path)
+
+
+@pytest.mark.parametrize("ending", ["closed", "open"])
+def test_a_string_longer_than_many_blocks_does_not_stop_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """It used to go round for ever, waiting for a cut in a buffer that no longer grew."""
+    monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 2_000)
+    monkeypatch.setattr(json_blocks, "_READ_BYTES", 1_000)
+    events = [
+        kernel("a", "1.000", "1.000", 1),
+        op("aten::x", "2.000", "1.000", s="y" * 100_000),
+        kernel("b", "5", "1", 2),
+    ]
+    path = write_trace(tmp_path / "t.json", events)
+    if ending == "open":
+        path.write_bytes(path.read_bytes()[:60_000])
+    recording = read(path)
+    assert recording.kernels["name"].to_list() == (["a", "b"] if ending == "closed" else ["a"])
+
+
+def test_an_event_longer_than_any_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 2_000)
+    monkeypatch.setattr(json_blocks, "_READ_BYTES", 1_000)
+    monkeypatch.setattr(json_blocks, "_LONGEST_EVENT", 50_000)
+    with pytest.raises(StepscopeError, match="an event of more than"):
+        read(write_trace(tmp_path / "t.json", [op("aten::x", "2.000", "1.000", s="y" * 100_000)]))
+
+
+@pytest.mark.parametrize("bad", ["1e999999999", "1" * 200, "1e30", "nan"])
+def test_times_that_no_clock_shows_are_set_aside(tmp_path: Path, bad: str) -> None:
+    events = [kernel("good", "10.000", "5.000", 1), kernel("bad", bad, "5.000", 2), kernel("worse", "20.000", bad, 3)]
+    recording = read(write_trace(tmp_path / "t.json", events))
+    assert recording.kernels["name"].to_list() == ["good"]
+    assert recording.manifest.notes
+
+
+def test_a_cut_file_of_a_gpu_is_not_taken_for_a_cpus(tmp_path: Path) -> None:
+    """The profiler writes kernels last: without them, the operators before are no account of the device."""
+    content = write_trace(
+        tmp_path / "t.json", [op(f"aten::op{i}", f"{i}.000", "0.500") for i in range(100)]
+    ).read_bytes()
+    path = tmp_path / "cut.json"
+    path.write_bytes(content[: len(content) // 2])
+    assert read(path).kernels.height == 0
+
+
+def test_our_own_pictures_are_not_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "picture.json"
+    path.write_text('{"displayTimeUnit":"ns","stepscope":"a picture","traceEvents":[' + training_step()[0] + "]}")
+    with pytest.raises(StepscopeError, match="--perfetto"):
+        read(path)
