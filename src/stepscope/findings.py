@@ -220,7 +220,7 @@ STAGES: dict[str, StageText] = {
 }
 
 
-# --- Parts: what a section shows, beside tables and the figures of `pieces` -------------------------------------------
+# --- Parts: what a section shows, besides tables and figures ----------------------------------------------------------
 
 
 class Dimension(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,1 +1,1 @@
-"""The command line: one thin file a verb. A verb parses, calls the library and hands the result to `report`."""
+"""The command line: one thin file per verb. A verb parses, calls `api` or `jobs` and hands the result to `render`."""

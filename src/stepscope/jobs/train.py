@@ -140,7 +140,7 @@ def serve_request(request: str) -> None:
 
 
 def is_rank() -> bool:
-    """Whether somebody started this process as one of several: `parallel.group.is_rank`, without torch."""
+    """Whether somebody started this process as one of several, as `torchrun` and `srun` do."""
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise StepscopeError(
             f"RANK is `{os.environ['RANK']}` and WORLD_SIZE is not set",

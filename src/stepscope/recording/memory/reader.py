@@ -1,6 +1,6 @@
 """A memory snapshot as a recording: who took which memory when, and when it was given back.
 
-Any snapshot gives sizes, times and stacks. One of our own carries labels (`memory_labels`), and then every piece of
+Any snapshot gives sizes, times and stacks. One of our own carries labels (`labels.py`), and then every piece of
 memory has its step, phase, module, operator and category as well. Live recordings come in by this door too: what is
 printed after a run is what is printed when its snapshot is read a year later.
 """

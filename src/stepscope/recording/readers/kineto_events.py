@@ -1,6 +1,6 @@
 """Events of PyTorch's profiler, from text to columns of numbers.
 
-This is the hot path of reading a trace, and runs in processes of its own for large files (`recording.kineto`), so it
+This is the hot path of reading a trace, and runs in processes of its own for large files (`kineto_workers.py`), so it
 knows only msgspec and numpy. Three things make it fast: the parser builds only the fields named here, names become
 numbers as they are met, and timestamps are never made into Python numbers one by one.
 

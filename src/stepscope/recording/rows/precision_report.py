@@ -2,7 +2,7 @@
 
 This is what a worker sends over its pipe, what `--out` keeps, and what `--format json` prints: one document, so that a
 file from a GPU host is shown on a laptop as if it had been measured there. It holds facts only. Why an output has its
-dtype follows from the facts (`explain.autocast`), and a better reason next year works on last year's file.
+dtype follows from the facts (`explain.precision.autocast`), and a better reason next year works on last year's file.
 
 JSON has no number that is not finite. A figure that is NaN or infinite, such as the error of gradients that
 overflowed, is None here, and the tables say so.

@@ -38,7 +38,7 @@ class HashedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class HashedWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights as they lay on the disk: a file's raw bytes, or a folder's list of names and hashes (`hashing.py`)."""
+    """Weights as they lay on the disk: a file's raw bytes, or a folder's list of names and hashes (`hash_weights`)."""
 
     name: str
     kind: Literal["file", "folder"]

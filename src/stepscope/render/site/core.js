@@ -28,7 +28,7 @@ function say(text) {
   document.getElementById("said").textContent = text;
 }
 
-// ---- numbers, written as report/numbers.py writes them
+// ---- numbers, written as render/numbers.py writes them
 
 function digits(value) {
   const size = Math.abs(value);

@@ -1,4 +1,4 @@
-// Draws a timeline, and what is under the pointer, from what timeline_model.js says lies where.
+// Draws a timeline, and what is under the pointer, from what timeline.js says lies where.
 function makeTimelinePainter(model, back, front, page) {
   const { part, areas, line, lanes, view, state, plot, runs, numSlices, times, totals } = model;
   const { formatHeight, formatTime, toX, toY, timeOf } = model;
