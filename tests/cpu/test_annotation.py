@@ -16,7 +16,7 @@ from stepscope.errors import StepscopeError
 from stepscope.nn import functional
 from stepscope.spec import Factory, Mode, Scalar, Workload, build_case
 from stepscope.step import Step, build
-from stepscope.step.annotation import annotated, annotated_warm_up, check_functions
+from stepscope.step.annotation import annotated, check_functions
 from stepscope.step.own import Parts
 
 CPU = torch.device("cpu")
@@ -200,12 +200,6 @@ def test_a_users_ranges_stand_among_ours(log: Log) -> None:
 
     run(step_of(Own(1, 1), torch.ones(1, 1)))
     assert "step:0/phase:forward/module:(Own)/mine" in log
-
-
-def test_warm_up_steps_can_be_told_apart(log: Log) -> None:
-    with annotated_warm_up("profiler"):
-        make().run()
-    assert log == ["phase:warm-up"]
 
 
 class TestCompiled:

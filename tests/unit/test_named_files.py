@@ -32,7 +32,7 @@ def open_results(path: Path) -> None:
 
 # A document of ours, the name that it has in its folder, and who reads it.
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "results": ("results.jsonl", read_rows),
+    "results": ("results.jsonl", lambda path: read_rows(path, BenchRow)),
     "results to resume": ("results.jsonl", open_results),
     "a job's results": ("results.jsonl", read_own),
     "a job's outcome": ("outcome-0.json", lambda path: Job(id="7", index=0, folder=path.parent).outcomes()),

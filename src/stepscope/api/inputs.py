@@ -31,7 +31,7 @@ from stepscope.recording.rows import precision_report as precision
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow, CaseRow
 from stepscope.recording.rows.precision_report import read_report
-from stepscope.recording.rows.results_file import read_rows_of
+from stepscope.recording.rows.results_file import read_rows
 from stepscope.recording.store import Manifest
 from stepscope.spec import Case
 
@@ -251,7 +251,7 @@ def _read_run(run: _RunFiles) -> Materials:
         "memory": _add_memory,
         "bench": _add_bench,
         "precision": lambda one, to: replace(to, precision=read_report(one.path)),
-        "attention": lambda one, to: replace(to, attention=_ok_rows(read_rows_of(one.path, AttentionRow)[0], one.path)),
+        "attention": lambda one, to: replace(to, attention=_ok_rows(read_rows(one.path, AttentionRow)[0], one.path)),
     }
     for stage, read in readers.items():
         if stage in run.others:
@@ -318,7 +318,7 @@ def _add_memory(one: _Given, materials: Materials) -> Materials:
 
 def _add_bench(one: _Given, materials: Materials) -> Materials:
     """The row of the run, and beside it those that differ from it in precision alone."""
-    rows = _ok_rows(read_rows_of(one.path, BenchRow)[0], one.path)
+    rows = _ok_rows(read_rows(one.path, BenchRow)[0], one.path)
     case = find_case(materials)
     if case is None and len({_in_fp32(row.case) for row in rows}) == 1:
         case = rows[0].case

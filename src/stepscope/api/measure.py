@@ -29,7 +29,7 @@ from stepscope.jobs.experiments.sweep import BenchExperiment, Sweep, SweepListen
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
 from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.recording.rows.precision_report import PrecisionReport, read_report
-from stepscope.recording.rows.results_file import read_rows_of
+from stepscope.recording.rows.results_file import read_rows
 from stepscope.spec import (
     TIMING_SETTINGS,
     Case,
@@ -181,7 +181,7 @@ class BenchResults(CaseResults[BenchRow]):
     @classmethod
     def read(cls, path: StrPath) -> "BenchResults":
         """From a `results.jsonl` of `stepscope bench`."""
-        return cls(*read_rows_of(Path(path), BenchRow))
+        return cls(*read_rows(Path(path), BenchRow))
 
     @property
     def table(self) -> DataTable:
@@ -206,7 +206,7 @@ class MemoryResults(CaseResults[MemoryRow]):
     @classmethod
     def read(cls, path: StrPath) -> "MemoryResults":
         """From a `results.jsonl` of `stepscope memory`, with the recordings next to it."""
-        rows, remarks = read_rows_of(Path(path), MemoryRow)
+        rows, remarks = read_rows(Path(path), MemoryRow)
         return cls(rows, Path(path).parent, remarks)
 
     def run(self, index: int = 0) -> "Run":

@@ -87,9 +87,9 @@ def typed_command() -> str:
 
 def read_results(path: Path, kind: type[R]) -> tuple[R, ...]:
     """The rows of a file; what was left out is said."""
-    from stepscope.recording.rows.results_file import read_rows_of
+    from stepscope.recording.rows.results_file import read_rows
 
-    rows, left_out = read_rows_of(path, kind)
+    rows, left_out = read_rows(path, kind)
     for remark in left_out:
         say(remark)
     return rows

@@ -25,7 +25,6 @@ from stepscope.spec.settings import (
 from stepscope.spec.training import Training
 from stepscope.spec.workload import (
     DEFAULT_CONTEXT,
-    OWN_MODEL_SETTINGS,
     OWN_OPTIMIZER,
     RUN_SETTINGS,
     SETTINGS,
@@ -45,7 +44,6 @@ from stepscope.spec.workload import (
 
 __all__ = [
     "DEFAULT_CONTEXT",
-    "OWN_MODEL_SETTINGS",
     "OWN_OPTIMIZER",
     "RUN_SETTINGS",
     "SETTINGS",

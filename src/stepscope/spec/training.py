@@ -107,11 +107,6 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return max(self.accumulate, self.workload.passes)
 
     @property
-    def rank_batch(self) -> int:
-        """Sequences in one pass of one rank."""
-        return self.workload.batch // (self.ranks * self.passes)
-
-    @property
     def identity(self) -> "Training":
         """What a run must keep to be the same run: how many ranks do it, in which way, for how long, is left out. So is
         where its text lies: what the text is, a digest says beside this."""

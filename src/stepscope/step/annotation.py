@@ -29,13 +29,12 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from stepscope.annotate import Backend, Opener, activate, annotate, open_range, wrap
+from stepscope.annotate import Backend, Opener, activate, open_range, wrap
 from stepscope.errors import StepscopeError
 from stepscope.spec import Factory
 from stepscope.step.builder import Step
 from stepscope.step.own import CONTRACT, load_factory
 
-WARM_UP = "phase:warm-up"
 PARTS = {
     "stepscope.nn.functional:attention_scores": "part:scores",
     "stepscope.nn.functional:softmax": "part:softmax",
@@ -72,13 +71,6 @@ def annotated(
             name = f"function:{target.partition(':')[2]}"
             _annotate_function(target, name, undo, on_call=partial(annotation.uncalled.discard, target))
         yield annotation
-
-
-@contextmanager
-def annotated_warm_up(backend: Backend) -> Iterator[None]:
-    """Around warm-up steps, for a recorder that sees the whole process."""
-    with activate(backend), annotate(WARM_UP):
-        yield
 
 
 def check_functions(functions: Sequence[str], *, compiled: bool) -> None:

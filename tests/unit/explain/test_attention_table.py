@@ -19,7 +19,7 @@ from stepscope.explain.experiments.attention_tables import (
 from stepscope.findings import Cell, Table
 from stepscope.recording.rows.attention_case import AttentionRow, Implementation
 from stepscope.recording.rows.bench import Doubt
-from stepscope.recording.rows.results_file import ResultsFile, read_rows_of
+from stepscope.recording.rows.results_file import ResultsFile, read_rows
 from stepscope.render.figures import save
 from tests.unit.attention_rows import MS, attend
 
@@ -186,7 +186,7 @@ def test_rows_survive_the_file_they_are_kept_in(tmp_path: Path) -> None:
     with ResultsFile.open(tmp_path / "results.jsonl", AttentionRow) as results:
         for row in rows:
             results.append(row)
-    assert read_rows_of(tmp_path / "results.jsonl", AttentionRow) == (tuple(rows), ())
+    assert read_rows(tmp_path / "results.jsonl", AttentionRow) == (tuple(rows), ())
 
 
 # --- Pictures -------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def run(folder: Path, answers: Answers, *seeds: int, **how: Any) -> tuple[BenchR
 
 def statuses(folder: Path) -> list[tuple[int, str]]:
     """As the file has them, in its order."""
-    return [(row.case.workload.seed, row.status) for row in read_rows(folder / "results.jsonl")[0]]
+    return [(row.case.workload.seed, row.status) for row in read_rows(folder / "results.jsonl", BenchRow)[0]]
 
 
 def test_a_case_that_fails_is_a_row_with_its_log_and_the_others_run(tmp_path: Path) -> None:

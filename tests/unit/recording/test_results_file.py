@@ -10,7 +10,7 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.recording.rows.bench import BenchRow, Doubt, Retry, Status, case_key
 from stepscope.recording.rows.memory_summary import MemoryRow
-from stepscope.recording.rows.results_file import ResultsFile, read_rows, read_rows_of
+from stepscope.recording.rows.results_file import ResultsFile, read_rows
 from tests.unit.rows import row
 
 RECORDED = Path(__file__).parents[3] / "bench/results"
@@ -31,7 +31,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     with ResultsFile.open(path, BenchRow) as results:
         for one in ROWS:
             results.append(one)
-    assert read_rows(path) == (tuple(ROWS), ())
+    assert read_rows(path, BenchRow) == (tuple(ROWS), ())
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 10, 500, -2])
@@ -42,7 +42,7 @@ def test_a_last_line_cut_short_is_set_aside_and_the_rest_kept(tmp_path: Path, ke
         assert results.rows == tuple(ROWS[:2])
         assert results.damaged_bytes == len(whole[2][:kept_bytes])
         results.append(ROWS[2])
-    assert read_rows(path) == (tuple(ROWS), ())
+    assert read_rows(path, BenchRow) == (tuple(ROWS), ())
     assert path.read_bytes() == b"".join(whole)
     assert (tmp_path / "results.jsonl.damaged").read_bytes() == whole[2][:kept_bytes] + b"\n"
 
@@ -52,14 +52,14 @@ def test_a_last_line_that_lost_its_newline_only_is_a_row(tmp_path: Path) -> None
     with ResultsFile.open(path, BenchRow) as results:
         assert results.damaged_bytes == 0
         results.append(row(context=1024))
-    assert len(read_rows(path)[0]) == 4
+    assert len(read_rows(path, BenchRow)[0]) == 4
 
 
 def test_blocks_of_zeros_after_a_power_cut_are_set_aside(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", [*lines(), b"\0" * 4096])
     with ResultsFile.open(path, BenchRow) as results:
         assert len(results.rows) == 3
-    assert read_rows(path) == (tuple(ROWS), ())
+    assert read_rows(path, BenchRow) == (tuple(ROWS), ())
 
 
 def test_damage_in_the_middle_is_not_ours_to_mend(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_first_line_cut_short_is_known_by_how_it_begins(tmp_path: Path, kept_b
     with ResultsFile.open(path, BenchRow) as results:
         assert results.damaged_bytes == kept_bytes
         results.append(ROWS[0])
-    assert read_rows(path) == ((ROWS[0],), ())
+    assert read_rows(path, BenchRow) == ((ROWS[0],), ())
 
 
 def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
     with ResultsFile.open(path, BenchRow) as results:
         results.append(row("oom", context=128))
         results.append(row(context=128))
-    ((one,), _) = read_rows(path)
+    ((one,), _) = read_rows(path, BenchRow)
     assert one.status == "ok"
     assert len(path.read_bytes().splitlines()) == 2
 
@@ -121,7 +121,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 def test_reading_says_what_it_left_out_and_changes_nothing(tmp_path: Path) -> None:
     whole = lines()
     path = write(tmp_path / "results.jsonl", [*whole[:2], whole[2][:40]])
-    assert read_rows(path) == (tuple(ROWS[:2]), ("left out: a last line cut short (40 bytes)",))
+    assert read_rows(path, BenchRow) == (tuple(ROWS[:2]), ("left out: a last line cut short (40 bytes)",))
     assert path.read_bytes().endswith(whole[2][:40])
 
 
@@ -138,7 +138,7 @@ def test_rows_of_a_later_version_are_left_out_and_counted(tmp_path: Path, old: b
     whole = lines()
     assert old in whole[1]
     path = write(tmp_path / "results.jsonl", [whole[0], whole[1].replace(old, new), whole[2]])
-    rows, (remark,) = read_rows(path)
+    rows, (remark,) = read_rows(path, BenchRow)
     assert rows == (ROWS[0], ROWS[2])
     assert remark == "left out: 1 row of a later version of stepscope"
     before = path.read_bytes()
@@ -146,14 +146,14 @@ def test_rows_of_a_later_version_are_left_out_and_counted(tmp_path: Path, old: b
         assert results.rows == (ROWS[0], ROWS[2])
     assert path.read_bytes() == before
     with pytest.raises(StepscopeError, match="no rows") as raised:
-        read_rows(write(tmp_path / "results.jsonl", [whole[1].replace(old, new)]))
+        read_rows(write(tmp_path / "results.jsonl", [whole[1].replace(old, new)]), BenchRow)
     assert "1 row of a later version" in raised.value.detail
 
 
 @pytest.mark.parametrize("content", [b"", b"hi", b"not json at all\n"])
 def test_a_file_without_rows_is_not_shown_as_an_empty_sweep(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(StepscopeError, match="no rows"):
-        read_rows(write(tmp_path / "results.jsonl", [content]))
+        read_rows(write(tmp_path / "results.jsonl", [content]), BenchRow)
 
 
 def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -237,19 +237,19 @@ def test_a_number_that_cannot_be_is_an_error_with_its_line(tmp_path: Path, old: 
     assert old in whole[1]
     path = write(tmp_path / "results.jsonl", [whole[0], whole[1].replace(old, new), whole[2]])
     with pytest.raises(StepscopeError, match="line 2"):
-        read_rows(path)
+        read_rows(path, BenchRow)
 
 
 @pytest.mark.parametrize("name", ["memory_h200.jsonl", "memory_checkpoint_study_h200.jsonl"])
 def test_cases_of_kept_results_are_found_by_their_keys(name: str) -> None:
-    rows, _ = read_rows_of(RECORDED / name, MemoryRow)
+    rows, _ = read_rows(RECORDED / name, MemoryRow)
     assert rows
     assert [case_key(one.case, one.environment, one.source) for one in rows] == [one.key for one in rows]
 
 
 def test_a_case_that_was_timed_before_settings_were_added_keeps_its_key() -> None:
     # Kept from before any setting was added: the rows of this file have keys of an earlier version.
-    rows, _ = read_rows_of(RECORDED / "bench_h200.jsonl", BenchRow)
+    rows, _ = read_rows(RECORDED / "bench_h200.jsonl", BenchRow)
     assert case_key(rows[0].case, rows[0].environment, rows[0].source) == "d2f04e04d2f50db0"
 
 

@@ -12,7 +12,6 @@ import polars as pl
 from stepscope.explain.trace.nesting import around, innermost, look_up
 from stepscope.recording.store import Recording
 
-PHASES = ("warm-up", "input", "forward", "loss", "backward", "optimizer")
 _OURS = "phase:"
 FORWARD_RANGE = "phase:forward"
 _STEP = r"^(?:ProfilerStep#|step:|step[_ ]|iteration[_ ]|iter[_ ])(\d{1,9})$"

@@ -31,7 +31,7 @@ from stepscope.recording import store
 from stepscope.recording.rows.attention_case import AttentionCase, AttentionRow
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
 from stepscope.recording.rows.precision_report import read_report
-from stepscope.recording.rows.results_file import R, read_rows_of
+from stepscope.recording.rows.results_file import R, read_rows
 from stepscope.spec import Factory, ModelShape, Precision, for_precisions
 from stepscope.spec.backends import compared_on
 from stepscope.units import say_bytes
@@ -101,7 +101,7 @@ class ReportStage(ABC):
 
     def read_rows(self, folder: Path, kind: type[R], keys: Sequence[str]) -> tuple[R, ...]:
         path = folder / self.name / RESULTS_NAME
-        rows = {row.key: row for row in read_rows_of(path, kind)[0]}
+        rows = {row.key: row for row in read_rows(path, kind)[0]}
         if any(key not in rows for key in keys):
             raise StepscopeError(f"rows of this case are gone from `{path}`")
         return tuple(rows[key] for key in keys)

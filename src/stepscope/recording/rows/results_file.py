@@ -17,7 +17,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import Versioned, decode, lock_or_raise, read_plain, writing
-from stepscope.recording.rows.bench import BenchRow, Row
+from stepscope.recording.rows.bench import Row
 
 R = TypeVar("R", bound=Row)
 # How msgspec says that a word is none of those that a field may have, or that there is a field more.
@@ -38,12 +38,7 @@ class Parsed(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
         return tuple({row.key: row for row in self.rows}.values())
 
 
-def read_rows(path: Path) -> tuple[tuple[BenchRow, ...], tuple[str, ...]]:
-    """The rows of a file of timed cases."""
-    return read_rows_of(path, BenchRow)
-
-
-def read_rows_of(path: Path, kind: type[R]) -> tuple[tuple[R, ...], tuple[str, ...]]:
+def read_rows(path: Path, kind: type[R]) -> tuple[tuple[R, ...], tuple[str, ...]]:
     """The rows of a results file, the newest of each case in the order in which cases first came, and remarks on what
     was left out."""
     content = _read(path)

@@ -91,7 +91,6 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 NARROW = Variant(queries=64, keys=64, threads=128, ahead=32, rows_of_thread=8, in_registers=True)
 MIDDLE = Variant(queries=64, keys=128, threads=256, ahead=48, rows_of_thread=4, in_registers=True)
 WIDE = Variant(queries=32, keys=128, threads=128, ahead=48, rows_of_thread=4, in_registers=False)
-VARIANTS = (NARROW, MIDDLE, WIDE)
 
 
 def choose_variant(head_dim: int) -> Variant:
