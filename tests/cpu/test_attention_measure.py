@@ -18,8 +18,9 @@ from stepscope.measure.attention.memory import weigh
 from stepscope.measure.attention.problem import RandomAttention, check, make_problem, say_wrong
 from stepscope.measure.attention.timing import time_attention
 from stepscope.nn import functional
-from stepscope.recording.rows.attention_case import AttentionCase, Implementation
+from stepscope.recording.rows.attention_case import AttentionCase
 from stepscope.spec import Precision
+from stepscope.spec.backends import Implementation
 
 CPU = torch.device("cpu")
 

@@ -22,12 +22,9 @@ from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Missing
 from stepscope.jobs.experiments.sweep import RESULTS_NAME
-from stepscope.jobs.report import stages as report_stages
+from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import is_data, read_state
-from stepscope.recording.rows import attention_case as attention
-from stepscope.recording.rows import bench
-from stepscope.recording.rows import memory_summary as memory_row
-from stepscope.recording.rows import precision_report as precision
+from stepscope.recording.rows import attention_case, bench, memory_summary, precision_report
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow, CaseRow
 from stepscope.recording.rows.precision_report import read_report
@@ -43,9 +40,9 @@ _SNIFFED = 4096
 _SCHEMA = re.compile(rb'\s*\{\s*"schema"\s*:\s*"([^"]{1,60})"')
 _KINDS: dict[str, Kind] = {
     bench.SCHEMA: "bench rows",
-    memory_row.ROW_SCHEMA: "memory rows",
-    attention.SCHEMA: "attention rows",
-    precision.SCHEMA: "precision",
+    memory_summary.ROW_SCHEMA: "memory rows",
+    attention_case.SCHEMA: "attention rows",
+    precision_report.SCHEMA: "precision",
 }
 _ALSO_TAKEN = (
     "results.jsonl of `stepscope bench`, `memory` or `attention`, a file of `stepscope precision --out`, or the folder "
@@ -293,7 +290,7 @@ def _read_data(folder: Path) -> Materials:
     """What an earlier report kept, and why there is nothing of the rest."""
     state = read_state(folder)
     materials = Materials(name=describe_case(state.case), absent=dict(state.absent))
-    for stage in report_stages.ALL:
+    for stage in stages.ALL:
         if stage.name in state.done:
             try:
                 materials = stage.load(folder, state.done[stage.name], materials)

@@ -19,7 +19,7 @@ import msgspec
 from stepscope.api.display import DataTable, Picture, RunPart, StrPath, encode_document, write_frame, write_table
 from stepscope.errors import StepscopeError
 from stepscope.explain.rules import find_once
-from stepscope.explain.trace import profile_tables as breakdown
+from stepscope.explain.trace import profile_tables
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.explain.trace.summary import SCHEMA, Summary, summarise
 from stepscope.findings import Finding, Page, Table
@@ -270,7 +270,7 @@ class Run:
 
             return DataTable.of(make_part(self.memory, name, top=top or _ALL_ROWS))
         if name == "ranks":
-            return DataTable.of(breakdown.ranks_table([rank.profile for rank in self.ranks]))
+            return DataTable.of(profile_tables.ranks_table([rank.profile for rank in self.ranks]))
         return DataTable.of(_time_part(self.profile, name, top))
 
     def questions(self) -> Answers:
@@ -304,17 +304,17 @@ class Run:
 
             return memory_page(self.memory)
         profiles = [rank.profile for rank in self.ranks]
-        tables = [breakdown.ranks_table(profiles)] if len(profiles) > 1 else []
+        tables = [profile_tables.ranks_table(profiles)] if len(profiles) > 1 else []
         tables += [
-            breakdown.classes_table(self.profile),
-            breakdown.phases_table(self.profile),
-            breakdown.kernels_table(self.profile, top=_ON_A_PAGE),
+            profile_tables.classes_table(self.profile),
+            profile_tables.phases_table(self.profile),
+            profile_tables.kernels_table(self.profile, top=_ON_A_PAGE),
             *_counters_tables(self.profile, _COUNTED_ON_A_PAGE),
         ]
         if overhead and self.profile.recording.manifest.overhead:
-            tables.append(breakdown.overhead_table(self.profile.recording.manifest))
+            tables.append(profile_tables.overhead_table(self.profile.recording.manifest))
         return Page(
-            headline="\n\n".join(map(breakdown.headline, profiles)), tables=tuple(tables), findings=self.findings
+            headline="\n\n".join(map(profile_tables.headline, profiles)), tables=tuple(tables), findings=self.findings
         )
 
     @property
@@ -416,7 +416,7 @@ def _choose_step(profile: "MemoryProfile", step: str) -> int | None:
 def _time_part(profile: Profile, name: str, top: int | None) -> Table:
     match name:
         case "findings":
-            return breakdown.findings_table(find_once(profile))
+            return profile_tables.findings_table(find_once(profile))
         case "roofline":
             from stepscope.explain.trace.roofline import roofline_table
 
@@ -427,8 +427,8 @@ def _time_part(profile: Profile, name: str, top: int | None) -> Table:
             raise StepscopeError(
                 "this recording has no hardware counters", hint="stepscope profile --counters, on a machine with a GPU"
             )
-        case _ if name in breakdown.PARTS:
-            return breakdown.make_part(profile, name, top=top)
+        case _ if name in profile_tables.PARTS:
+            return profile_tables.make_part(profile, name, top=top)
         case _:
             raise StepscopeError(
                 f"`--table {name}` is of memory, and this is a recording of time", hint="stepscope memory"

@@ -8,9 +8,9 @@ three. The table itself is read off the fields of `Workload`, `Timing` and `Mode
 Everything here is frozen and hashable, and free of torch: a laptop reads workloads that a GPU ran.
 """
 
+from stepscope.spec.backends import Attention
 from stepscope.spec.grid import Grid, Settings, build_case, grid_from_flags, grid_from_settings, grid_from_toml
 from stepscope.spec.settings import (
-    Attention,
     Mode,
     Optimizer,
     Precision,

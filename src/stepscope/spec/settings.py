@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from stepscope.errors import StepscopeError, nearest
-from stepscope.spec.backends import Attention as Attention
 from stepscope.units import GIB, KIB, MIB
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]

@@ -12,9 +12,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from stepscope.errors import nearest
+from stepscope.spec.backends import Attention
 from stepscope.spec.settings import (
     TOO_LARGE,
-    Attention,
     Mode,
     Optimizer,
     Precision,

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.trace import bounded
-from stepscope.explain.trace import profile_tables as breakdown
+from stepscope.explain.trace import bounded, profile_tables
 from stepscope.explain.trace.attribution import Attribution
 from stepscope.explain.trace.profile import make_profile
 from stepscope.explain.trace.summary import Summary, summarise
@@ -53,7 +52,7 @@ def check_same(path: Path) -> Summary:
     assert found.notes == (*expected.notes, bounded.NOTE)
     assert msgspec.structs.replace(found, notes=expected.notes) == expected
     for name in bounded.PARTS:
-        assert bounded.make_part(profile, name).rows == breakdown.make_part(whole, name).rows
+        assert bounded.make_part(profile, name).rows == profile_tables.make_part(whole, name).rows
     for device in found.devices:
         for account in (device.account, *(one.account for one in device.streams)):
             assert sum(account.classes.values()) + account.overlap_ns + account.idle_ns == account.wall_ns
@@ -357,7 +356,7 @@ def test_random_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: in
 
 def test_findings_and_single_kernels_are_said_to_be_missing(tmp_path: Path) -> None:
     profile = bounded.make_bounded_profile(write_trace(tmp_path / "t.json", training_step()), tmp_path)
-    assert "findings" in breakdown.headline(profile)
+    assert "findings" in profile_tables.headline(profile)
     assert summarise(profile, ()).findings == ()
     assert [table.title for table in bounded.make_page(profile).tables] == [
         "Time by class",

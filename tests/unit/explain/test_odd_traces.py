@@ -13,8 +13,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.questions import answer
 from stepscope.explain.rules import find
-from stepscope.explain.trace import bounded, counters
-from stepscope.explain.trace import profile_tables as breakdown
+from stepscope.explain.trace import bounded, counters, profile_tables
 from stepscope.explain.trace.profile import make_profile, no_time
 from stepscope.explain.trace.summary import Summary, summarise
 from stepscope.recording.readers import kineto, ncu, nsys
@@ -40,8 +39,8 @@ def explain(path: Path) -> Summary:
     """All that is asked of a file, which must not raise; the summary."""
     profile = make_profile(open_recording(path))
     answer([profile])
-    for part in breakdown.PARTS:
-        breakdown.make_part(profile, part)
+    for part in profile_tables.PARTS:
+        profile_tables.make_part(profile, part)
     return summarise(profile, find(profile))
 
 

@@ -20,7 +20,7 @@ from stepscope.explain.story.sources import Materials
 from stepscope.findings import STAGES
 from stepscope.jobs.experiments.sweep import Planned
 from stepscope.jobs.report import run as report
-from stepscope.jobs.report import stages as report_stages
+from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import is_data, read_state, write_state
 from stepscope.jobs.report.run import Ending, Interrupted, Made, ReportJob, parse_stages, without_flags
 from stepscope.jobs.report.stages import StageWork, UnavailableError
@@ -106,7 +106,7 @@ class Bench:
         self.stages = {name: FakeStage(name) for name in STAGES}
         self.pages: list[Materials] = []
         self.source: str | None = None
-        monkeypatch.setattr(report_stages, "ALL", tuple(self.stages.values()))
+        monkeypatch.setattr(stages, "ALL", tuple(self.stages.values()))
         monkeypatch.setattr(report, "require_torch", lambda: None)
         monkeypatch.setattr(report, "Workers", NoWorkers)
         monkeypatch.setattr(
@@ -448,7 +448,7 @@ def work_on(**settings: Scalar) -> StageWork:
 
 def test_commands_of_stages_are_ones_that_their_verbs_take() -> None:
     work = work_on(size="nano", device="cpu", compile=True, precision="bf16", attention="flash", checkpoint="block")
-    said = {stage.name: stage.command(work) for stage in report_stages.ALL}
+    said = {stage.name: stage.command(work) for stage in stages.ALL}
     assert said["memory"].startswith("stepscope memory --size nano")
     assert "--compile" in said["memory"]
     assert "--compile" not in said["precision"]
@@ -470,10 +470,10 @@ def test_commands_of_stages_are_ones_that_their_verbs_take() -> None:
 def test_attention_is_compared_as_the_device_can_compute_it(
     device: str, precision: str, implementations: set[str]
 ) -> None:
-    planned = report_stages.AttentionStage().plan(work_on(size="small", device=device, precision=precision))
+    planned = stages.AttentionStage().plan(work_on(size="small", device=device, precision=precision))
     assert {one.case.implementation for one in planned} == implementations
 
 
 def test_attention_of_a_model_that_is_not_built_in_is_not_known() -> None:
     with pytest.raises(UnavailableError):
-        report_stages.AttentionStage().keys(work_on(model="mine:build"))
+        stages.AttentionStage().keys(work_on(model="mine:build"))

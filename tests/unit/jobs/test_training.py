@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.slurm import rank_jobs as slurm_ranks
+from stepscope.jobs.slurm import rank_jobs
 from stepscope.jobs.train import TrainJob, _only_one, build_training, is_rank
 from stepscope.parallel.journal import Journal, read_journals
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, save
@@ -134,7 +134,7 @@ def test_a_request_holds_no_fresh_start_and_deletes_nothing(tmp_path: Path) -> N
 # --- One run at a time ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alone", [_only_one, slurm_ranks._alone])
+@pytest.mark.parametrize("alone", [_only_one, rank_jobs._alone])
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_taken_as_it_is(
     tmp_path: Path, alone: Alone, code: int, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +147,7 @@ def test_a_file_system_without_locks_is_taken_as_it_is(
         pass
 
 
-@pytest.mark.parametrize("alone", [_only_one, slurm_ranks._alone])
+@pytest.mark.parametrize("alone", [_only_one, rank_jobs._alone])
 def test_a_second_run_is_refused_and_any_other_refusal_is_said(
     tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,8 +27,8 @@ from stepscope.recording.rows.attention_case import (
     AttentionCase,
     AttentionMeasurement,
     AttentionRow,
-    Implementation,
 )
+from stepscope.spec.backends import Implementation
 from stepscope.units import MIB
 
 Part = Literal["time", "memory", "all"]

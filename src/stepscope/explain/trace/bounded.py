@@ -17,7 +17,7 @@ from pathlib import Path
 import polars as pl
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.trace import profile_tables as breakdown
+from stepscope.explain.trace import profile_tables
 from stepscope.explain.trace.accounting import DeviceAccount, DeviceSweep
 from stepscope.explain.trace.attribution import Attribution
 from stepscope.explain.trace.names import classify
@@ -166,9 +166,9 @@ def make_part(profile: BoundedProfile, name: str, *, top: int | None = None) -> 
             detail=f"available: {', '.join(PARTS)}",
             hint=f"stepscope explain FILE --table {name}",
         )
-    return breakdown.make_part(profile, name, top=top)
+    return profile_tables.make_part(profile, name, top=top)
 
 
 def make_page(profile: BoundedProfile) -> Page:
     tables = tuple(make_part(profile, name, top=_ON_A_PAGE) for name in ("classes", "phases", "kernels"))
-    return Page(headline=breakdown.headline(profile), tables=tables, findings=None)
+    return Page(headline=profile_tables.headline(profile), tables=tables, findings=None)

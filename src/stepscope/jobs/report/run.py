@@ -24,7 +24,7 @@ from stepscope.files import check_target, write_atomically, writing
 from stepscope.findings import STAGES, Missing, Report
 from stepscope.jobs.experiments.sweep import Planned, look_at, place_cases
 from stepscope.jobs.recorders.recording_job import only_case
-from stepscope.jobs.report import stages as report_stages
+from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import State, check_data, open_data, write_state
 from stepscope.jobs.report.stages import ReportStage, StageWork, UnavailableError, other_precision
 from stepscope.jobs.workers.process import InputRefusedError, Workers, require_torch
@@ -166,9 +166,7 @@ class ReportJob:
         """A page of what would have been done, unless there is one with more to show."""
         if self.page.exists():
             return None
-        missing = {
-            stage.name: Missing(what=stage.what, why=_INTERRUPTED, command=self.go_on) for stage in report_stages.ALL
-        }
+        missing = {stage.name: Missing(what=stage.what, why=_INTERRUPTED, command=self.go_on) for stage in stages.ALL}
         write_page(
             self.page,
             [Materials(name=describe_case(case), command=shlex.join(self.words), absent=missing, is_partial=True)],
@@ -233,8 +231,8 @@ class _Making:
     def _find_waiting(self) -> list[ReportStage]:
         """What is done is loaded first: a page that an interruption leaves should have it, whatever its place."""
         waiting: list[ReportStage] = []
-        for place, stage in enumerate(report_stages.ALL):
-            self._waiting = [*waiting, *report_stages.ALL[place:]]
+        for place, stage in enumerate(stages.ALL):
+            self._waiting = [*waiting, *stages.ALL[place:]]
             if stage.name in self.job.without:
                 self._leave_out(stage, "left out by --without", without_flags(self.job.words, "--without", "--fresh"))
             elif self._is_unavailable(stage):

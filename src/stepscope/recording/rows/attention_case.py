@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.recording.rows.bench import CaseOutcome, Clock, Row, require_known, require_samples, require_timing
 from stepscope.spec import Precision, SpecError
-from stepscope.spec.backends import Implementation as Implementation
+from stepscope.spec.backends import Implementation
 
 SCHEMA = "stepscope.attention/1"
 NOT_TRIED = "not tried"  # how the reason begins where a closed form said enough

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepscope.explain.story.sections import roofline_chart as roofline_points
+from stepscope.explain.story.sections import roofline_chart
 from stepscope.explain.story.sections.roofline_chart import draw_roofline
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Missing, Roofline
@@ -89,7 +89,7 @@ def test_kernels_of_unknown_cost_are_said() -> None:
 
 
 def test_only_the_longest_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline_points, "MOST_POINTS", 2)
+    monkeypatch.setattr(roofline_chart, "MOST_POINTS", 2)
     roofline = drawn(products(512, 1024, 2048, 4096, us=100))
     assert len(roofline.points) == 2
     assert any("2 more take 40.0%" in note for note in roofline.notes)

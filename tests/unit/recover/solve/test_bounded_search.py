@@ -14,9 +14,7 @@ from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.evidence.structure import find_structure
 from stepscope.recover.facts import exactly
 from stepscope.recover.shape import divisors
-from stepscope.recover.solve import candidates as solving
-from stepscope.recover.solve import recovery as answer
-from stepscope.recover.solve import search
+from stepscope.recover.solve import candidates, recovery, search
 from stepscope.recover.solve.candidates import find_tokens, solve
 from stepscope.recover.solve.priors import Effort
 from stepscope.recover.solve.recovery import recover
@@ -57,7 +55,7 @@ def test_effort_is_shared_and_what_is_not_used_comes_back() -> None:
 def test_candidates_are_bounded_by_effort_and_the_search_says_that_it_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each candidate that is kept is paid for: so the bound holds for memory as well."""
     observation = observe_first(short_prompt())
-    each = solving._KEEPING + len(solving.explainable(observation))
+    each = candidates._KEEPING + len(candidates.explainable(observation))
     afford_some, paid = Effort.afford_some, []
 
     def spy(self: Effort, number: int, units: int) -> int:
@@ -111,7 +109,7 @@ def test_with_less_work_nothing_becomes_certain_that_was_not(file: str, work: in
 
 @pytest.mark.parametrize("file", [*COUNTERS, *TRACES])
 def test_no_recorded_run_comes_near_the_bound(file: str) -> None:
-    found = recover([read_evidence(file)], work=answer._MOST_WORK // 4)
+    found = recover([read_evidence(file)], work=recovery._MOST_WORK // 4)
     assert found == recovered(file)
 
 
