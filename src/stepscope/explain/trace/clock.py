@@ -20,9 +20,8 @@ class Clock:
     steps: pl.DataFrame  # one row a marked step: step, start_ns, end_ns
     window: tuple[int, int]
     find_busy_ns: Callable[[], float]  # of the window, kernels side by side counted once; mean over devices
-    find_launched_before: Callable[[], float] = lambda: (
-        0.0
-    )  # the share of the kernels' time launched before the window began
+    # The share of the kernels' time that was launched before the window began.
+    find_launched_before: Callable[[], float] = lambda: 0.0
     plain_ns: int | None = None  # a step without the recorder
 
     @property
