@@ -26,13 +26,13 @@ from stepscope.recording.rows.training_log import TrainMemory, TrainRow, TrainRu
 from stepscope.recording.store import Recording
 from stepscope.spec import Training, build_case
 from tests.unit import kineto_files, nsys_files, snapshot_files
+from tests.unit.api.test_inputs import keep
 from tests.unit.attention_rows import attend
 from tests.unit.comm_rows import communicate
 from tests.unit.explain.test_memory_explain import Training as MemoryTraining
 from tests.unit.explain.test_memory_grid import weigh
 from tests.unit.explain.test_precision_tables import report as precision_report
 from tests.unit.explain.test_precision_tables import run as precision_run
-from tests.unit.jobs.test_report_files import keep
 from tests.unit.question_recordings import Tape, model_step
 from tests.unit.recordings import ADD, ALL_REDUCE, BF16, COPY, FUSED_ADAM, GEMM_BF16, SOFTMAX, TO_DEVICE, Timeline
 from tests.unit.recover.claimed_runs import claim_fields
