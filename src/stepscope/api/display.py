@@ -1,5 +1,5 @@
 """Tables and figures that show themselves: in a notebook as HTML, on a terminal as text, and for programs as polars
-frames. With the names of all tables, which are the values of `--table` too."""
+frames. The names of all tables are here too; `--table` takes the same."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 StrPath = str | PathLike[str]
 FormatName = Literal["text", "md", "latex", "csv", "json"]
 MemoryPart = Literal["categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved"]
-# Of a recording of time, and at the end those that only a recording of memory has.
+# Tables of a recording of time, then those that only a recording of memory has.
 RunPart = Literal[
     "classes",
     "phases",
@@ -40,11 +40,11 @@ RunPart = Literal[
 ]
 PrecisionPart = Literal["dtypes", "errors", "underflow", "accumulation", "norm", "speed"]
 
-_FRAME_HEIGHT = 800  # pixels of a page inside of a notebook
+_FRAME_HEIGHT = 800  # pixels, of a page inside a notebook
 
 
 class DataTable(Table, frozen=True, kw_only=True):
-    """A table of results: raw values under typed columns. `frame` is the same as a polars frame."""
+    """A table of results: raw values under typed columns. `frame` returns them as a polars frame."""
 
     @classmethod
     def of(cls, table: Table) -> "DataTable":
@@ -59,7 +59,7 @@ class DataTable(Table, frozen=True, kw_only=True):
         return pl.DataFrame([_series(column, cells) for column, cells in zip(self.columns, columns, strict=True)])
 
     def render(self, format: FormatName = "text", *, detail: bool = False, width: int | None = None) -> str:  # noqa: A002
-        """As `--format` prints it. `detail` shows all columns, which CSV and JSON always have; `width` wraps text."""
+        """What `--format` prints. `detail` shows all columns, as CSV and JSON always do; `width` wraps text."""
         from stepscope.render.formats import Format
         from stepscope.render.tables import render
 
@@ -86,7 +86,7 @@ def _series(column: Column, cells: "tuple[Cell, ...]") -> "pl.Series":
 
 
 def write_table(table: Table) -> str:
-    """A table for a notebook, which has styles of its own for tables."""
+    """A table as HTML for a notebook, which brings its own styles for tables."""
     from stepscope.render.numbers import lay_out
 
     sheet = lay_out(table, detail=False)
@@ -104,7 +104,7 @@ def write_table(table: Table) -> str:
 
 
 def write_frame(page: str) -> str:
-    """A whole HTML page inside of a notebook. Its scripts run, and reach nothing outside of the frame."""
+    """A whole HTML page inside a notebook. Its scripts run, and cannot reach outside the frame."""
     return (
         f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts allow-popups allow-downloads" allow="clipboard-write" '
         f'style="width:100%;height:{_FRAME_HEIGHT}px;border:0"></iframe>'
@@ -118,7 +118,8 @@ class Picture:
     figure: Figure | Timeline
 
     def save(self, path: StrPath, *, force: bool = False) -> Path:
-        """Draws it as .png, .svg, .pdf or .html, by the suffix. Replaces only a figure of ours unless `force`."""
+        """Writes a .png, .svg, .pdf or .html file, by the suffix. Without `force`, it replaces only a figure that
+        stepscope wrote."""
         from stepscope.render.figures import check_figure, save
 
         target = Path(path)

@@ -1,14 +1,14 @@
-"""Measuring from Python: `bench`, `profile`, `memory` and `precision` run workloads and return what came out.
+"""Measuring from Python: `bench`, `profile`, `memory` and `precision` run workloads and return the results.
 
-A workload is made of the settings that the command line has as flags:
+A workload takes the settings that the command line has as flags:
 
     stepscope.bench(stepscope.workload(size="small", context=1024, precision="bf16"))
     stepscope.bench(stepscope.grid(size="small", context=[256, 1024]), out="runs/bench")
 
 Models run in processes of their own, so that torch is never imported here and an out-of-memory error costs one case.
-Nothing is printed. `progress` is told what is going on: a function gets a line of text; what watches a sweep case by
-case is a `SweepListener`. Nothing is kept unless `out` names a place, where the same call resumes. `command` is what
-results are recorded under; unless it is given, that is the command that measures the same.
+Nothing is printed. `progress` is a function that receives lines of text, or a `SweepListener`, which follows a sweep
+case by case. Nothing is kept unless `out` names a place; there, the same call resumes. `command` is stored with the
+results; by default it is the command that measures the same.
 """
 
 import weakref
@@ -62,8 +62,9 @@ R = TypeVar("R", bound=Row)
 
 
 def workload(**settings: object) -> Workload:
-    """A workload from the settings of the command line, `workload(size="small", context=1024, precision="bf16")`, also
-    of your own model, `workload(model="my_model.py:build", set={"depth": 4})`. None leaves a setting at its default."""
+    """A workload from the settings of the command line, `workload(size="small", context=1024, precision="bf16")`, or
+    with your own model, `workload(model="my_model.py:build", set={"depth": 4})`. None leaves a setting at its
+    default."""
     made = grid(**settings)
     if len(made) > 1:
         raise ValueError(f"these settings make {len(made)} workloads: use stepscope.grid")
@@ -71,7 +72,7 @@ def workload(**settings: object) -> Workload:
 
 
 def grid(**settings: object) -> tuple[Workload, ...]:
-    """All combinations of settings that may be lists of values, the first setting varying slowest."""
+    """All combinations of settings, each a value or a list of values. The first setting varies slowest."""
     for name in settings:
         if name in TIMING_SETTINGS:
             raise SpecError(
@@ -105,7 +106,7 @@ def make_grid_of_one(workload: Workload | Grid | None) -> Grid:
 
 
 def name_command(verb: str, grid: Grid) -> str:
-    """The command that results are recorded under. For one workload, it is the one that measures the same."""
+    """The command that is stored with results. For one workload, it is the command that measures the same."""
     if not grid.listed:
         return f"stepscope {verb}"
     if len(grid.listed) > 1:
@@ -136,8 +137,8 @@ def _tell_nobody(_text: str) -> None:
 
 
 class CaseResults(Sequence[R], Generic[R]):
-    """Measured cases, a row each. A row has its `case`, a `status` (`ok`, `oom`, `error`, …) with a `reason`, and what
-    was measured. `remarks` say what of a file was left out."""
+    """Measured cases, one row each. A row has its `case`, a `status` (`ok`, `oom`, `error`, …) with a `reason`, and the
+    measurement. `remarks` say which rows of a file were left out."""
 
     def __init__(self, rows: Sequence[R], remarks: Sequence[str] = ()) -> None:
         self.rows = tuple(rows)
@@ -180,7 +181,7 @@ class BenchResults(CaseResults[BenchRow]):
 
     @classmethod
     def read(cls, path: StrPath) -> "BenchResults":
-        """From a `results.jsonl` of `stepscope bench`."""
+        """Reads a `results.jsonl` of `stepscope bench`."""
         return cls(*read_rows(Path(path), BenchRow))
 
     @property
@@ -193,8 +194,8 @@ class BenchResults(CaseResults[BenchRow]):
 
 
 class MemoryResults(CaseResults[MemoryRow]):
-    """What `memory` recorded: a row per case, and behind each that went well a recording in `folder`. A study is of one
-    workload over the ways to recompute its activations."""
+    """What `memory` recorded: a row per case, and in `folder` a recording of each case that succeeded. A study compares
+    ways to recompute the activations of one workload."""
 
     def __init__(
         self, rows: Sequence[MemoryRow], folder: Path, remarks: Sequence[str] = (), *, is_study: bool = False
@@ -205,7 +206,7 @@ class MemoryResults(CaseResults[MemoryRow]):
 
     @classmethod
     def read(cls, path: StrPath) -> "MemoryResults":
-        """From a `results.jsonl` of `stepscope memory`, with the recordings next to it."""
+        """Reads a `results.jsonl` of `stepscope memory`, with the recordings next to it."""
         rows, remarks = read_rows(Path(path), MemoryRow)
         return cls(rows, Path(path).parent, remarks)
 
@@ -236,7 +237,7 @@ class MemoryResults(CaseResults[MemoryRow]):
 
     @property
     def tables(self) -> tuple[DataTable, ...]:
-        """Peaks per case; and of cases that differ in precision alone, what that saves."""
+        """The peaks of all cases, and what a lower precision saves where cases differ in precision alone."""
         from stepscope.explain.memory.grid import grid_table, is_study, precision_table, study_table
 
         if self._is_study or is_study(self.rows):
@@ -245,7 +246,7 @@ class MemoryResults(CaseResults[MemoryRow]):
         return tuple(map(DataTable.of, [grid_table(self.rows), *([compared] if compared else [])]))
 
     def compare_saved(self) -> tuple[DataTable, ...]:
-        """What autograd keeps, eager next to compiled, of two cases that differ in nothing else."""
+        """What autograd saves in eager mode, next to compiled, for two cases that differ in nothing else."""
         from stepscope.explain.memory.saved import compare_saved
 
         pair = {row.case.workload.compile: place for place, row in enumerate(self.rows) if row.status == "ok"}
@@ -273,16 +274,11 @@ class PrecisionResult:
 
     @classmethod
     def read(cls, path: StrPath) -> "PrecisionResult":
-        """From a file of `stepscope precision --out`."""
+        """Reads a file of `stepscope precision --out`."""
         return cls(read_report(Path(path)))
 
-    def table(
-        self,
-        name: PrecisionPart = "errors",
-        *,
-        detail: bool = False,
-    ) -> DataTable:
-        """One table; `detail` has a row per module, not per role."""
+    def table(self, name: PrecisionPart = "errors", *, detail: bool = False) -> DataTable:
+        """One table of `stepscope precision --table`. `detail` shows a row per module instead of one per role."""
         from stepscope.explain.precision.precision_tables import make_table
 
         return DataTable.of(make_table(self.report, name, detail=detail))
@@ -293,14 +289,14 @@ class PrecisionResult:
         return make_page(self.report, detail=detail)
 
     def to_json(self) -> str:
-        """What `stepscope precision --format json` prints."""
+        """The document that `stepscope precision --format json` prints."""
         return encode_document(self.report)
 
     def to_dict(self) -> dict[str, Any]:
         return msgspec.json.decode(self.to_json(), type=dict[str, Any])
 
     def with_speeds(self, timed: Sequence[BenchRow]) -> "PrecisionResult":
-        """The same with what `bench` timed of the model, in fp32 and in other precisions."""
+        """The same result with speeds added, from rows of `bench` for this model in fp32 and other precisions."""
         from stepscope.explain.precision.precision_tables import find_speeds
 
         return PrecisionResult(msgspec.structs.replace(self.report, speeds=find_speeds(timed, self.report.case)))
@@ -331,9 +327,9 @@ def bench(
 ) -> BenchResults:
     """Times a step of each workload, in a process of its own.
 
-    `out` is a folder in which `results.jsonl` is kept: cases that are there are not run again unless `fresh`, or unless
-    they are of those that `retry` names. A case that fails is a row with its status; `StepscopeError` is for what would
-    fail in all.
+    `out` is a folder that keeps `results.jsonl`. Cases that it holds do not run again, except with `fresh`, or where
+    `retry` selects them: `failed` or `doubtful` ones. A case that fails is a row with its status; `StepscopeError` is
+    raised for what would fail in every case. `timeout_s` is per case.
     """
     wanted = make_grid(workloads, warmup=warmup, steps=steps, memory_limit=memory_limit)
     with ExitStack() as stack:
@@ -365,8 +361,9 @@ def memory(
 ) -> MemoryResults:
     """Records every allocation of each workload's first steps.
 
-    `checkpoint_study` runs one workload over the ways to recompute its activations. Without `out`, recordings are there
-    as long as the result is.
+    `checkpoint_study` compares the ways to recompute one workload's activations. `snapshots` keeps the memory
+    snapshot of every case; that of a single case is always kept. Without `out`, recordings are deleted with
+    the result.
     """
     wanted = make_grid(workloads, steps=steps, memory_limit=memory_limit)
     with ExitStack() as stack:
@@ -397,8 +394,8 @@ def profile(
 ) -> "Run":
     """Records a few steps with PyTorch's profiler.
 
-    `annotate` names functions to put ranges around (`module:function`); `stacks` records Python's, which costs a lot.
-    `out` is a folder in which the recording is kept, `force` replaces one that another command made.
+    `annotate` names functions to put ranges around (`module:function`). `stacks` records Python call stacks, which
+    slows the steps down. `out` is a folder for the recording; `force` replaces one that another command made.
     """
     from stepscope.api.run import Run
     from stepscope.jobs.recorders.recording_job import ProfileJob
@@ -428,10 +425,10 @@ def precision(
     progress: OnStage | None = None,
     command: str = "",
 ) -> PrecisionResult:
-    """Runs one step in each precision that the device has, or in `precisions`, and compares them with float64.
+    """Runs one step in each precision that the device supports, or in `precisions`, and compares it with float64.
 
     The step is one forward and backward pass, uncompiled: the workload's own precision, mode, compilation,
-    checkpointing and optimizer change nothing. `bench` are timings to show next to the errors.
+    checkpointing and optimizer have no effect. `bench` takes timings to show next to the errors.
     """
     from stepscope.jobs.precision import PrecisionJob
 

@@ -1,4 +1,4 @@
-"""The page of a run, or of two that are compared: `stepscope.report`."""
+"""`stepscope.report`: the page of one run, or of two runs compared."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ Source = Run | StrPath
 
 
 class NothingMeasuredError(StepscopeError):
-    """Every stage of a report failed, and the page that was there before is as it was."""
+    """Every stage of a report failed. A page that was there before is unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ReportPage:
-    """A report as one HTML page. `report` is what it says: a sentence, facts, advice and sections. `path` is the file,
-    None where it was not written; `data` is where what was measured for it is kept."""
+    """A report as one HTML page. `report` is its content as data: a sentence, facts, advice and sections. `path` is the
+    file, None if it was not written; `data` is the folder that keeps what was measured for it."""
 
     report: Report
     path: Path | None = None
@@ -39,7 +39,7 @@ class ReportPage:
         return write_site(self.report)
 
     def export(self, folder: StrPath) -> tuple[Path, ...]:
-        """Its figures and tables as files, for a paper. Replaces only an earlier export."""
+        """Writes its figures and tables as files, for a paper. Replaces only an earlier export."""
         from stepscope.render.export import check_folder, export
 
         check_folder(Path(folder))
@@ -65,14 +65,14 @@ def report(
     progress: Watcher | OnStage | None = None,
     command: str | Sequence[str] = "",
 ) -> ReportPage:
-    """Makes one page of everything that is known of a run.
+    """Puts everything that is known about a run on one page.
 
-    `source` is a run, or a file that `stepscope report` reads; several files of one run make one page, and two runs are
-    compared. A `Workload` is measured: `bench`, `profile`, `memory`, `precision` and `attention` run one after the
-    other, except those in `without`. What they made is kept in `data` (`runs/report/CASE` unless it is named), and the
-    same call resumes there unless `fresh`.
+    `source` is a run, or a file that `stepscope report` reads. Several files of one run make one page; two runs are
+    compared. A `Workload` is measured first: `bench`, `profile`, `memory`, `precision` and `attention` run one after
+    the other, except those in `without`. Their results are kept in `data` (default: `runs/report/CASE`), and the same
+    call resumes there unless `fresh`.
 
-    `out` is an .html file, which a measured report needs. `force` replaces a file that stepscope did not write.
+    `out` is an .html file; a report that measures requires it. `force` replaces a file that stepscope did not write.
     """
     words = ["stepscope", "report"] if not command else shlex.split(command) if isinstance(command, str) else command
     if isinstance(source, Workload | Grid):
@@ -107,7 +107,7 @@ def _measure(
     words: Sequence[str],
 ) -> ReportPage:
     if out is None:
-        raise ValueError("a report that measures is written while it is made: name its file, such as report.html")
+        raise ValueError("a report that measures needs a file to write to, such as report.html")
     path, grid = Path(out), make_grid(source)
     check_page(path, force=force)
     job = ReportJob(
@@ -124,7 +124,7 @@ def _measure(
 
 
 class _TextWatcher:
-    """Tells everything to one function, a line at a time."""
+    """Passes everything to one function, a line of text at a time."""
 
     def __init__(self, tell: OnStage) -> None:
         self._tell = tell

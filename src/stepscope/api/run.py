@@ -1,10 +1,10 @@
-"""A run: what was recorded of it, and every answer that a recording gives.
+"""A run: what was recorded, and every question that a recording answers.
 
     run = stepscope.load("trace.json.gz")
     run.step_ms, run.classes, run.findings, run.questions(), run.compare(other)
 
-What only some answers need is imported where it is needed: a second look at a large recording takes less than a second,
-of which importing everything would be a tenth.
+Modules that only some methods need are imported inside of them: a large recording that is cached opens in less than a
+second, of which importing everything would take a tenth.
 """
 
 import sys
@@ -68,18 +68,18 @@ def open_file(path: Path, *, cached: bool) -> Opened:
 
 
 def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
-    """Reads a recording: a folder of ours, a PyTorch profiler trace, an Nsight Systems export, Nsight Compute's CSV or
-    a CUDA memory snapshot. Several files are the ranks of one run.
+    """Reads a recording: a folder that stepscope wrote, a PyTorch profiler trace, an Nsight Systems export, Nsight
+    Compute's CSV or a CUDA memory snapshot. Several files are the ranks of one run.
 
-    `cache` keeps what a large file was read into, for the next time. `bounded` is for a PyTorch trace larger than
-    memory: slower, and without findings, questions and comparisons. Raises `StepscopeError` for a file that cannot be
-    read.
+    `cache` keeps a decoded copy of a large file, which the next call reads instead. `bounded` reads a PyTorch trace
+    that is larger than memory: slower, and without findings, questions and comparisons. Raises `StepscopeError` for a
+    file that cannot be read.
     """
     if not paths:
         raise ValueError("stepscope.load takes at least one file")
     if bounded:
         if len(paths) > 1:
-            raise ValueError("one file at a time is read in bounded memory")
+            raise ValueError("bounded=True takes one file")
         return BoundedRun(Path(paths[0]))
     opened = []
     for path in map(Path, paths):
@@ -93,7 +93,7 @@ def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
 
 
 class Answers(tuple["Answer", ...]):
-    """Answers to the questions people ask of a step, each with a `key`, a `figure` and a `sentence`."""
+    """Answers to common questions about a step, each with a `key`, a `figure` and a `sentence`."""
 
     __slots__ = ()
 
@@ -127,7 +127,7 @@ class Answers(tuple["Answer", ...]):
 
 @dataclass(frozen=True, repr=False)
 class RunComparison:
-    """Two runs taken apart and compared. `comparison` has the figures; its parts add up to the step."""
+    """Two runs compared part by part. `comparison` holds the figures; the parts add up to the step."""
 
     comparison: "ProfileComparison"
 
@@ -138,14 +138,14 @@ class RunComparison:
         return DataTable.of(comparison_table(self.comparison))
 
     def is_slower(self, limit: float = 0.0) -> bool:
-        """Whether the second run's step is slower by more than `limit` (0.03 is 3%) and by more than noise. Too few
-        steps to tell noise from change are compared all the same."""
+        """Whether the second run's step is slower by more than `limit` (0.03 is 3%) and by more than noise. With too
+        few steps to estimate the noise, only `limit` counts."""
         from stepscope.explain.trace.compare import regressed
 
         return regressed(self.comparison, limit)
 
-    def verdict(self, limit: float) -> str:
-        """`is_slower` in a sentence."""
+    def verdict(self, limit: float = 0.0) -> str:
+        """The result of `is_slower` as a sentence."""
         from stepscope.explain.trace.compare import gate_sentence
 
         return gate_sentence(self.comparison, limit)
@@ -159,9 +159,9 @@ class RunComparison:
 
 
 class Run:
-    """A recording of time, of one rank or of several, or a recording of memory. `load` and `profile` make it.
+    """A recording of time, of one rank or several, or a recording of memory. `load` and `profile` return it.
 
-    Figures are per step and of the first rank; `ranks` has each rank as a run of its own.
+    Figures are per step and of the first rank; `ranks` holds each rank as a run of its own.
     """
 
     def __init__(self, opened: Sequence[Opened]) -> None:
@@ -169,7 +169,7 @@ class Run:
 
     @classmethod
     def of(cls, recording: Recording, path: Path) -> "Run":
-        """A recording that was just made, under the name of its folder."""
+        """The run of a recording that was just made, named after its folder."""
         return cls([Opened(path, recording.with_manifest(file=path.name), None)])
 
     @property
@@ -178,7 +178,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The case that ran, or the file."""
+        """A description of the workload where it is known, else the name of the file."""
         from stepscope.explain.experiments.cases import describe_case
 
         manifest = self.opened[0].recording.manifest
@@ -198,14 +198,14 @@ class Run:
 
     @cached_property
     def profile(self) -> Profile:
-        """The kernels of the first rank with what they belong to, for whoever needs more than is here."""
+        """Every kernel of the first rank, with its phase, module and operator."""
         if len(self.opened) > 1:
             return self.ranks[0].profile
         return make_profile(self.opened[0].recording, self.opened[0].folder)
 
     @cached_property
     def memory(self) -> "MemoryProfile":
-        """Every allocation of a recording of memory, for whoever needs more than is here."""
+        """Every allocation of a recording of memory."""
         from stepscope.explain.memory import make_memory_profile
 
         return make_memory_profile(self.opened[0].recording)
@@ -214,17 +214,17 @@ class Run:
 
     @property
     def step_ms(self) -> float:
-        """Wall time per step, by the clock without the profiler where that is known."""
+        """Wall time per step in milliseconds, timed without the profiler where the recording has such steps."""
         return self.profile.step_ns / 1e6
 
     @property
     def idle_share(self) -> float:
-        """The share of a step in which no kernel runs."""
+        """The fraction of a step in which no kernel runs, from 0 to 1."""
         return self.profile.idle_share
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory allocated at once, in a recording of memory."""
+        """The most bytes allocated at once, in a recording of memory."""
         if not self.is_of_memory:
             raise StepscopeError(f"`{self.name}` is a recording of time, not of memory", hint="stepscope memory")
         return self.memory.peak_bytes
@@ -261,10 +261,8 @@ class Run:
     # --- Answers ------------------------------------------------------------------------------------------------------
 
     def table(self, name: RunPart, *, top: int | None = None) -> DataTable:
-        """One part of the page, as `stepscope explain --table` has it. `top` is the number of rows of those that can be
-        long, None for all."""
-        if name not in get_args(RunPart):
-            raise ValueError(f"no table {name!r}; expected one of {', '.join(get_args(RunPart))}")
+        """One table of `stepscope explain --table`. `top` limits the rows of a table that can be long; None is all."""
+        _require_choice("table", name, RunPart)
         if self.is_of_memory:
             from stepscope.explain.memory.memory_tables import make_part
 
@@ -274,7 +272,7 @@ class Run:
         return DataTable.of(_time_part(self.profile, name, top))
 
     def questions(self) -> Answers:
-        """The questions people ask of a step, or of memory, answered."""
+        """Answers to common questions about a step, or about memory."""
         if self.is_of_memory:
             from stepscope.explain.memory.answers import answer_memory
 
@@ -284,16 +282,19 @@ class Run:
         return Answers(answer([rank.require_kernels() for rank in self.ranks]))
 
     def compare(self, other: "Run", *, by: "By" = "class") -> RunComparison:
-        """What changes from this run to `other`, what of it is noise, and what changes most."""
-        from stepscope.explain.trace.compare import compare
+        """What changes from this run to `other`, by `class`, `phase`, `module` or `kernel`, and whether it is noise."""
+        from stepscope.explain.trace.compare import By, compare
 
+        _require_choice("by", by, By)
         names = (str(self.files[0]), str(other.files[0]))
         return RunComparison(compare(self.require_kernels(), other.require_kernels(), by=by, names=names))
 
     def figure(self, *, by: "StackedBy" = "category", step: int | str = "last") -> Picture:
-        """Memory over time. `step` is the one that is drawn, counted from 1, or `last`, or `all`."""
-        from stepscope.explain.memory.timeline import memory_timeline
+        """Memory over time, stacked by `category` or `module`. `step` is a step's number, counted from 1, `last` or
+        `all`."""
+        from stepscope.explain.memory.timeline import By, memory_timeline
 
+        _require_choice("by", by, By)
         return Picture(memory_timeline(self.memory, by=by, step=_choose_step(self.memory, str(step))))
 
     def page(self, *, overhead: bool = False) -> Page:
@@ -319,29 +320,29 @@ class Run:
 
     @property
     def summary(self) -> "Summary | RanksSummary | MemorySummary":
-        """All of it as one typed document."""
+        """The whole analysis as one typed document."""
         if self.is_of_memory:
             return self.memory.summary
         summaries = tuple(summarise(rank.profile, rank.findings) for rank in self.ranks)
         return summaries[0] if len(summaries) == 1 else RanksSummary(files=summaries)
 
     def to_json(self) -> str:
-        """What `stepscope explain --format json` prints."""
+        """The document that `stepscope explain --format json` prints."""
         return encode_document(self.summary)
 
     def to_dict(self) -> dict[str, Any]:
-        """`to_json`, decoded."""
+        """The document of `to_json`, decoded."""
         return msgspec.json.decode(self.to_json(), type=dict[str, Any])
 
     # --- Files --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: StrPath, *, force: bool = False) -> None:
-        """Keeps it as a folder that `load` reads fast. What cannot be explained is not kept."""
+        """Writes a folder that `load` reads quickly. A recording that cannot be analysed is not written."""
         assert self.memory if self.is_of_memory else self.require_kernels()
         store.save(self._only().recording, Path(folder), force=force)
 
     def write_perfetto(self, path: StrPath, *, force: bool = False) -> None:
-        """Writes a trace for Perfetto, with what was found out about each kernel on it."""
+        """Writes a trace for Perfetto in which each kernel carries its class, phase, module and layer."""
         from stepscope.render.perfetto import write_perfetto
 
         recording, kernels = self._only().recording, self.require_kernels().kernels
@@ -365,9 +366,9 @@ class Run:
 
 
 class BoundedRun(Run):
-    """A trace larger than memory. Its breakdown is whole; what looks at single kernels is a `StepscopeError`."""
+    """A trace larger than memory. Its breakdown is complete; what needs single kernels raises `StepscopeError`."""
 
-    profile: "BoundedProfile"  # of kernels that are added up
+    profile: "BoundedProfile"  # holds sums over kernels, not single ones
 
     def __init__(self, path: Path) -> None:
         from stepscope.explain.trace.bounded import make_bounded_profile
@@ -393,7 +394,15 @@ class BoundedRun(Run):
         return summarise(self.profile, ())
 
     def require_kernels(self) -> NoReturn:
-        raise StepscopeError("this needs all of the recording in memory", hint="stepscope.load(path), not bounded")
+        raise StepscopeError(
+            "this needs all of the recording in memory", hint="stepscope.load(path), without bounded=True"
+        )
+
+
+def _require_choice(argument: str, value: str, choices: object) -> None:
+    """Raises ValueError for a value that is not one of the `Literal` type `choices`."""
+    if value not in get_args(choices):
+        raise ValueError(f"unknown {argument}: {value!r}; expected one of {', '.join(get_args(choices))}")
 
 
 def _choose_step(profile: "MemoryProfile", step: str) -> int | None:
@@ -436,7 +445,7 @@ def _time_part(profile: Profile, name: str, top: int | None) -> Table:
 
 
 def _counters_tables(profile: Profile, top: int | None) -> list[Table]:
-    """None where there are no counters, or others than the table shows."""
+    """Empty where the recording has no counters that the table shows."""
     if not profile.recording.counters.height:
         return []
     from stepscope.explain.trace.counters import has_counters, kernels_table

@@ -36,7 +36,7 @@ def test_every_exported_name_is_there_and_listed() -> None:
 
 
 def test_importing_it_imports_nothing_heavy() -> None:
-    heavy = ("torch", "polars", "numpy", "altair", "typer", "rich", "msgspec")
+    heavy = ("torch", "polars", "numpy", "vl_convert", "typer", "rich", "msgspec")
     code = f"import sys, stepscope; stepscope.annotate; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
@@ -115,8 +115,12 @@ def test_time_and_memory_are_told_apart(run: stepscope.Run, memory: stepscope.Ru
     with pytest.raises(stepscope.StepscopeError, match="alone"):
         stepscope.load(TRACE, MEMORY)
     for one in (run, memory):
-        with pytest.raises(ValueError, match="no table 'nothing'"):
+        with pytest.raises(ValueError, match="unknown table: 'nothing'"):
             one.table("nothing")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown by: 'nothing'; expected one of phase, class, module, kernel"):
+        run.compare(run, by="nothing")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown by: 'nothing'; expected one of category, module"):
+        memory.figure(by="nothing")  # type: ignore[arg-type]
 
 
 def test_a_trace_in_bounded_memory_has_the_same_breakdown(run: stepscope.Run, tmp_path: Path) -> None:
@@ -180,7 +184,7 @@ def test_a_page_of_somebody_else_is_not_replaced(run: stepscope.Run, tmp_path: P
 
 
 def test_a_report_that_measures_needs_a_file() -> None:
-    with pytest.raises(ValueError, match="name its file"):
+    with pytest.raises(ValueError, match="needs a file"):
         stepscope.report(stepscope.workload(size="nano"))
 
 
