@@ -7,10 +7,10 @@ from stepscope.recording.rows.attention_case import (
     AttentionMeasurement,
     AttentionMemory,
     AttentionRow,
-    Implementation,
 )
 from stepscope.recording.rows.bench import Doubt, Status, case_key
 from stepscope.spec import Precision
+from stepscope.spec.backends import Implementation
 from tests.unit.rows import ENVIRONMENT
 
 MS = 1_000_000

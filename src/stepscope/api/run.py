@@ -3,7 +3,7 @@
     run = stepscope.load("trace.json.gz")
     run.step_ms, run.classes, run.findings, run.questions(), run.compare(other)
 
-Modules that only some methods need are imported inside of them: a large recording that is cached opens in less than a
+Modules that only some methods need are imported inside them: a large recording that is cached opens in less than a
 second, of which importing everything would take a tenth.
 """
 

@@ -265,7 +265,7 @@ def _choose_arguments(
     if workload.passes > 1 and "batch" not in parameters and not takes_any:
         raise StepscopeError(
             f"`--grad-accumulation {workload.passes}` for the factory `{factory.target}`, which takes no `batch`",
-            detail="a micro-batch is a smaller batch, which the factory would never hear of",
+            detail="a micro-batch is a smaller batch, and the factory has no parameter for its size",
             hint="add `batch` to its parameters, or leave --grad-accumulation out",
         )
     missing = [

@@ -3,8 +3,9 @@
 import pytest
 
 from stepscope.cost.attention import flops_of_attention, need_of_attention
-from stepscope.recording.rows.attention_case import IMPLEMENTATIONS, AttentionCase, Implementation
+from stepscope.recording.rows.attention_case import IMPLEMENTATIONS, AttentionCase
 from stepscope.spec import Precision
+from stepscope.spec.backends import Implementation
 
 
 def case(

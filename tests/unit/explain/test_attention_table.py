@@ -17,10 +17,11 @@ from stepscope.explain.experiments.attention_tables import (
     parse_peer,
 )
 from stepscope.findings import Cell, Table
-from stepscope.recording.rows.attention_case import AttentionRow, Implementation
+from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import Doubt
 from stepscope.recording.rows.results_file import ResultsFile, read_rows
 from stepscope.render.figures import save
+from stepscope.spec.backends import Implementation
 from tests.unit.attention_rows import MS, attend
 
 

@@ -1,4 +1,4 @@
-"""The matrix products of a recording: one row an operator that ran one, with its role, shape and operations; and the
+"""The matrix products of a recording: one row per operator that ran one, with its role, shape and operations; and the
 question how many of each role were expected and counted.
 
 A product is an operator, not a kernel: the library may split one product over two kernels. Its role comes from the
@@ -193,7 +193,7 @@ def products_by_role(profile: Profile) -> Answer:
         per_layer = [role for role in roles if role != "head"]
         forward = len(per_layer) * layers + 1
         match = _verdict(counts, forward * passes, profile)
-        times = f", in {passes} passes a step" if passes > 1 else ""
+        times = f", in {passes} passes per step" if passes > 1 else ""
         fused = "" if SCORES in roles else ", attention being one fused kernel"
         sentence = (
             f"{len(per_layer)} a layer are expected ({say_list(per_layer)}{fused}), {layers} × {len(per_layer)} and "

@@ -138,7 +138,7 @@ def draw_figure(figure: Figure) -> str:
 
 
 def _draw_legend(canvas: Canvas, lines: LineChart, left: float) -> float:
-    """Gives back where it ends. A single nameless series needs none."""
+    """Returns where it ends. A single nameless series needs none."""
     if not any(lines.series):
         return left - 14
     label = clean(lines.figure.series_label, _MOST_NAME)

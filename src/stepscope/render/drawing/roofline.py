@@ -111,7 +111,7 @@ def _draw_axes(canvas: Canvas, plane: _Plane, width: float, height: float) -> No
 
 
 def _draw_roofs(canvas: Canvas, plane: _Plane, width: float) -> list[Text]:
-    """The memory's slope up to the highest roof, and each roof from the slope to the right. Gives back their names,
+    """The memory's slope up to the highest roof, and each roof from the slope to the right. Returns their names,
     which lie over everything."""
     bandwidth = plane.roofline.bytes_per_s
     if not bandwidth > 0 or not math.isfinite(bandwidth):

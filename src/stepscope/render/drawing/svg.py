@@ -212,7 +212,7 @@ def finish(
 
 
 def place_signs(canvas: Canvas, signs: Sequence[Sign], *, left: float, top: float, width: float) -> float:
-    """A legend in as many rows as it takes; gives back where the last of them ends."""
+    """A legend in as many rows as it takes; returns where the last of them ends."""
     x, y = left, top
     for sign in signs:
         room = 15 + width_of(sign.text, 12.0) + 12

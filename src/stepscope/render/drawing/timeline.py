@@ -98,7 +98,7 @@ def draw_timeline(timeline: Timeline, detail: float) -> str:
 
 
 def _draw(canvas: Canvas, scene: Scene) -> tuple[float, float, list[str]]:
-    """From back to front. Bounds of phases lie under the pieces, so that they cross no name. Gives back how far right
+    """From back to front. Bounds of phases lie under the pieces, so that they cross no name. Returns how far right
     and up it reaches, and notes on what had no room."""
     placed = place_stretches(scene.timeline)
     phases, shortened = _name_stretches(canvas, scene, placed)
@@ -313,7 +313,7 @@ def list_heights(scene: Scene) -> list[tuple[int | None, str, str]]:
 
 
 def _draw_legend(canvas: Canvas, scene: Scene) -> float:
-    """Right of the plot; gives back where it ends."""
+    """Right of the plot; returns where it ends."""
     rows, faint = list_heights(scene), canvas.palette.faint
     names = [clean(name, _NAME_CHARACTERS) for _, name, _ in rows]
     left = _LEGEND_LEFT + _SWATCH
