@@ -156,7 +156,9 @@ def test_memory_holds_one_micro_batch_and_all_gradients(tmp_path: Path) -> None:
     peaks = {one.phase: one.peak_bytes for one in profile.summary.phases if one.step == last}
     assert peaks["backward"] == profile.peak_bytes
     assert peaks["optimizer"] < peaks["forward"] < peaks["backward"]
-    assert cost.step_peak(case.workload).bytes == pytest.approx(profile.peak_bytes, rel=0.02)
+    # What other tests left alive in this process is of no category.
+    held = dict(profile.categories_at(profile.peak_event)) | {"other": 0}
+    assert cost.step_peak(case.workload).bytes == pytest.approx(sum(held.values()), rel=0.02)
 
 
 def test_a_profile_counts_the_passes_of_a_step(tmp_path: Path) -> None:
