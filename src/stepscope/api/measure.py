@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import msgspec
 
+from stepscope.api.arguments import as_folder, require_amount, require_choice, require_choices, require_count
 from stepscope.api.display import DataTable, Picture, PrecisionPart, StrPath, encode_document, write_table
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.bench_tables import bench_figure, bench_table
@@ -87,8 +88,13 @@ def grid(**settings: object) -> tuple[Workload, ...]:
 def make_grid(workloads: Workloads, **timing: int | str | None) -> Grid:
     """The cases to measure. None becomes the empty grid, for which every job has a default."""
     given = {name: value for name, value in timing.items() if value is not None}
+    for name, value in given.items():
+        if not isinstance(value, int | str):
+            raise ValueError(f"{name} takes one value, got {value!r}")
     if workloads is None or isinstance(workloads, Grid):
         return (workloads or Grid()).override(grid_from_settings(given)) if given else workloads or Grid()
+    if not isinstance(workloads, Workload | Iterable):
+        raise ValueError(f"expected a stepscope.Workload, got {type(workloads).__name__}")
     listed = (workloads,) if isinstance(workloads, Workload) else tuple(workloads)
     if not listed:
         raise ValueError("no workload to measure")
@@ -281,6 +287,7 @@ class PrecisionResult:
         """One table of `stepscope precision --table`. `detail` shows a row per module instead of one per role."""
         from stepscope.explain.precision.precision_tables import make_table
 
+        require_choice("table", name, PrecisionPart)
         return DataTable.of(make_table(self.report, name, detail=detail))
 
     def page(self, *, detail: bool = False) -> "Page":
@@ -331,9 +338,10 @@ def bench(
     `retry` selects them: `failed` or `doubtful` ones. A case that fails is a row with its status; `StepscopeError` is
     raised for what would fail in every case. `timeout_s` is per case.
     """
+    require_amount("timeout_s", timeout_s, or_equal=False)
     wanted = make_grid(workloads, warmup=warmup, steps=steps, memory_limit=memory_limit)
     with ExitStack() as stack:
-        folder = Path(out) if out is not None else stack.enter_context(scratch_folder())
+        folder = as_folder("out", out) if out is not None else stack.enter_context(scratch_folder())
         sweep = Sweep(
             experiment=BenchExperiment(grid=wanted),
             folder=folder,
@@ -365,9 +373,10 @@ def memory(
     snapshot of every case; that of a single case is always kept. Without `out`, recordings are deleted with
     the result.
     """
+    require_amount("timeout_s", timeout_s, or_equal=False)
     wanted = make_grid(workloads, steps=steps, memory_limit=memory_limit)
     with ExitStack() as stack:
-        folder = Path(out) if out is not None else stack.enter_context(scratch_folder())
+        folder = as_folder("out", out) if out is not None else stack.enter_context(scratch_folder())
         sweep = Sweep(
             experiment=MemoryExperiment(grid=choose_grid(wanted, study=checkpoint_study), snapshots=snapshots),
             folder=folder,
@@ -400,9 +409,10 @@ def profile(
     from stepscope.api.run import Run
     from stepscope.jobs.recorders.recording_job import ProfileJob
 
+    require_count("record_steps", record_steps)
     wanted = make_grid_of_one(workload)
     with ExitStack() as stack:
-        folder = Path(out) if out is not None else stack.enter_context(scratch_folder()) / "profile"
+        folder = as_folder("out", out) if out is not None else stack.enter_context(scratch_folder()) / "profile"
         job = ProfileJob(
             folder=folder,
             command=command or name_command("profile", wanted),
@@ -432,6 +442,7 @@ def precision(
     """
     from stepscope.jobs.precision import PrecisionJob
 
+    require_choices("precisions", precisions, Precision)
     wanted = make_grid_of_one(for_precisions(workload) if isinstance(workload, Workload) else workload)
     job = PrecisionJob(
         command=command or name_command("precision", wanted),

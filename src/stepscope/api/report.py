@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from stepscope.api.arguments import require_choices
 from stepscope.api.display import StrPath, write_frame
 from stepscope.api.inputs import read_runs
 from stepscope.api.measure import OnStage, make_grid, name_command
 from stepscope.api.run import Run
 from stepscope.errors import StepscopeError
-from stepscope.findings import Report
+from stepscope.findings import STAGES, Report
 from stepscope.jobs.report.run import Ending, ReportJob, Watcher, check_page, tell_runs, write_page
 from stepscope.spec import Grid, Workload
 
@@ -79,6 +80,8 @@ def report(
         return _measure(
             source, out, force=force, data=data, without=without, fresh=fresh, progress=progress, words=words
         )
+    if not isinstance(source, Run | str | PathLike | Sequence):
+        raise ValueError(f"expected a run, a file or a workload, got {type(source).__name__}")
     several = [source] if isinstance(source, Run | str | PathLike) else list(source)
     if not several:
         raise ValueError("stepscope.report takes at least one run or file")
@@ -108,6 +111,9 @@ def _measure(
 ) -> ReportPage:
     if out is None:
         raise ValueError("a report that measures needs a file to write to, such as report.html")
+    require_choices("without", without, tuple(STAGES))
+    if set(without) == set(STAGES):
+        raise ValueError("without leaves out every stage")
     path, grid = Path(out), make_grid(source)
     check_page(path, force=force)
     job = ReportJob(

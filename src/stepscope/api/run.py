@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 
+from stepscope.api.arguments import require_amount, require_choice, require_count
 from stepscope.api.display import DataTable, Picture, RunPart, StrPath, encode_document, write_frame, write_table
 from stepscope.errors import StepscopeError
 from stepscope.explain.rules import find_once
@@ -142,12 +143,14 @@ class RunComparison:
         few steps to estimate the noise, only `limit` counts."""
         from stepscope.explain.trace.compare import regressed
 
+        require_amount("limit", limit)
         return regressed(self.comparison, limit)
 
     def verdict(self, limit: float = 0.0) -> str:
         """The result of `is_slower` as a sentence."""
         from stepscope.explain.trace.compare import gate_sentence
 
+        require_amount("limit", limit)
         return gate_sentence(self.comparison, limit)
 
     def __repr__(self) -> str:
@@ -166,6 +169,12 @@ class Run:
 
     def __init__(self, opened: Sequence[Opened]) -> None:
         self.opened = tuple(opened)
+        if not self.opened:
+            raise ValueError("a run needs at least one recording")
+
+    def __getstate__(self) -> dict[str, object]:
+        """What was derived from the recordings is derived again where a copy is used."""
+        return {"opened": self.opened}
 
     @classmethod
     def of(cls, recording: Recording, path: Path) -> "Run":
@@ -262,7 +271,8 @@ class Run:
 
     def table(self, name: RunPart, *, top: int | None = None) -> DataTable:
         """One table of `stepscope explain --table`. `top` limits the rows of a table that can be long; None is all."""
-        _require_choice("table", name, RunPart)
+        require_choice("table", name, RunPart)
+        require_count("top", top)
         if self.is_of_memory:
             from stepscope.explain.memory.memory_tables import make_part
 
@@ -285,7 +295,9 @@ class Run:
         """What changes from this run to `other`, by `class`, `phase`, `module` or `kernel`, and whether it is noise."""
         from stepscope.explain.trace.compare import By, compare
 
-        _require_choice("by", by, By)
+        require_choice("by", by, By)
+        if not isinstance(other, Run):
+            raise ValueError(f"expected a run to compare with, as stepscope.load returns; got {type(other).__name__}")
         names = (str(self.files[0]), str(other.files[0]))
         return RunComparison(compare(self.require_kernels(), other.require_kernels(), by=by, names=names))
 
@@ -294,7 +306,7 @@ class Run:
         `all`."""
         from stepscope.explain.memory.timeline import By, memory_timeline
 
-        _require_choice("by", by, By)
+        require_choice("by", by, By)
         return Picture(memory_timeline(self.memory, by=by, step=_choose_step(self.memory, str(step))))
 
     def page(self, *, overhead: bool = False) -> Page:
@@ -378,15 +390,20 @@ class BoundedRun(Run):
         self.profile = make_bounded_profile(path)
         super().__init__([Opened(path, self.profile.recording, None)])
 
+    def __getstate__(self) -> dict[str, object]:
+        raise TypeError("a run in bounded memory cannot be copied or pickled; load it again")
+
     def table(self, name: RunPart, *, top: int | None = None) -> DataTable:
         from stepscope.explain.trace.bounded import make_part
 
+        require_count("top", top)
         return DataTable.of(make_part(self.profile, name, top=top))
 
     def page(self, *, overhead: bool = False) -> Page:
         from stepscope.explain.trace.bounded import make_page
 
-        assert not overhead, "a foreign trace does not say what recording cost"
+        if overhead:
+            raise ValueError("a trace does not say what recording it cost")
         return make_page(self.profile)
 
     @property
@@ -397,12 +414,6 @@ class BoundedRun(Run):
         raise StepscopeError(
             "this needs all of the recording in memory", hint="stepscope.load(path), without bounded=True"
         )
-
-
-def _require_choice(argument: str, value: str, choices: object) -> None:
-    """Raises ValueError for a value that is not one of the `Literal` type `choices`."""
-    if value not in get_args(choices):
-        raise ValueError(f"unknown {argument}: {value!r}; expected one of {', '.join(get_args(choices))}")
 
 
 def _choose_step(profile: "MemoryProfile", step: str) -> int | None:

@@ -1,8 +1,11 @@
 """The public Python API on recordings: what `stepscope` exports, and what a run answers."""
 
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import polars as pl
@@ -10,7 +13,7 @@ import pytest
 
 import stepscope
 from stepscope.api.measure import make_grid, name_command
-from stepscope.findings import Axis, Column, Figure, Point, Table
+from stepscope.findings import STAGES, Axis, Column, Figure, Point, Table
 
 ROOT = Path(__file__).parents[3]
 TRACE = ROOT / "docs/examples/trace.json.gz"
@@ -289,3 +292,36 @@ def test_a_run_shows_its_page_in_a_frame(run: stepscope.Run, memory: stepscope.R
     assert "5.517 ms per step" in repr(run)
     assert "<table>" in run.questions()._repr_html_()
     assert "<table>" in run.compare(run)._repr_html_()
+
+
+WRONG: dict[str, Callable[[Any], object]] = {
+    "no rows": lambda run: run.table("kernels", top=0),
+    "a negative number of rows": lambda run: run.table("roofline", top=-1),
+    "half a row": lambda run: run.table("kernels", top=1.5),
+    "a limit that is no number": lambda run: run.compare(run).is_slower(float("nan")),
+    "a limit without end": lambda run: run.compare(run).verdict(float("inf")),
+    "a negative limit": lambda run: run.compare(run).is_slower(-0.1),
+    "a file to compare with": lambda run: run.compare("other.json"),
+    "a number to measure": lambda _: stepscope.bench(1),  # type: ignore[arg-type]
+    "several numbers of steps": lambda _: stepscope.bench(stepscope.workload(size="nano"), steps=[1, 2]),  # type: ignore[arg-type]
+    "no time": lambda _: stepscope.bench(stepscope.workload(size="nano"), timeout_s=0),
+    "a folder without a name": lambda _: stepscope.memory(stepscope.workload(size="nano"), out=""),
+    "no step to record": lambda _: stepscope.profile(stepscope.workload(size="nano"), record_steps=0),
+    "a precision as a text": lambda _: stepscope.precision(stepscope.workload(size="nano"), precisions="bf16"),  # type: ignore[arg-type]
+    "an unknown precision": lambda _: stepscope.precision(stepscope.workload(size="nano"), precisions=["fp4"]),  # type: ignore[list-item]
+    "a stage as a text": lambda _: stepscope.report(stepscope.workload(size="nano"), "x.html", without="bench"),
+    "an unknown stage": lambda _: stepscope.report(stepscope.workload(size="nano"), "x.html", without=["zzz"]),
+    "no stage at all": lambda _: stepscope.report(stepscope.workload(size="nano"), "x.html", without=list(STAGES)),
+    "a number to report on": lambda _: stepscope.report(1),  # type: ignore[arg-type]
+    "no recordings": lambda _: stepscope.Run([]),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_refused_before_anything_runs(run: stepscope.Run, wrong: Callable[[Any], object]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        wrong(run)
+
+
+def test_a_run_that_was_looked_at_can_be_pickled(run: stepscope.Run) -> None:
+    assert run.step_ms == pickle.loads(pickle.dumps(run)).step_ms
