@@ -56,7 +56,7 @@ def attribute_ops(recording: Recording) -> pl.DataFrame:
     points = EventTable(pl.col("ns"))
     points.add(recording.ops.with_columns(ns="start_ns", op_row=pl.Series(np.arange(recording.ops.height))))
     (ops,) = attribution.point_windows(points)
-    return attribution.name(ops, modules_recorded=recording.manifest.modules_recorded).drop("ns", "op_row", "op")
+    return attribution.name(ops, modules_recorded=recording.manifest.modules_recorded).drop("ns", "op_row")
 
 
 class Attribution:
@@ -131,7 +131,8 @@ class Attribution:
         yield from self.point_windows(points)
 
     def point_windows(self, points: EventTable) -> Iterator[pl.DataFrame]:
-        """Adds op_row, op, module, part, phase, step and recomputed to moments on threads."""
+        """Adds op_row, op, module, part, phase, step and recomputed to moments on threads. Operators come with their
+        op_row, and get no op."""
         modules = self._module_calls()
         autograd, threads = self._survey(points)
         nodes = self._nodes(modules, threads)
@@ -140,11 +141,13 @@ class Attribution:
         steps = self.steps
         tables = (self.ops, modules, nodes, self._named, self._parts, points)
         for ops, calls, evaluated, named, parts, moments in in_windows(*tables):
-            op_row = moments["op_row"] if "op_row" in moments.columns else innermost(ops, moments)
+            is_op = "op_row" in moments.columns
+            op_row = moments["op_row"] if is_op else innermost(ops, moments)
             framed = moments.with_columns(_find_modules(moments, evaluated, calls, parts), op_row=op_row)
             phased = find_phases(framed, ops, named, autograd, has_backward=has_backward)
             step = around(steps, "step", moments, by_thread=False)
-            yield phased.with_columns(step=step, op=look_up(ops, "name", op_row))
+            op = {} if is_op else {"op": look_up(ops, "name", op_row)}  # an operator has its name
+            yield phased.with_columns(step=step, **op)
 
     def name(self, frame: pl.DataFrame, *, modules_recorded: bool) -> pl.DataFrame:
         """Adds what depends on the names of modules alone: `layer`, and names for what belongs to none."""
