@@ -34,7 +34,8 @@ def require_amount(argument: str, value: object, *, least: float = 0.0, or_equal
     if value is None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < least or (value == least and not or_equal):  # type: ignore[operator]
+    fits = isinstance(value, int | float) and (value > least or (or_equal and value == least))
+    if not is_number or not fits:
         raise ValueError(f"{argument} takes a number {'of at least' if or_equal else 'above'} {least:g}, got {value!r}")
 
 

@@ -12,7 +12,7 @@ results; by default it is the command that measures the same.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
@@ -27,6 +27,7 @@ from stepscope.explain.experiments.cases import describe_case
 from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, choose_grid, recording_folder
 from stepscope.jobs.experiments.sweep import BenchExperiment, Sweep, SweepListener, TextListener
+from stepscope.jobs.workers.process import OnStage
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
 from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.recording.rows.precision_report import PrecisionReport, read_report
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from stepscope.api.run import Run
     from stepscope.findings import Page
 
-OnStage = Callable[[str], None]
 RetryChoice = Retry | Literal["failed", "doubtful"]
 Progress = SweepListener | OnStage
 # What a measuring function takes; a `Grid` is what the command line makes of flags.
@@ -258,7 +258,7 @@ class MemoryResults(CaseResults[MemoryRow]):
         pair = {row.case.workload.compile: place for place, row in enumerate(self.rows) if row.status == "ok"}
         if len(self.rows) != 2 or len(pair) != 2:
             raise StepscopeError(
-                "`--table` is of one case, or `--table saved` of one both eager and compiled",
+                "`--table` needs a single case; `--table saved` also takes one case, eager and compiled",
                 hint="--table saved --compile no,yes",
             )
         eager, compiled = (self.run(pair[value]).memory.recording.saved for value in (False, True))

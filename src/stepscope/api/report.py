@@ -9,11 +9,12 @@ from pathlib import Path
 from stepscope.api.arguments import require_choices
 from stepscope.api.display import StrPath, write_frame
 from stepscope.api.inputs import read_runs
-from stepscope.api.measure import OnStage, make_grid, name_command
+from stepscope.api.measure import make_grid, name_command
 from stepscope.api.run import Run
 from stepscope.errors import StepscopeError
 from stepscope.findings import STAGES, Report
 from stepscope.jobs.report.run import Ending, ReportJob, Watcher, check_page, tell_runs, write_page
+from stepscope.jobs.workers.process import OnStage
 from stepscope.spec import Grid, Workload
 
 Source = Run | StrPath

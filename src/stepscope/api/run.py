@@ -421,7 +421,7 @@ def _choose_step(profile: "MemoryProfile", step: str) -> int | None:
     if step == "all" or (step == "last" and not profile.steps):
         return None
     if not profile.steps:
-        raise StepscopeError(f"no steps are marked in this recording, so there is no step `{step}`", hint="--step all")
+        raise StepscopeError(f"this recording marks no steps: there is no step `{step}`", hint="--step all")
     if step == "last":
         return profile.last_plain_step
     if step.isdecimal() and int(step) - 1 in profile.steps:

@@ -4,7 +4,7 @@ All precisions run in one worker, unlike the cases of a sweep: they are compared
 whole model are not for a pipe. What comes back is small.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from stepscope.files import check_target
 from stepscope.jobs.experiments.sweep import Planned, look_at
 from stepscope.jobs.recorders.recording_job import explain_failure, plan_case
 from stepscope.jobs.workers.messages import ComparePrecisions, PrecisionsCompared
-from stepscope.jobs.workers.process import Workers, require_torch
+from stepscope.jobs.workers.process import OnStage, Workers, require_torch
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.precision_report import PrecisionReport, write_report
 from stepscope.spec import SETTINGS, Case, Grid, Precision, Scalar, flag_of
@@ -25,8 +25,6 @@ from stepscope.spec import SETTINGS, Case, Grid, Precision, Scalar, flag_of
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 # fp16 has no fast kernels on most CPUs: the usual 128 tokens take a minute there.
 CONTEXT_ON_CPU = 32
-
-OnStage = Callable[[str], None]
 
 
 class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):

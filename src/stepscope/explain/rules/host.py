@@ -222,7 +222,7 @@ RULES = (
         check=find_input_stalls,
         meaning="The next batch is loaded while the GPU has nothing to do.",
         seen="The GPU is idle while a data loader's range is open on the host.",
-        saving="The idle time inside of these ranges; right if loading can run beside the step.",
+        saving="The idle time inside these ranges, if loading can overlap with the step.",
         builtin="its batch stays on the device",
         own=(
             "loader = DataLoader(data, num_workers=8, pin_memory=True, prefetch_factor=4)",
@@ -240,7 +240,7 @@ RULES = (
         meaning="Memory that is not pinned is first copied to a pinned buffer; the host stands still meanwhile.",
         seen="Copies named `Pageable` to the device, and the host's calls that made them.",
         saving="""The recording is replayed without the copies' time and the host's waits. Pinned copies take time on
-            the bus too, beside the kernels.""",
+            the bus too, but overlap with kernels.""",
         builtin="its batch stays on the device",
         own=(
             "loader = DataLoader(data, pin_memory=True)",

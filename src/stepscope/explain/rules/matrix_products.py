@@ -242,9 +242,9 @@ RULES = (
         code="SS009",
         title="sizes that fit no tile",
         check=find_odd_sizes,
-        meaning="""Products are computed in tiles and loaded 16 bytes at a time. A size that is no multiple of 8 (in 16
-            bits; 4 in TF32) forces slower loads and kernels, and one just above a multiple of the tile computes mostly
-            padding.""",
+        meaning="""Products are computed in tiles and loaded 16 bytes at a time. A size that is not a multiple of 8
+            (in 16 bits; 4 in TF32) forces slower loads and kernels, and one just above a multiple of the tile
+            computes mostly padding.""",
         seen="""Products with tensor cores one of whose sizes is not such a multiple; or whose tiles, by the kernel's
             name, compute at least 15 % more than asked for.""",
         saving="""For the first, the product at the speed of the best aligned product of its kind in the recording (65 %
@@ -267,8 +267,8 @@ RULES = (
         meaning="""Thread blocks run in waves of as many as the GPU holds at once. 133 tiles on 132 multiprocessors take
             as long as 264.""",
         seen="Products whose tiles make one to six waves, the last of which leaves at least 10 % of all slots empty.",
-        saving="""The empty share of their time, which is the most that can be had; libraries split work over K to mend
-            it, and an interplay of sizes decides. Take it as a reason to try, not as a promise.""",
+        saving="""The empty share of their time, which is an upper bound: libraries split work over K to fill the last
+            wave, and the result depends on all sizes together. Take it as a reason to try, not as a promise.""",
         builtin="another --batch: batch × context decides the number of tiles",
         own=(
             (

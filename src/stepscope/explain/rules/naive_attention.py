@@ -183,9 +183,9 @@ RULES = (
         seen="The parts of the built-in attention, or two batched products with a softmax between them.",
         saving="""The time of these kernels less that of a fused one, from its FLOPs at the speed that PyTorch's own
             kernels have on an H200 (a share of the peak that grows with the number of queries; fp32 has slower kernels
-            than bf16); right to a tenth for cuDNN's at lengths of 512 and 1024. Replayed; the host needs four launches
-            a call. 48 ms were estimated where 39 of 146 came (53 by the fastest): afterwards the host was the limit,
-            whose pace a step that the GPU limits does not show. Expect a quarter either way then.""",
+            than bf16); within 10% for cuDNN's kernels at lengths of 512 and 1024. The timeline is replayed with four
+            launches per call. In one check the estimate was 48 ms and the step gained 39 of 146 ms (53 in the fastest
+            steps), because the host became the limit. Where that happens, expect 25% either way.""",
         builtin="--attention flash",
         own=(
             "out = stepscope.kernels.flash_attention(q, k, v, causal=True)  # docs/kernels.md",

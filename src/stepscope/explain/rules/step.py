@@ -184,7 +184,7 @@ RULES = (
         meaning="Weights, activations or optimizer state cross the bus while the GPU has nothing else to do.",
         seen="Time in which copies to or from the host run alone on the device, at least 2 % of the step.",
         saving="""As much of it as there is other work on the GPU that hides no copies yet; on a stream of their own
-            they can run beside it. What is more than that, only fewer bytes can save.""",
+            they can overlap with it. Anything beyond that takes fewer bytes.""",
         builtin="its weights and batch stay on the device",
         own=(
             "with torch.cuda.stream(copies): layer.weight.copy_(pinned, non_blocking=True)  # one layer ahead",

@@ -31,7 +31,7 @@ from stepscope.jobs.experiments.sweep import (
 from stepscope.jobs.recorders.external import compress
 from stepscope.jobs.recorders.nsight_compute import CaseRefusedError, choose_metrics, count_with_ncu, require_ncu
 from stepscope.jobs.recorders.recording_job import check_folder, describe_run, versions_of
-from stepscope.jobs.workers.process import Workers, require_torch
+from stepscope.jobs.workers.process import OnStage, Workers, require_torch
 from stepscope.measure.targets.ncu import MOST_LAYERS, NcuCounted, no_gpu, too_many_layers
 from stepscope.recording.rows.bench import CaseRow, Row
 from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
     from stepscope.explain.trace.counters import CountedCase
     from stepscope.recording.store import Recording
 
-OnStage = Callable[[str], None]
 MODES = ("inference", "forward")
 _DEFAULT = {"size": "small", "num_layers": "2", "context": "256", "attention": "sdpa"}
 _MODEL_SOURCE = "model source"

@@ -5,7 +5,7 @@ process in which the model runs never loads what reads it. The folder appears wh
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from stepscope.explain.statistics import summarise
 from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.sweep import Planned, PlannedCase, judge, look_at, place_cases
 from stepscope.jobs.workers.messages import Failed, Record, StepsRecorded
-from stepscope.jobs.workers.process import Ended, InputRefusedError, Workers, require_torch
+from stepscope.jobs.workers.process import Ended, InputRefusedError, OnStage, Workers, require_torch
 from stepscope.recording.rows.bench import RAW_TRACE_NAME, Environment, RecordedRun
 from stepscope.spec import Case, Grid, grid_from_flags
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
 
     from stepscope.jobs.recorders.nsight_systems import NsysRun
     from stepscope.recording.store import Recording
-
-OnStage = Callable[[str], None]
 
 
 class _RecordingJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,8 @@ _LOG_TAIL = 20_000
 _LEAVE_S = 0.5  # for a worker that has answered to leave by itself
 _IMPORT_S = 300.0  # for the nursery to import torch, before it is taken to hang
 
+OnStage = Callable[[str], None]  # what is told of a case while it runs
+
 
 class Died(msgspec.Struct, frozen=True, kw_only=True):
     """The worker ended without an answer."""
@@ -89,7 +91,7 @@ class Workers:
         self,
         request: Request,
         *,
-        on_stage: Callable[[str], None] = lambda _: None,
+        on_stage: OnStage = lambda _: None,
         on_part: Callable[[AttentionMeasured], None] = lambda _: None,
         timeout_s: float | None = None,
     ) -> Ended:
