@@ -159,7 +159,7 @@ def test_a_grid_is_a_table_of_peaks_and_what_does_not_fit_is_a_row(
     [
         (["--questions"], "`--questions` needs a single case; got 4"),
         (["--table", "phases"], "`--table phases` needs a single case; got 4"),
-        (["--table", "saved"], "`--table saved` of one both eager and compiled"),
+        (["--table", "saved"], "--table saved --compile no,yes"),
     ],
 )
 def test_what_is_of_one_case_is_refused_for_several(
@@ -337,7 +337,7 @@ def test_a_pickle_that_is_no_snapshot_is_refused_and_never_run(tmp_path: Path, c
         (["--table", "kernels"], "a recording of memory has no `kernels`"),
         (["--perfetto", "x.json"], "`--perfetto` is of time"),
         (["--table", "saved"], "does not say what autograd keeps"),
-        (["--plot", "x.png", "--step", "2"], "no steps are marked"),
+        (["--plot", "x.png", "--step", "2"], "--step all"),
         (["--detail", "200%"], "`--detail 200%` is no share"),
         (["--questions", "--table", "phases"], "two things to print"),
         (["--format", "md"], "the page is text or json"),

@@ -425,7 +425,7 @@ def test_a_step_is_chosen_as_people_count(tmp_path: Path, ours: MemoryProfile) -
             draw_step(ours, step)
     foreign = Training().run(2).profile(tmp_path)
     assert draw_step(foreign, "last") == memory_timeline(foreign)
-    with pytest.raises(StepscopeError, match="no steps are marked"):
+    with pytest.raises(StepscopeError, match="marks no steps"):
         draw_step(foreign, "2")
 
 
