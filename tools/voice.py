@@ -1,4 +1,4 @@
-"""Lists every sentence a person reads, and finds the phrases this project does not use: `python tools/voice.py --check`.
+"""Lists every sentence a person reads, and finds phrases this project does not use: `python tools/voice.py --check`.
 
     python tools/voice.py                            # every string of src: file, line, kind, text
     python tools/voice.py --kind docstring src/stepscope/cli
@@ -88,7 +88,8 @@ def _read_python(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _read_strings(tree: ast.AST, text: str) -> Iterator[tuple[int, str, str]]:
-    docstrings, inside = set(), set()
+    docstrings: set[int] = set()
+    inside: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
