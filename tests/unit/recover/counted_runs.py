@@ -22,7 +22,7 @@ ATTENTION = (
 )
 NORM = "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int, float)"
 
-QKV, HEAD = "query-key-value product", "head product"  # as a study calls them
+QKV, HEAD = "query-key-value projection", "LM head"  # as a study calls them
 
 Counters = Mapping[str, float]
 # Of a kernel's name in the list below: its counters in a run.

@@ -63,7 +63,7 @@ def _check(model: Model, file: str, *, seed: int, counted: bool) -> None:
 
 
 @pytest.mark.parametrize("file", [GPT2, LLAMA])
-def test_at_the_recorded_sizes_the_recording_comes_out(file: str) -> None:
+def test_synthetic_runs_match_recordings_at_recorded_sizes(file: str) -> None:
     """Kernels that are not modelled are left out; what is there has the recorded names, grids and bytes."""
 
     def described(sightings: Iterable[Sighting]) -> list[object]:

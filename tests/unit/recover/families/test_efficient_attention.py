@@ -53,7 +53,7 @@ def exceeds(residuals: dict[int, float]) -> list[int]:
     return [number for number, residual in residuals.items() if abs(residual) > limits[number]]
 
 
-def test_every_number_of_the_tables_is_explained() -> None:
+def test_the_model_explains_every_number_of_the_tables() -> None:
     residuals = residuals_ppm()
     assert len(residuals) == 29
     assert exceeds(residuals) == []
@@ -67,7 +67,7 @@ TERMS = (
 
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize("change", [-1, 1])
-def test_no_term_could_be_another(monkeypatch: pytest.MonkeyPatch, term: str, change: int) -> None:
+def test_every_term_is_needed(monkeypatch: pytest.MonkeyPatch, term: str, change: int) -> None:
     monkeypatch.setattr(efficient_attention, term, getattr(efficient_attention, term) + change)
     assert exceeds(residuals_ppm())
     count_head.cache_clear()
@@ -93,7 +93,7 @@ def test_the_model_predicts_runs_without_dropout(
     assert least.times(batch * heads).plain < plain < most.times(batch * heads).plain
 
 
-def test_the_head_size_chooses_the_kernel() -> None:
+def test_the_head_size_determines_the_kernel() -> None:
     assert [choose_variant(size) for size in (16, 64, 65, 128, 129, 512)] == [
         NARROW, NARROW, MIDDLE, MIDDLE, WIDE, WIDE,
     ]  # fmt: skip
@@ -115,7 +115,7 @@ def test_counts_add_up() -> None:
     assert (one.fp32_operations, one.fp64_operations, one.tensor_operations) == (5, 10, 5 * 2048)
 
 
-def test_the_table_holds_every_number_with_model_residual_and_formula() -> None:
+def test_the_table_has_model_residual_and_formula() -> None:
     table = compare()
     keys = [column.key for column in table.columns]
     rows = [dict(zip(keys, row, strict=True)) for row in table.rows]
