@@ -187,7 +187,7 @@ def products_by_role(profile: Profile) -> Answer:
         sentence = f"Counted {counted} a step; {_per_layer(products, steps)}"
         if known.height < products.height:
             share = 1 - known.height / products.height
-            sentence += f", and the role of {share * 100:.0f} % of them is not told by the names of modules"
+            sentence += f", and the role of {share * 100:.0f}% of them is not told by the names of modules"
     else:
         layers, roles, passes = expected
         per_layer = [role for role in roles if role != "head"]

@@ -190,7 +190,7 @@ def _label(name: str) -> str:
 
 def _say_trait(name: str, value: Cell) -> Cell:
     if not isinstance(value, float | int):
-        return value if value is not None else ("–" if name == "gemm tiles" else "under 1 %")
+        return value if value is not None else ("–" if name == "gemm tiles" else "under 1%")
     match name:
         case "kernel us":
             return say_time(value * 1e3)
