@@ -75,7 +75,7 @@ def test_a_recording_says_what_ran_where_and_at_what_price(tmp_path: Path) -> No
     assert recording.kernels.height > 100
     assert (tmp_path / "runs/profile/raw.json.gz").is_file()
     found = json.loads(done.stdout)
-    assert found["schema"] == "stepscope.explain/1"
+    assert found["schema"] == "stepscope.explain/2"
     assert found["coverage"]["phase"] > 0.98
     assert found["coverage"]["module"] > 0
     # Counted: the few without a module may be the ones that a busy machine interrupts.

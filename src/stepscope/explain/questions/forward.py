@@ -212,10 +212,10 @@ def what_else_matters(profile: Profile) -> Answer:
     if not forward.height:
         return missing(key, question, _NO_FORWARD, _RECORD)
     steps, classes = profile.num_steps, share_by(forward, "class")
-    products = float(classes.filter(pl.col("class") == "gemm")["share"].sum())
-    others = classes.filter((pl.col("class") != "gemm") & (pl.col("share") >= _MATTERS))
+    products = float(classes.filter(pl.col("class") == "GEMM")["share"].sum())
+    others = classes.filter((pl.col("class") != "GEMM") & (pl.col("share") >= _MATTERS))
     named = [f"{row['class']} {say_share(row['share'])}" for row in others.iter_rows(named=True)]
-    rest = forward.filter(pl.col("class") != "gemm")
+    rest = forward.filter(pl.col("class") != "GEMM")
     if not others.height:
         sentence = f"Nothing else takes 1% of forward: matrix products are {say_share(products)} of it."
     else:

@@ -216,7 +216,7 @@ def test_bars_and_tables_of_time_add_up_to_the_steps() -> None:
     assert not set(first.notes) & set(kernels.notes)
     lead = section(report, "changes").lead
     assert "communication 900 µs more" in lead
-    assert "matrix products 250 µs less" in lead
+    assert "GEMMs 250 µs less" in lead
     assert "idle" not in lead
 
 
@@ -231,7 +231,7 @@ def test_idle_time_is_not_the_recorders() -> None:
     assert [sum(value or 0 for value in column) for column in bars.values] == pytest.approx([1.5, 2.25], rel=1e-12)
     assert "recorded" not in bars.title
     lead = section(report, "changes").lead
-    assert lead == "B's step takes 2.25 ms where A's takes 1.5 ms: idle 500 µs more and matrix products 250 µs more."
+    assert lead == "B's step takes 2.25 ms where A's takes 1.5 ms: idle 500 µs more and GEMMs 250 µs more."
     taken_apart = part_of(report, "breakdown")
     assert isinstance(taken_apart, Breakdown)
     assert taken_apart.walls_ns == (1_500_000, 2_250_000)
@@ -282,7 +282,7 @@ def test_what_is_noise_is_not_said_to_have_changed() -> None:
     said = section(tell_both(steps_of(100, 900, 500), steps_of(200, 1000, 500)), "changes").lead
     assert said.startswith("No class of kernels changed")
     clear = section(tell_both(steps_of(500, 500, 500), steps_of(600, 600, 600)), "changes").lead
-    assert "matrix products 100 µs more" in clear
+    assert "GEMMs 100 µs more" in clear
 
 
 def test_a_run_against_itself_did_not_change() -> None:

@@ -107,7 +107,7 @@ def test_operators_of_a_cpu_wait_for_nobody() -> None:
     kernels = recording.kernels.with_columns(kind=pl.lit("cpu"), name=pl.lit("aten::mm"))
     profile = make_profile(replace(recording, kernels=kernels))
     report = tell(Materials(name="a", profile=profile))
-    assert "matrix products take 100% of the operators' time" in report.sentence
+    assert "GEMMs take 100% of the operators' time" in report.sentence
     assert "GPU" not in report.sentence
     assert "busy" not in keys(report)
     assert fact(report, "bound").note == "100% of the operators' time"
@@ -123,7 +123,7 @@ def test_a_trace_without_steps_claims_none() -> None:
 
 def test_counters_have_no_gaps_and_no_step() -> None:
     report = tell(Materials(name="a.csv", profile=counted()))
-    assert "one after another under Nsight Compute; matrix products take" in report.sentence
+    assert "one after another under Nsight Compute; GEMMs take" in report.sentence
     assert "idle" not in report.sentence
     assert "busy" not in keys(report)
 
