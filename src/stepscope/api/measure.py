@@ -117,7 +117,7 @@ def name_command(verb: str, grid: Grid) -> str:
         return f"stepscope {verb}"
     if len(grid.listed) > 1:
         return f"stepscope.{verb}(…), {len(grid.listed)} workloads"
-    from stepscope.explain.story.commands import write_command
+    from stepscope.explain.commands import write_command
 
     (case,) = grid.listed
     usual = Timing()
