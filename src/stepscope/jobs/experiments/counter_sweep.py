@@ -143,7 +143,7 @@ class _Recordings:
             raise StepscopeError(
                 f"`{folder}` already holds a different recording",
                 detail="its settings, versions or metrics differ from the current ones",
-                hint="use --force to replace it, or --out DIR to write elsewhere",
+                hint="--force to replace it, or --out DIR",
             )
         return CountedRow(
             key=planned.key,
