@@ -335,7 +335,7 @@ def test_a_pickle_that_is_no_snapshot_is_refused_and_never_run(tmp_path: Path, c
     ("arguments", "said"),
     [
         (["--table", "kernels"], "a recording of memory has no `kernels`"),
-        (["--perfetto", "x.json"], "`--perfetto` is of time"),
+        (["--perfetto", "x.json"], "`--perfetto` needs a trace"),
         (["--table", "saved"], "does not say what autograd keeps"),
         (["--plot", "x.png", "--step", "2"], "--step all"),
         (["--detail", "200%"], "`--detail 200%` is no share"),
