@@ -100,7 +100,7 @@ def test_runs_are_compared(run: stepscope.Run) -> None:
 
 def test_a_recording_of_memory_is_a_run_too(memory: stepscope.Run, tmp_path: Path) -> None:
     categories = memory.table("categories").frame
-    assert categories.filter(pl.col("category") == "together")["bytes"].item() == memory.peak_bytes
+    assert categories.filter(pl.col("category") == "total")["bytes"].item() == memory.peak_bytes
     assert memory.to_dict()["peak_bytes"] == memory.peak_bytes
     assert memory.questions()
     saved = memory.figure().save(tmp_path / "memory.html")
