@@ -52,7 +52,7 @@ def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path) -> None
     sweep = start(tmp_path, *TINY[:-1], "1000", "--seconds", "0.1", "--implementation", "naive", "--length", lengths)
     wait_until(lambda: len(rows(tmp_path, OUT)) >= 2)
     assert kill(sweep, signal.SIGINT) == 130
-    assert "interrupted: what is done is kept" in (tmp_path / "stderr.txt").read_text()
+    assert "interrupted: finished cases are saved" in (tmp_path / "stderr.txt").read_text()
     assert workers(tmp_path) == []
     assert 2 <= len(rows(tmp_path, OUT)) < 39
 
