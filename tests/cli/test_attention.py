@@ -63,7 +63,7 @@ def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path) -> None
         (["--implementation", "trito"], ["unknown implementation: `trito`", "hint: --implementation triton"]),
         (["--peer", "sdp"], ["unknown peer: `sdp`", "hint: --peer sdpa"]),
         (["--from", "other.jsonl"], ["expected rows of schema `stepscope.attention/1`", "stepscope attention --out"]),
-        (["--from", "other.jsonl", "--no-causal"], ["`--causal` does nothing here"]),
+        (["--from", "other.jsonl", "--no-causal"], ["`--causal` has no effect"]),
         (["--device", "tpu"], ["unknown device: `tpu`"]),
     ],
 )

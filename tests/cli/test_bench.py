@@ -276,7 +276,7 @@ def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(t
         (["--from", "mine.py"], ["not a results file of this version: `mine.py`", "stepscope bench --out"]),
         (["--config", "deep.toml"], ["not a TOML file"]),
         (["--model", "mine:build", "--set", "batch=7"], ["`--set batch`", "hint: --batch 7"]),
-        (["--model", "endless:build", "--timeout", "8"], ["not done after 8 s, while importing `endless:build`"]),
+        (["--model", "endless:build", "--timeout", "8"], ["timed out after 8 s while importing `endless:build`"]),
         (["--set", "depth=2"], ["`--set` without a model of your own"]),
         (["--from", "old/results.jsonl", "--size", "small"], ["`--size` does nothing here"]),
         (["--model", "quits:build"], ["importing `quits:build` raised SystemExit"]),

@@ -82,7 +82,7 @@ def _check_what_is_kept_and_shown(folder: Path) -> None:
     [
         (["--collective", "all-redcue"], ["unknown collective: `all-redcue`", "hint: --collective all-reduce"]),
         (["--from", "other.jsonl"], ["expected rows of schema `stepscope.comm/1`", "stepscope comm --out"]),
-        (["--from", "other.jsonl", "--ranks", "2"], ["`--ranks` does nothing here"]),
+        (["--from", "other.jsonl", "--ranks", "2"], ["`--ranks` has no effect"]),
     ],
 )
 def test_bad_input_is_an_error_with_a_hint_and_leaves_nothing(

@@ -15,7 +15,7 @@ from tests.unit.ncu_files import COUNTED, StandIn
         (["--counters", "--size", "medium"], ["`24` layers are too many", "0.2 to 0.5 s a kernel", "--num-layers 2"]),
         (["--counters", "--nsys"], ["`--nsys` and `--counters` together"]),
         (["--counters", "--annotate", "a:b"], ["`--annotate` does nothing with `--counters`"]),
-        (["--kernel-class", "gemm"], ["`--kernel-class` does nothing without `--counters`"]),
+        (["--kernel-class", "GEMM"], ["`--kernel-class` does nothing without `--counters`"]),
         (["--format", "csv"], ["the page is text or json, not `csv`"]),
     ],
 )

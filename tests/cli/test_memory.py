@@ -226,7 +226,7 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--warmup", "3"], ["`--warmup` does nothing here", "hint: --steps 10"]),
+        (["--warmup", "3"], ["`--warmup` has no effect", "hint: --steps 10"]),
         (["--table", "kernels"], ["kernels", "categories"]),
         (["--detail", "200%"], ["`--detail 200%` is no share", "hint: --detail 10%"]),
         (["--questions", "--batch", "2,4"], ["`--questions` needs a single case; got several"]),

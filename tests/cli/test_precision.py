@@ -83,10 +83,10 @@ def test_speeds_of_bench_stand_beside_the_errors(tmp_path: Path) -> None:
     [
         ([*TOY, "--precision", "tf32"], ["precision `tf32` on device `cpu`", "hint:"]),
         ([*TOY, "--precision", "fp8"], ["unknown precision: `fp8`"]),
-        ([*TOY, "--batch", "1,2"], ["these settings make 2 cases"]),
+        ([*TOY, "--batch", "1,2"], ["one case to record, got 2"]),
         ([*TOY, "--set", "loss=meen"], ["unknown loss: `meen`", "hint: --set loss=mean"]),
-        ([*TOY, "--compile"], ["`--compile` does nothing here", "hint: leave it out"]),
-        ([*TOY, "--steps", "3"], ["`--steps` does nothing here"]),
+        ([*TOY, "--compile"], ["`--compile` has no effect", "hint: remove --compile"]),
+        ([*TOY, "--steps", "3"], ["`--steps` has no effect"]),
         ([*TOY, "--format", "csv"], ["the page is text or json", "--table dtypes --format csv"]),
         ([*TOY, "--table", "speed"], ["`--table speed` without `--bench`"]),
         ([*TOY, "--bench", "missing.jsonl"], ["cannot read the results file"]),

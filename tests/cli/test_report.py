@@ -169,7 +169,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
         ("--out", "mine.html"): "not a file that stepscope wrote",
         ("--out", "report.pdf"): "a report is a page, not `.pdf`",
         ("--without", "memroy"): "there is no stage `memroy`",
-        ("--size", "nano,small"): "these settings make 2 cases",
+        ("--size", "nano,small"): "one case to record, got 2",
         ("nothing.json",): "no such file: `nothing.json`",
         (str(TRACE), "--fresh"): "`--fresh` does nothing here",
     }

@@ -145,7 +145,7 @@ def test_an_occupied_port_is_said_at_once(tmp_path: Path) -> None:
 def test_half_a_rank_is_refused(tmp_path: Path) -> None:
     run = stepscope(tmp_path, "train", *TINY, RANK="0")
     assert run.returncode == 2
-    assert "RANK is `0` and WORLD_SIZE is not set" in run.stderr
+    assert "RANK is `0` but WORLD_SIZE is not set" in run.stderr
     assert "hint: unset RANK" in run.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -155,7 +155,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
         (["--ranks", "3"], "batch `4` cannot be shared out to 3 ranks"),
         (["--data", "missing.txt"], "cannot read the data: `missing.txt`"),
         (["--strategy", "bucketted"], "bucketed"),
-        (["--context", "8,16"], "several values of `context`"),
+        (["--context", "8,16"], "one value for `context`"),
         (["--from", "nowhere"], "no training run in `nowhere`"),
         (["--backend", "nccl", "--device", "cpu"], "backend `nccl` on a CPU"),
     ):

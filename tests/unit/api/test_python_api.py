@@ -67,7 +67,7 @@ def test_a_run_has_its_figures_and_frames(run: stepscope.Run) -> None:
 
 
 def test_the_document_is_the_one_that_explain_prints(run: stepscope.Run) -> None:
-    assert run.to_dict()["schema"] == "stepscope.explain/1"
+    assert run.to_dict()["schema"] == "stepscope.explain/2"
     assert run.to_json().endswith("}\n")
     assert msgspec.json.decode(run.to_json()) == run.to_dict()
     both = stepscope.load(TRACE, TRACE, cache=False)

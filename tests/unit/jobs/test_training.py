@@ -199,5 +199,5 @@ def test_a_rank_knows_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("RANK", "0")
     assert is_rank()
     monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(StepscopeError, match="RANK is `0` and WORLD_SIZE is not set"):
+    with pytest.raises(StepscopeError, match="RANK is `0` but WORLD_SIZE is not set"):
         count()

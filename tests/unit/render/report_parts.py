@@ -47,14 +47,14 @@ _FULL = "void at::native::vectorized_elementwise_kernel<4, at::native::{}<float>
 # Class, module, name for people, time in the forward pass and its number.
 _LAYER = (
     ("norm", "norm1", "layer norm forward bf16", 6_100, 1),
-    ("gemm", "attention.qkv", "gemm bf16 128×128×64 tn", 21_400, 1),
+    ("GEMM", "attention.qkv", "GEMM bf16 128×128×64 tn", 21_400, 1),
     ("copy", "attention", "cast to bf16, vectorized ×8", 2_390, 4),
     ("attention", "attention", "flash attention forward bf16, head 64", 18_700, 1),
-    ("gemm", "attention.out", "gemm bf16 128×64×64 tn", 9_800, 1),
+    ("GEMM", "attention.out", "GEMM bf16 128×64×64 tn", 9_800, 1),
     ("norm", "norm2", "layer norm forward bf16", 6_100, 1),
-    ("gemm", "mlp.up", "gemm bf16 128×256×64 tn", 26_300, 1),
+    ("GEMM", "mlp.up", "GEMM bf16 128×256×64 tn", 26_300, 1),
     ("elementwise", "mlp", "gelu bf16, vectorized ×8", 7_900, 1),
-    ("gemm", "mlp.down", "gemm bf16 128×128×64 tn", 25_900, 1),
+    ("GEMM", "mlp.down", "GEMM bf16 128×128×64 tn", 25_900, 1),
     ("elementwise", "", "add bf16, vectorized ×8", 3_300, 2),
 )
 
@@ -73,7 +73,7 @@ def kernels_of_step() -> list[Kernel]:
     ends = [
         Kernel(kind="embedding", phase="forward", layer="", module="embedding", name="embedding bf16", length_ns=4_400),
         Kernel(
-            kind="gemm", phase="forward", layer="", module="head", name="gemm bf16 256×128×64 tn", length_ns=412_000
+            kind="GEMM", phase="forward", layer="", module="head", name="GEMM bf16 256×128×64 tn", length_ns=412_000
         ),
         Kernel(kind="loss", phase="loss", layer="", module="", name="cross entropy fp32", length_ns=105_000),
     ]
@@ -175,9 +175,9 @@ def _spans(spans: Sequence[tuple[int, int, int, int, int]]) -> Spans:
 
 def draw_roofline(runs: tuple[str, ...] = ("",)) -> Roofline:
     cases = (
-        ("mm 2048×768 · 768×3072", "gemm", 341.0, 4.1e14, 0.62, "compute"),
-        ("mm 2048×768 · 768×2304", "gemm", 307.0, 3.6e14, 0.51, "compute"),
-        ("mm 2048×768 · 768×50257", "gemm", 502.0, 5.9e14, 0.41, "compute"),
+        ("mm 2048×768 · 768×3072", "GEMM", 341.0, 4.1e14, 0.62, "compute"),
+        ("mm 2048×768 · 768×2304", "GEMM", 307.0, 3.6e14, 0.51, "compute"),
+        ("mm 2048×768 · 768×50257", "GEMM", 502.0, 5.9e14, 0.41, "compute"),
         ("flash attention 4×12×512×64", "attention", 128.0, 1.3e14, 0.44, "compute"),
         ("layer norm 2048×768", "norm", 1.6, 2.1e12, 0.29, "memory"),
         ("gelu 2048×3072", "elementwise", 2.1, 3.3e12, 0.19, "memory"),
@@ -258,7 +258,7 @@ def ask() -> Questions:
             ),
             Question(
                 question="Which kernel takes most of the forward pass?",
-                figure="gemm, 48%",
+                figure="GEMM, 48%",
                 answer="It runs 49 times a step; in the backward pass it is the same one.",
             ),
             Question(

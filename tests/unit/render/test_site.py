@@ -299,10 +299,10 @@ def parts_of(report: Report) -> list[Part]:
 
 
 def test_colours_are_the_same_everywhere_and_differ_in_one_exhibit() -> None:
-    assert colour_of("gemm")[0] == "#0072B2"
+    assert colour_of("GEMM")[0] == "#0072B2"
     report = one_run()
     pairs = assign_colours(parts_of(report))
-    assert pairs["gemm"] == colour_of("gemm")
+    assert pairs["GEMM"] == colour_of("GEMM")
     series = [pairs[name] for name in draw_attention().series]
     assert len(set(series)) == 3
     categories = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "workspaces", "other")

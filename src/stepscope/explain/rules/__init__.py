@@ -9,7 +9,8 @@ from contextlib import suppress
 import msgspec
 
 from stepscope.errors import StepscopeError, nearest
-from stepscope.explain.rules import fusion, host, matrix_products, naive_attention, step
+from stepscope.explain.rules import fusion, host, naive_attention, step
+from stepscope.explain.rules import gemm as gemm
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.rule import Hit, Rule
 from stepscope.explain.trace.profile import Profile, code_digest
@@ -17,7 +18,7 @@ from stepscope.files import decode as decode_file
 from stepscope.files import read_plain, write_atomically
 from stepscope.findings import Column, Finding, Table
 
-_MODULES = (host, fusion, naive_attention, matrix_products, step)
+_MODULES = (host, fusion, naive_attention, gemm, step)
 RULES: dict[str, Rule] = {
     rule.code: rule for rule in sorted((rule for one in _MODULES for rule in one.RULES), key=lambda rule: rule.code)
 }

@@ -39,7 +39,7 @@ def find_naive_attention(evidence: StepEvidence) -> Hit | None:
         return None
     fused = pieces.join(_fused_times(evidence, pieces), on="group", maintain_order="left")
     gain = evidence.merged(fused, host_share=_host_share(evidence, fused))
-    products = fused.filter(pl.col("class") == "gemm")
+    products = fused.filter(pl.col("class") == "GEMM")
     time = evidence.per_step(fused)
     text = (
         f"attention as separate operations takes {ms(time)} of GPU time a step in "
@@ -68,7 +68,7 @@ def _by_parts(evidence: StepEvidence) -> pl.DataFrame:
 
 def _by_pattern(kernels: pl.DataFrame) -> pl.DataFrame:
     """The same by order: a batched product, a softmax, a batched product; in backward two on either side."""
-    batched = (kernels["op"].is_in(["aten::bmm", "aten::baddbmm"]) & (kernels["class"] == "gemm")).fill_null(
+    batched = (kernels["op"].is_in(["aten::bmm", "aten::baddbmm"]) & (kernels["class"] == "GEMM")).fill_null(
         value=False
     )
     small = (kernels["class"].is_in([*POINTWISE, "memset"]) & (kernels["kind"] != "memcpy")).fill_null(value=False)
@@ -107,8 +107,8 @@ def _fused_times(evidence: StepEvidence, pieces: pl.DataFrame) -> pl.DataFrame:
     own time: a fused kernel does the same products, and the rest of its work beside them."""
     pieces = _pad(pieces)
     work_share = _causal_share(pieces) if pieces["op"].str.contains(_MASKED).any() else 1.0
-    own = pl.col("time_ns").filter(pl.col("class") == "gemm").sum()
-    product = pl.col("class") == "gemm"
+    own = pl.col("time_ns").filter(pl.col("class") == "GEMM").sum()
+    product = pl.col("class") == "GEMM"
     groups = pieces.group_by("group").agg(
         pl.col("forward").first(),
         products_ns=own,
@@ -129,7 +129,7 @@ def _fused_times(evidence: StepEvidence, pieces: pl.DataFrame) -> pl.DataFrame:
 
 def _causal_share(pieces: pl.DataFrame) -> float:
     """Of all products of queries and keys, those that a fused causal kernel computes: half, and half the diagonal."""
-    products = pieces.filter(pl.col("class") == "gemm").select("op", "shapes").unique()
+    products = pieces.filter(pl.col("class") == "GEMM").select("op", "shapes").unique()
     dims = [cost.product_dims(op or "", shapes) for op, shapes in products.iter_rows()]
     length = max((max(n, k) for _, _, n, k in filter(None, dims)), default=0)
     return 0.5 + 0.5 / max(1.0, length / _DIAGONAL)
@@ -150,7 +150,7 @@ def _padding(dims: tuple[int, int, int, int] | None) -> float:
 
 def _fused_speeds(evidence: StepEvidence, pieces: pl.DataFrame) -> tuple[float, float] | None:
     """FLOP/s of a fused forward and backward for these shapes."""
-    products = pieces.filter((pl.col("class") == "gemm") & pl.col("forward"))
+    products = pieces.filter((pl.col("class") == "GEMM") & pl.col("forward"))
     dtypes = products["op_dtype"].drop_nulls().to_list()
     dims = [cost.product_dims(op or "", shapes) for op, shapes in products.select("op", "shapes").unique().iter_rows()]
     known = [one for one in dims if one is not None]

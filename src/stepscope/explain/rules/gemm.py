@@ -27,7 +27,7 @@ _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp8": 1}
 
 def _products(evidence: StepEvidence) -> pl.DataFrame:
     """The kernels of products with, where known, batch, m, n and k."""
-    products = evidence.kernels.filter((pl.col("class") == "gemm") & (pl.col("kind") == "kernel"))
+    products = evidence.kernels.filter((pl.col("class") == "GEMM") & (pl.col("kind") == "kernel"))
     distinct = products.select("op", "shapes").unique()
     rows = [(op, shapes, *(cost.product_dims(op or "", shapes) or (None,) * 4)) for op, shapes in distinct.iter_rows()]
     schema = {"op": pl.String, "shapes": pl.String, **dict.fromkeys(("batch", "m", "n", "k"), pl.Int64)}
