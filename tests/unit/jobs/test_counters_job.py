@@ -243,7 +243,11 @@ def test_a_machine_that_permits_no_counters_is_told_at_the_first_case(bench: Ben
 @pytest.mark.parametrize(
     ("settings", "message", "detail"),
     [
-        ({"answer": None, "code": 3, "writes_nothing": True}, "ncu exited with status 3, before the case ran", "nothing"),
+        (
+            {"answer": None, "code": 3, "writes_nothing": True},
+            "ncu exited with status 3, before the case ran",
+            "nothing",
+        ),
         ({"answer": None, "says": "oh"}, "ncu exited with status 0, before the case ran", "oh"),
         ({"writes_nothing": True}, "ncu wrote no output", "printed nothing"),
         (
