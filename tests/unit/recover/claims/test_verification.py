@@ -58,7 +58,7 @@ def test_an_unknown_number_of_sms_does_not_refute_a_true_claim(file: str) -> Non
 
 def test_the_lm_head_does_not_determine_the_dtype() -> None:
     file = "gpt2_fp32_efficient.forward.json.gz"
-    *inside, _ = find(read_evidence(file), "gemm")
+    *inside, _ = find(read_evidence(file), "GEMM")
 
     def hide(kernels: list[Sighting]) -> list[Sighting]:
         nameless = [msgspec.structs.replace(one, name=msgspec.structs.replace(one.name, dtype=None)) for one in kernels]
@@ -236,7 +236,7 @@ def test_decode_steps_are_reported_as_skipped() -> None:
 
     def generate(kernels: list[Sighting]) -> list[Sighting]:
         """Repeat the pass with the grids of a single token."""
-        single = {"index", "norm", "gemm", "attention"}
+        single = {"index", "norm", "GEMM", "attention"}
         again = [
             msgspec.structs.replace(one, grid=(1, 1, 1)) if one.name.kernel_class in single else one for one in kernels
         ]
