@@ -40,6 +40,6 @@ def key(
         ("public key", public.text),
         ("fingerprint", public.fingerprint),
     )
-    columns = (Column(key="what", label="what"), Column(key="value", label="value"))
+    columns = (Column(key="what", label="item"), Column(key="value", label="value"))
     show(render(Table(title="New key", columns=columns, rows=rows), format_, width=terminal_width()))
     say(f"next: stepscope verify EVIDENCE --claim CLAIM --sign {shlex.quote(str(path))}")

@@ -34,6 +34,7 @@ from stepscope.recover.reports.signing import (
     check_signed,
     write_signed,
 )
+from stepscope.units import count_noun
 
 _LIMITS = (
     "a signature proves who signed the report and that it is unchanged, not that it is true or when it was made",
@@ -203,7 +204,7 @@ def _summarise(statement: Statement) -> list[tuple[str, str]]:
     plain = {key: value for key, value in statement.items() if isinstance(value, str | int | float)}
     rows = [(key, str(value)[:_LONGEST]) for key, value in plain.items()]
     more = len(statement) - len(plain)
-    return [*rows, ("more", f"{more} more in the file")] if more else rows
+    return [*rows, ("more", f"{count_noun(more, 'more field', 'more fields')} in the file")] if more else rows
 
 
 def _name_gpu(gpu: Gpu) -> str:

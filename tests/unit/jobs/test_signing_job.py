@@ -105,7 +105,7 @@ def test_a_good_report_passes_and_shows_its_limits(folder: Path) -> None:
     assert "may be old" in found(examination)["nonce"]
     assert found(examination)["files checked"] == "identical to the signed ones"
     assert found(examination)["verdict"] == "consistent"
-    assert found(examination)["more"] == "1 more in the file"
+    assert found(examination)["more"] == "1 more field in the file"
     assert "not that it is true" in examination_table(examination).notes[0]
 
 

@@ -13,6 +13,7 @@ from stepscope.recover.evidence.order import Role, is_product
 from stepscope.recover.facts import Sighting
 from stepscope.recover.families.optimizers import join_launches, read_update, split_calls
 from stepscope.recover.shape import ClaimedShape
+from stepscope.units import count_noun
 
 # A fused step, or the running mean of gradients in a step of many kernels: each runs once per parameter.
 _ONCE = re.compile(r"Fused\w*(?:Adam|Sgd|Adagrad)\w*Functor|LerpFunctor")
@@ -28,7 +29,7 @@ def refute(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[Refu
             where=f"pass {number}",
             what="num_layers",
             expected=f"num_layers {claim.num_layers}",
-            seen=f"{seen} attention {'call' if seen == 1 else 'calls'} separated by the same GEMMs",
+            seen=f"{count_noun(seen, 'attention call')} separated by the same GEMMs",
         )
         for number, seen in find_other_depths(file, claim)
     ]

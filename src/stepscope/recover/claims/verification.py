@@ -54,6 +54,7 @@ from stepscope.recover.evidence.order import Zone
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 from stepscope.recover.shape import HEAD_ROWS, LAYER_SIZES, ClaimedShape
+from stepscope.units import count_noun
 
 # Shares of GPU time. Below the first, an unclaimed GEMM is an implementation detail.
 _MOST_UNCLAIMED = 0.01
@@ -287,10 +288,9 @@ class _Judge:
             yield f"unclaimed sizes: {text}"
         misfits = sum(map(self._count_misfits, self.files))
         if misfits:
-            kernels = "1 kernel does" if misfits == 1 else f"{misfits:,} kernels do"
             yield (
-                f"{kernels} not fit the claimed sizes, but collectives run between the layers: this may be one rank's "
-                "shard"
+                f"{count_noun(misfits, 'kernel')} cannot have the claimed sizes, but collectives run between the "
+                "layers: this may be one rank's shard"
             )
         for name, result in fields.items():
             is_told = misfits and name in LAYER_SIZES
@@ -306,7 +306,7 @@ class _Judge:
             yield "fewer feed-forward matrices were allocated than the claim has: layers may share weights"
         for file in self.files:
             if left_out := len(file.placement.left_out):
-                passes = "1 pass" if left_out == 1 else f"{left_out:,} passes"
+                passes = count_noun(left_out, "pass", "passes")
                 yield f"{file.evidence.file}: skipped {passes} with one token per sequence"
             if any(one.is_unclear for one in file.placement.complaints):
                 yield "a layer lacks a GEMM next to the end of the evidence or a kernel with an unknown name"
@@ -320,12 +320,11 @@ class _Judge:
             return
         for number, seen in enumerate(depths, start=1):
             if seen < layers:
-                layers_seen = "1 layer" if seen == 1 else f"{seen} layers"
-                yield f"num_layers: {file.evidence.file} has only part of pass {number} ({layers_seen})"
+                yield f"num_layers: {file.evidence.file} has only part of pass {number} ({count_noun(seen, 'layer')})"
             else:
                 yield (
-                    f"num_layers: it is unclear where the passes of {file.evidence.file} begin ({seen} consecutive "
-                    "attention calls)"
+                    f"num_layers: it is unclear where the passes of {file.evidence.file} begin "
+                    f"({count_noun(seen, 'consecutive attention call')})"
                 )
 
     def _take_notes(self) -> Iterator[str]:
@@ -339,7 +338,7 @@ class _Judge:
                 )
             passes = len(file.placement.num_layers)
             kind = "training" if file.run.is_training else "forward"
-            yield f"{file.evidence.file}: {passes} {kind} {'pass' if passes == 1 else 'passes'}"
+            yield f"{file.evidence.file}: {count_noun(passes, f'{kind} pass', f'{kind} passes')}"
         if matrices := self._count_matrices():
             found, needed = matrices
             yield f"allocations with the size of a feed-forward matrix: {found}; the claim has {needed}"

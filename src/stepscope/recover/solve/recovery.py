@@ -336,7 +336,7 @@ def _vocabulary_evidence(fitted: FittedReading) -> tuple[str, ...]:
     sized = fitted.vocabulary
     if sized.window is None:
         return ("the evidence has no LM head GEMM",)
-    first, *others = sized.apart or (sized.window,)
+    first, *others = dict.fromkeys(sized.apart or (sized.window,))
     parts = [f"the LM head GEMM allows {_spell(first)}"]
     parts += [f"{_spell(one)} if it ran on fewer tokens" for one in others]
     return (", or ".join(parts), *_told(sized, "after it"))

@@ -6,6 +6,7 @@ Fields have the names that a claim uses, so that what `recover` prints can be cl
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recover.shape import SIZES
 from stepscope.recover.solve.recovery import FIELDS, Candidate, Field, Recovery
+from stepscope.units import say_parameters
 
 _LISTED = 6
 _SHOWN_CANDIDATES = 8
@@ -42,7 +43,7 @@ def _spell_model(best: Candidate) -> str:
     shown = [name for name in SIZES if name != "num_kv_heads" or best.num_kv_heads != best.num_heads]
     sizes = [f"{name} {size:,}" for name in shown if (size := getattr(best, name))]
     sizes.append(f"dtype {best.dtype or 'unknown'}")
-    sizes += [f"{best.parameters / 1e6:,.1f}M parameters"] if best.parameters else []
+    sizes += [f"{say_parameters(best.parameters)} parameters"] if best.parameters else []
     return ", ".join(sizes)
 
 
