@@ -1,8 +1,8 @@
 """Sign a result, or check a signed one, for `recover` and `verify`.
 
 The GPU in a report comes from the evidence (a trace names its device), from the driver of the signing machine, or from
-the signer. None of these is proof, so the report records the source of each, and leaves the GPU out if there is no
-source. A nonce is never generated here: one that the signer picks does not show when the report was made.
+the signer. None of these is proof, so the report records the source of each, and leaves out a GPU without a source. A
+nonce is never generated here: one that the signer picks does not show when the report was made.
 """
 
 from collections.abc import Sequence

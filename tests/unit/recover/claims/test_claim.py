@@ -54,7 +54,7 @@ def test_transformers_configs_are_claims(tmp_path: Path) -> None:
     assert (gpt2.batch, gpt2.context, gpt2.dtype) == (3, 200, "bf16")
     llama = read_claim(write(tmp_path, LLAMA))
     assert (llama.num_kv_heads, llama.d_head, llama.d_ff, llama.gated, llama.tied) == (8, 64, 8192, True, True)
-    assert llama.dtype is None  # how weights are stored is not how a run computes
+    assert llama.dtype is None  # the dtype of stored weights is not that of the run
     assert llama.model_type == "llama"
 
 

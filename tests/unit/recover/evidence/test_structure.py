@@ -1,4 +1,4 @@
-"""Layers and roles, and evidence that shows none."""
+"""Layers and roles, and evidence that does not show any."""
 
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ def test_a_repeated_pass_is_two_passes() -> None:
 
 
 def _layer_between(name: str) -> tuple[list[Sighting], slice]:
-    """The kernels, and those from the first attention to the second: a layer, turned round."""
+    """Append the kernels from the first attention to the second: a rotated layer."""
     sightings = list(read_evidence(name).sightings)
     (attentions,) = find_structure(sightings).layer_indices
     return sightings, slice(attentions[0], attentions[1])
@@ -133,7 +133,7 @@ def test_a_repeated_layer_leaves_num_layers_open(name: str, with_lookups: bool) 
 
 
 def test_an_lm_head_like_a_projection_leaves_num_layers_open() -> None:
-    """Persistent kernels show no sizes: then one layer, run again and again, looks the same as many."""
+    """Persistent kernels show no sizes: one layer that is run repeatedly looks like many."""
     evidence = read_evidence("gpt2_bf16_odd.forward.json.gz")
     (first, *_) = find_structure(evidence.sightings).readings
     head, joint = first.products["head"], first.products["query_key_value"]
@@ -143,7 +143,7 @@ def test_an_lm_head_like_a_projection_leaves_num_layers_open() -> None:
 
 
 def test_a_start_and_an_lm_head_of_different_passes_are_not_combined() -> None:
-    """A recording that begins and ends within a pass, cut alike: three layers are left of each of two passes."""
+    """A recording begins and ends within a pass: each of two passes has three layers left."""
     evidence = read_evidence("gpt2_bf16_odd.forward.json.gz")
     (attentions,) = find_structure(evidence.sightings).layer_indices
     twice = (evidence.sightings * 2)[attentions[0] + 1 : len(evidence.sightings) + attentions[3]]
@@ -157,7 +157,7 @@ def test_sizes_of_a_sharded_model_are_not_certain() -> None:
     assert answer.fields["num_heads"].value == 16
     assert [name for name, field in answer.fields.items() if field.certain] == ["num_layers", "d_head", "dtype"]
     assert any("one rank's shard" in note for note in answer.notes)
-    # Gradients are exchanged after the layers.
+    # Gradients are reduced after the layers.
     assert recover([replace(evidence, exchanges=(attentions[-1] + 9,))]).fields["num_heads"].certain
 
 
@@ -173,7 +173,7 @@ def test_collectives_are_found_on_any_stream() -> None:
 
 
 def test_layers_with_different_kernels_make_no_size_certain() -> None:
-    """One layer's queries are turned by a kernel over fewer elements."""
+    """In one layer, the rotary kernel of the queries has fewer elements."""
     evidence = read_evidence("held_smol.csv.gz")
     (attentions,) = find_structure(evidence.sightings).layer_indices
     changed = [

@@ -1,4 +1,4 @@
-"""What an instruction of the tensor cores does, held against runs that counted both."""
+"""Operations per tensor core instruction, compared with runs that counted both."""
 
 import msgspec
 import pytest

@@ -24,7 +24,7 @@ def test_one_block_size_explains_the_elements(name: str, grid: int, threads: int
     choices = read_compiled(seen(name, (grid,), (threads,)))
     assert isinstance(choices[0], Elements)
     assert any(count in choice.count for choice in choices if isinstance(choice, Elements))
-    # The first is what Inductor takes untuned.
+    # The first is Inductor's default.
     assert count in choices[0].count
     assert read_fact(seen(name, (grid,), (threads,))) == Elements(count=Window(grid, grid * 4096))
 
@@ -71,8 +71,8 @@ def test_stored_bytes_that_no_size_divides_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
-        (ACTIVATION, (1, 4096)),  # tiles of two dimensions
-        (NORM, (64,)),  # may be blocks that share a row
+        (ACTIVATION, (1, 4096)),  # two-dimensional tiles
+        (NORM, (64,)),  # possibly blocks that share a row
         ("triton_for_fused_0", (100,)),
         ("triton_tem_fused_mm_3", (100,)),
         ("triton_mm", (100,)),

@@ -10,11 +10,11 @@ PLAIN = "void at::<unnamed>::CatArrayBatchedCopy<at::<unnamed>::OpaqueType<4>, u
 
 
 def test_the_largest_tensor_bounds_the_total() -> None:
-    # Three of 600 × 640, of two bytes: eight elements a thread.
+    # Three of 600 × 640 with two bytes each: eight elements per thread.
     fact = read_concatenation(seen(VECTORIZED, (375, 3)))
     assert fact == Elements(count=Window(374 * 1024 + 1, 3 * 375 * 1024))
     assert 3 * 600 * 640 in fact.count
-    # 1 and 768 positions, of eight bytes: two elements a thread.
+    # 1 and 768 positions with eight bytes each: two elements per thread.
     small = read_concatenation(seen(ALIGNED, (3, 2)))
     assert small == Elements(count=Window(2 * 256 + 1, 2 * 768))
     assert 769 in small.count

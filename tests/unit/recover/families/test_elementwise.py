@@ -26,7 +26,7 @@ UNROLLED_CAST = (
     "at::native::memory::StoreWithCast<1> >(int)"
 )
 UNROLLED = UNROLLED_CAST.replace("LoadWithCast<2>", "LoadWithoutCast").replace("StoreWithCast<1>", "StoreWithoutCast")
-# As Nsight Compute spells them.
+# As spelled by Nsight Compute.
 COUNTED_ADD = (
     "void native::vectorized_elementwise_kernel<4, native::CUDAFunctor_add<float>, std::array<char *, 3>>(int, T2, T3)"
 )
@@ -38,7 +38,7 @@ COUNTED_FILL = (
 )
 
 
-# Grids of runs whose shapes are known: batch 3, length 200, width 640; batch 1, length 128, width 768; and others.
+# Grids of runs with known shapes: batch 3, length 200, width 640; batch 1, length 128, width 768; and others.
 @pytest.mark.parametrize(
     ("name", "grid", "count"),
     [
@@ -187,7 +187,7 @@ def test_other_launchers_can_store_an_element_twice() -> None:
         (vectorized(f"{AT}AUnaryFunctor<long, long, bool, {AT}CompareEqFunctor<long> >", 4, 2), 8),
         (UNROLLED, 4),
         (UNROLLED.replace("3ul>, 4,", "3ul>, 8,"), 8),
-        (UNROLLED.replace("3ul>, 4,", "3ul>,"), 4),  # as it was before the number was part of the name
+        (UNROLLED.replace("3ul>, 4,", "3ul>,"), 4),  # from before the number was part of the name
     ],
 )
 def test_elements_per_thread(name: str, each: int) -> None:

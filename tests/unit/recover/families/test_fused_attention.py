@@ -1,4 +1,4 @@
-"""What kernels of fused attention leave possible, held against problems whose sizes were known."""
+"""What fused attention kernels allow, compared with problems of known sizes."""
 
 from dataclasses import dataclass, field
 
@@ -50,7 +50,7 @@ class Seen:
     name: str
     grid: Triple
     problem: Problem
-    # What must be refused: places of the problem, and what stands there instead.
+    # What must be rejected: positions in the problem, and the values to put there.
     refused: tuple[dict[int, int], ...] = ()
     counters: dict[CounterKey, int] = field(default_factory=dict)
     threads: int = 384
@@ -127,7 +127,7 @@ def test_windows_follow_from_the_grid() -> None:
     assert fact.head_dim == Window(1, 64)
     flash_fact = SEEN[15].fact()
     assert (flash_fact.batch, flash_fact.heads, flash_fact.length) == (exactly(2), exactly(15), Window(257, 384))
-    assert flash_fact.head_dim == Window(65, 88)  # not 96: the kernel says that the head does not fill it
+    assert flash_fact.head_dim == Window(65, 88)  # not 96: the kernel shows that the head does not fill it
     assert SEEN[5].fact().heads is None
 
 
@@ -162,27 +162,27 @@ def test_counters_of_memory_efficient_attention_need_fp32() -> None:
 
 
 def test_training_stores_one_more_number_per_row() -> None:
-    result, kept = 4 * 12 * 100 * 64, 4 * 12 * 128  # rows in whole 32
+    result, kept = 4 * 12 * 100 * 64, 4 * 12 * 128  # rows in multiples of 32
     for stored, fits in ((result - 4, False), (result, True), (result + kept, True), (result + kept + 4, False)):
         fact = Seen(EFFICIENT, (2, 12, 1), (1, 12, 12, 100, 100, 64, True), (), {"store_bytes": stored}).fact()
         assert fact.admits(*(1, 12, 12, 100, 100, 64, True)) is fits
 
 
 def test_work_of_partial_tiles_is_between_whole_ones() -> None:
-    counters: dict[CounterKey, int] = {"tensor_ops": 113_246_208}  # as of 128
+    counters: dict[CounterKey, int] = {"tensor_ops": 113_246_208}  # like 128
     for length, fits in ((128, True), (127, True), (65, True)):
         fact = Seen(EFFICIENT, (2, 12, 1), (1, 12, 12, length, length, 64, True), (), counters).fact()
         assert fact.admits(*(1, 12, 12, length, length, 64, True)) is fits
 
 
 def test_a_causal_mask_ends_at_the_last_key() -> None:
-    """100 queries after 200 keys see all of these: of five tiles of keys none is skipped."""
+    """100 queries after 200 keys see all of these: none of the five tiles of keys is skipped."""
     name = flash(64, 128, 64, CAUSAL)
     for pairs, fits in ((5, True), (2, False), (4, False)):
         counters: dict[CounterKey, int] = {"tensor_ops": 8 * pairs * 4 * 128 * 64 * 64}
         fact = Seen(name, (1, 2, 4), (2, 4, 4, 100, 300, 48, True), (), counters).fact()
         assert fact.admits(*(2, 4, 4, 100, 300, 48, True)) is fits
-    # Two tiles of queries after 128 keys: the first goes as far as key 256, the second to the end.
+    # Two tiles of queries after 128 keys: the first reaches key 256, the second the end.
     counters = {"tensor_ops": 8 * (4 + 6) * 4 * 128 * 64 * 64}
     fact = Seen(name, (2, 2, 4), (2, 4, 4, 256, 384, 48, True), (), counters).fact()
     assert fact.admits(*(2, 4, 4, 256, 384, 48, True))
@@ -228,7 +228,7 @@ def test_unknown_cudnn_tiles_are_divided_evenly_among_heads() -> None:
 def test_a_single_query_with_grouped_heads_is_a_group_of_queries() -> None:
     fact = Seen(flash(64, 128, 128, PLAIN_EVEN_HEAD), (1, 2, 4), (2, 16, 4, 1, 300, 64, True)).fact()
     assert fact.admits(*(2, 16, 4, 1, 300, 64, True))
-    assert fact.admits(*(2, 4, 4, 1, 300, 64, True))  # as many heads as groups: nothing to put together
+    assert fact.admits(*(2, 4, 4, 1, 300, 64, True))  # as many heads as groups: nothing to combine
     assert not fact.admits(*(2, 16, 8, 1, 300, 64, True))
 
 
@@ -254,7 +254,7 @@ def test_flash_attention_backward_grids() -> None:
     assert fact.admits(*(2, 20, 20, 320, 320, 64, True))
     assert not fact.admits(*(2, 20, 20, 400, 400, 64, True))
     assert not fact.admits(*(20, 2, 2, 320, 320, 64, True))
-    # As many blocks as share out the GPU: results that do not depend on the order of sums.
+    # As many blocks as divide the GPU: deterministic mode.
     assert Seen(middle, (4, 2, 20), (2, 20, 20, 320, 320, 64, True)).fact().admits(*(2, 20, 20, 4000, 4000, 64, True))
 
 

@@ -26,7 +26,7 @@ def test_one_block_per_row(name: str) -> None:
     assert read_norm(seen(name, (600,), (32, 4))) == Rows(rows=exactly(600))
 
 
-# Batch and width of real runs, and what Nsight Compute counted.
+# Batch and width of real runs, and Nsight Compute's counters.
 @pytest.mark.parametrize(
     ("kind", "rms", "rows", "stored", "width"),
     [

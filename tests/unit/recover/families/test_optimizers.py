@@ -27,7 +27,7 @@ def launches(name: str, grids: tuple[int, ...]) -> list[Sighting]:
     return [seen(name, (grid,), (512,)) for grid in grids]
 
 
-# Three layers, and what the profiler saw of foreach AdamW.
+# Three layers, and the launches of foreach AdamW that the profiler recorded.
 SIZES = gpt2(3, 768, 50257, 1024)
 SEEN = (320, 320, 311)
 
@@ -51,7 +51,7 @@ def test_full_launches_bound_the_number_of_tensors() -> None:
     )
     alone = optimizers.read_update(launches(THREE_LISTS, (311,))[0])
     assert alone == Update(elements=Window(311, 311 * CHUNK_ELEMENTS), tensors=Window(1, 311))
-    # Kernels for CUDA 13 hold more; one of their launches that others follow is full of either.
+    # Kernels for CUDA 13 have more room; every launch but the last is full of blocks or of tensors.
     large = optimizers.join_launches(launches(THREE_LISTS, (2240, 100)))
     assert large is not None
     assert large.tensors == Window(1, 2 * 336)
@@ -64,7 +64,7 @@ def test_a_launch_can_be_full_of_tensors() -> None:
     assert launch_blocks([320 * 65536], 110, 320) == (320,)
     assert launch_blocks([320 * 65536 + 1, 5], 110, 320) == (320, 2)
     assert launch_blocks([0] * 109 + [5, 5], 110, 320) == (2,)
-    # A tensor that was cut counts in both launches.
+    # A tensor that was split counts in both launches.
     assert launch_blocks([321 * 65536] + [1] * 110, 110, 320) == (320, 110, 1)
 
 

@@ -1,4 +1,4 @@
-"""What kernels of matrix products leave possible, held against products whose sizes were known."""
+"""What GEMM kernels allow, compared with GEMMs of known sizes."""
 
 import msgspec
 import pytest
@@ -83,12 +83,12 @@ def test_stored_bytes_give_the_exact_vocabulary() -> None:
 
 def test_a_grid_counts_tiles_unless_the_gpu_is_full() -> None:
     partly = fact_of(Seen(nvjet("tst_96x64_64x10_1x2_h_bz_TNN"), (2, 64, 1), (1024, 768, 768, 1)))
-    assert partly.admits(1024, 768, 99_999, 1)  # nothing is known of inner
+    assert partly.admits(1024, 768, 99_999, 1)  # inner is unknown
     assert not partly.admits(1024, 769, 768, 1)
     assert not partly.admits(1025, 768, 768, 1)
     full = fact_of(Seen(nvjet("tst_96x64_64x10_1x2_h_bz_TNN"), (2, 66, 1), (4096, 768, 768, 1)))
     assert full.admits(4096, 768, 768, 1)
-    assert not full.admits(1024, 768, 768, 1)  # too few tiles for so many blocks
+    assert not full.admits(1024, 768, 768, 1)  # too few tiles for this many blocks
 
 
 def test_the_number_of_sms_decides_whether_the_gpu_was_full() -> None:
@@ -119,7 +119,7 @@ def test_the_last_grid_dimension_is_batch_times_splits() -> None:
 
 def test_splits_divide_the_blocks_evenly() -> None:
     fact = fact_of(Seen(nvjet("tst_96x128_64x6_2x1_v_bz_splitK_NNN"), (2, 64, 1), (1024, 768, 10000, 1)))
-    assert fact.admits(1024, 768, 10_000, 1)  # 64 tiles, in two parts
+    assert fact.admits(1024, 768, 10_000, 1)  # 64 tiles in two splits
     assert not fact.admits(1024, 1000, 10_000, 1)  # 11 tiles across, 12 with the cluster filled up: 96
     assert not fact.admits(4096, 768, 10_000, 1)  # more tiles than blocks
 
@@ -127,7 +127,7 @@ def test_splits_divide_the_blocks_evenly() -> None:
 def test_rounding_bounds_the_work_of_splits() -> None:
     name, grid = nvjet("tst_96x128_64x6_2x1_v_bz_splitK_NNN"), (2, 64, 1)
     exact = 2 * 1024 * 768 * 10_048  # whole steps of 64
-    rounding = 2 * 96 * 128 * 64 * 128  # a step more in each of 128 blocks
+    rounding = 2 * 96 * 128 * 64 * 128  # one more step in each of 128 blocks
     for operations, fits in (
         (exact - 1, False),
         (exact, True),
@@ -163,7 +163,7 @@ def test_ampere_tensor_core_gemms_have_one_block_per_tile() -> None:
     name = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x64x64_stage4_warpsize2x2x1_tensor16x8x16_kernel"
     fact = fact_of(Seen(name, (8, 10, 3), (600, 1000, 640, 3)))
     assert fact.admits(600, 1000, 640, 3)
-    assert fact.admits(1000, 600, 640, 3)  # which side of the tile is which was not seen
+    assert fact.admits(1000, 600, 640, 3)  # the orientation of the tile was not measured
     assert not fact.admits(600, 1000, 640, 4)  # 80 tiles each
     counted = fact_of(Seen(name, (8, 10, 1), (600, 1000, 640, 1), (), {"tensor_ops": 2 * 640 * 1024 * 640}))
     assert counted.admits(600, 1000, 640, 1)
@@ -183,7 +183,7 @@ def test_hand_named_gemms_have_one_block_per_tile() -> None:
 
 def test_work_of_a_batch_and_of_splits_without_tensor_cores() -> None:
     name, area = cutlass("80_simt_sgemm_64x64_8x5_nn_align1"), 128 * 768
-    # Each of four, alone or in two parts, adds what lies in the result or does not.
+    # Each of four, whole or in two splits, adds to the existing result or not.
     for batch in (4, 2):
         least = area * 768 * batch
         for fused, fits in ((least - 1, False), (least, True), (least + 4 * area, True), (least + 4 * area + 1, False)):
@@ -193,7 +193,7 @@ def test_work_of_a_batch_and_of_splits_without_tensor_cores() -> None:
 
 def test_tensor_work_of_two_splits_can_be_rounded_twice() -> None:
     name = cutlass("80_tensorop_s1688gemm_128x128_32x3_nn_align4")
-    operations = 2 * 640 * 640 * (2 * 320)  # 600 in two parts of 300, each in whole 32
+    operations = 2 * 640 * 640 * (2 * 320)  # 600 in two splits of 300, each a multiple of 32
     fact = fact_of(Seen(name, (20, 2, 2), (600, 640, 600, 1), (), {"tensor_ops": operations}))
     assert fact.admits(600, 640, 600, 1)
     assert not fact.admits(600, 640, 641, 1)

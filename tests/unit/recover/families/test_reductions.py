@@ -22,14 +22,14 @@ VARIANCE = MEAN.replace(
 _WARP, _LARGEST_BLOCK = 32, 512
 
 
-# Rows and width of real runs, the block and the shared memory that PyTorch's profiler recorded.
+# Rows and width of real runs, with the block and shared memory that PyTorch's profiler recorded.
 @pytest.mark.parametrize(
     ("grid", "block", "shared", "rows", "width"),
     [
         ((64,), (32, 16), 16, 1024, 768),
         ((30,), (32, 16), 16, 480, 512),
         ((24,), (32, 16), 16, 384, 896),
-        ((512,), (32, 16), 16, 8192, 128),  # a norm of heads
+        ((512,), (32, 16), 16, 8192, 128),  # a norm over heads
     ],
 )
 def test_a_mean_over_the_last_dimension_has_one_warp_per_row(
@@ -40,7 +40,7 @@ def test_a_mean_over_the_last_dimension_has_one_warp_per_row(
     assert rows in by_warps.rows
     assert by_warps.width == Window(32, 255 * 32)
     assert width in by_warps.width
-    # The other reading: a mean over another dimension, a thread for each result, fewer than 256 elements in each.
+    # The other interpretation: a mean over another dimension, one thread per result, fewer than 256 elements each.
     assert by_threads.rows == Window(grid[0] * 512 - 511, grid[0] * 512)
     assert by_threads.width == Window(16, 255)
 
@@ -96,7 +96,7 @@ def last_power_of_two(number: int) -> int:
 
 
 def modelled(results: int, reduced: int, *, lanes_reduce: bool, vector: int, processors: int = 132) -> tuple[int, ...]:
-    """Block, grid and shared memory, as PyTorch sets them for contiguous input: another way round than the reader."""
+    """Return block, grid and shared memory as PyTorch chooses them for contiguous input: the inverse of the reader."""
     each = 1
     first, second = (reduced, results) if lanes_reduce else (results, reduced)
     if lanes_reduce:
@@ -144,16 +144,16 @@ def test_the_launched_sizes_are_among_the_choices(*, lanes_reduce: bool) -> None
 
 
 def test_a_partly_filled_block_bounds_both_sizes() -> None:
-    # All of three, and the same kernel as versions before wrote it, without the last number.
+    # All of three, and the same kernel as earlier versions named it, without the last number.
     for name in (MEAN, MEAN.replace("float, 4, 4> >", "float, 4> >")):
         assert read_reduction(seen(name, (1,), (2, 1), shared=16)) == (
             Rows(rows=exactly(1), width=Window(2, 15)),
             Rows(rows=Window(2, 2), width=exactly(1)),
         )
     eight = MEAN.replace("float, 4, 4> >", "float, 4, 8> >")
-    # Here the bound is that a thread takes less than 16.
+    # Here the limit is less than 16 elements per thread.
     assert read_reduction(seen(eight, (1,), (2, 1), shared=16))[0] == Rows(rows=exactly(1), width=Window(2, 30))
-    # 640 results of 600 elements: warps share them, so how many there are has no bound.
+    # 640 results of 600 elements: warps share them, so their number has no bound.
     assert read_reduction(seen(COLUMN_SUM, (5,), (32, 4), shared=2064)) == (Rows(rows=Window(516, 640, 4)),)
 
 

@@ -54,7 +54,7 @@ def test_stored_bytes_leave_the_factors_that_fit() -> None:
         (6, exactly(200)),
         (8, exactly(150)),
     ]
-    # A prime that no width of the kernel divides: something else was written besides.
+    # A prime that no width of the kernel divides: something else was stored too.
     assert read_softmax(seen(name, (2,), (32, 4), stored=4 * 1201)) == (
         Rows(rows=Window(5, 8), width=Window(129, 256)),
     )
@@ -67,7 +67,7 @@ def test_a_wide_row_has_its_width_in_shared_memory() -> None:
     assert read_rows(seen(BACKWARD_SHARED, (512,), (512,), shared=40064)) == Rows(
         rows=exactly(512), width=exactly(10000)
     )
-    # Too wide for that: the memory holds only sums.
+    # Too wide for that: shared memory has only the sums.
     assert read_rows(seen(FORWARD, (600,), (1024,), shared=128)) == Rows(rows=exactly(600))
     assert read_rows(seen(FORWARD_SHARED, (600,), (1024,))) == Rows(rows=exactly(600))
 

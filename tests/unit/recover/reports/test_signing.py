@@ -125,7 +125,7 @@ def test_a_malleable_signature_is_rejected(tmp_path: Path) -> None:
 def test_noncanonical_base64_is_rejected(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     letters = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-    last = signed[-6]  # followed by ==, "}, a line's end: its lower four bits are spare
+    last = signed[-6]  # followed by ==, "}, and a line break: its lower four bits are unused
     same_bytes = letters[letters.index(last) ^ 1]
     respelled = signed[:-6] + bytes([same_bytes]) + signed[-5:]
     original, other = (base64.b64decode(one[one.rindex(b'"', 0, -3) + 1 : -3]) for one in (signed, respelled))

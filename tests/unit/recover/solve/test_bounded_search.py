@@ -1,4 +1,4 @@
-"""Evidence that leaves nearly everything open: the search ends, and is never certain of what it did not look at."""
+"""Evidence that leaves nearly everything open: the search ends, and is never certain of what it did not examine."""
 
 from dataclasses import replace
 
@@ -24,13 +24,13 @@ from tests.unit.recover.synthetic_runs import launch, model_of
 
 GPT2 = "gpt2_bf16_odd.csv.gz"
 SIZES = ("d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "vocab_size", "batch", "context")
-# Names that tell neither tiles nor grids: those of another vendor's libraries.
+# Names that show neither tiles nor grids: those of another vendor's libraries.
 PRODUCT = "Cijk_Alik_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT64x16x128_MI16x16x1_SN"
 ATTENTION = "attn_fwd"
 
 
 def short_prompt(context: int = 5) -> KernelEvidence:
-    """A prompt of few tokens through products and attention that say nothing of their sizes."""
+    """A short prompt through GEMMs and attention that do not show their sizes."""
     made = launch(replace(model_of(GPT2), batch=1, context=context), GPT2, counted=False)
     names = {"GEMM": decode(PRODUCT), "attention": decode(ATTENTION)}
     kernels = [msgspec.structs.replace(one, name=names.get(one.name.kernel_class, one.name)) for one in made.sightings]
@@ -53,7 +53,7 @@ def test_unused_effort_is_returned() -> None:
 
 
 def test_a_limited_search_is_reported_as_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each candidate that is kept is paid for: so the bound holds for memory as well."""
+    """Each stored candidate costs effort, so the limit also bounds memory."""
     observation = observe_first(short_prompt())
     each = candidates._KEEPING + len(candidates.explainable(observation))
     afford_some, paid = Effort.afford_some, []
@@ -117,11 +117,11 @@ def test_without_any_work_sizes_are_open() -> None:
     found = recover([read_evidence(GPT2)], work=0)
     assert found.candidates == ()
     assert found.left_open
-    assert not any("no sizes fit" in note for note in found.notes)
+    assert not any("none fits" in note for note in found.notes)
 
 
 def test_an_incomplete_search_of_one_file_excludes_nothing() -> None:
-    """Attention of this trace leaves so much open that only the most usual heads were looked at."""
+    """The attention in this trace leaves so much open that only the most common heads were examined."""
     counted, traced = (
         search.fit_file(read_evidence(f"held_llama.{kind}"), Effort(10**9)) for kind in ("csv.gz", "forward.json.gz")
     )
@@ -141,7 +141,7 @@ def test_incomplete_searches_are_not_called_different_runs() -> None:
 
 
 def test_impossibly_large_counts_are_not_tokens() -> None:
-    """An overflow in a counter must not be taken apart into its divisors."""
+    """An overflow in a counter must not be factored into its divisors."""
     observation = observe_first(read_evidence("held_qwen2.csv.gz"))
     seen = [one for one in observation.zones["between"] if not one.is_rows]
     huge = tuple(replace(one, counts=(exactly(2**100 + 1), exactly(2**61 - 1))) for one in seen)
@@ -159,7 +159,7 @@ def test_divisors_use_the_given_factors() -> None:
 
 
 def test_many_odd_kernels_in_a_layer_count_as_work() -> None:
-    """Thousands of different counts between the products: fewer candidates are held against them."""
+    """With thousands of different counts between the GEMMs, fewer candidates are compared with them."""
     made = short_prompt()
     odd = next(one for one in made.sightings if one.name.kernel_class == "elementwise")
     kernels = []
@@ -202,7 +202,7 @@ def test_verify_cannot_tell_if_an_interpretation_was_skipped(monkeypatch: pytest
 
 
 def test_verify_tries_every_batch_that_divides_the_tokens() -> None:
-    """A number of tokens with many divisors, and a batch beyond the first of them."""
+    """A number of tokens with many divisors, and a batch that is not among the first ones."""
     model = replace(model_of(GPT2), batch=1680, context=3)
     claim = true_claim(GPT2, batch=None, context=None)
     result = verify([launch(model, GPT2)], claim)

@@ -1,5 +1,5 @@
-"""The integers of real runs, from their traces and counters. Runs named `held_` were not looked at while the models of
-kernels were made."""
+"""The sizes of real runs from their traces and counters. Runs named `held_` were held out while the kernel readers were
+developed."""
 
 import gzip
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_the_truth_is_among_the_alternatives(file: str) -> None:
     assert [name for name in told if not _holds(answer.fields[name], truth[name])] == []
 
 
-# Runs whose sequences no kernel counts, and one whose heads nothing tells apart.
+# Runs in which no kernel depends on the sequence, and one in which the heads cannot be distinguished.
 _GUESSED_OTHERWISE = ("builtin_hopper.forward.json.gz", "held_llama.forward.json.gz")
 
 
@@ -85,7 +85,7 @@ def test_the_same_file_twice_gives_the_same_result(file: str) -> None:
 
 
 def test_other_tensors_of_a_snapshot_are_not_logits() -> None:
-    """Logits were freed: what is left is the feed-forward layer's activations and weights."""
+    """The logits were freed: the activations and weights of the feed-forward layer remain."""
     evidence = read_evidence("held_llama.forward.json.gz")
     tokens, d_model, d_ff = 3 * 448, 1536, 4224
     field = recover([replace(evidence, allocations=(tokens * d_ff * 2, d_model * d_ff * 2))]).fields["vocab_size"]

@@ -187,7 +187,7 @@ def test_any_power_law_is_found(powers: list[float], cases: list[Case]) -> None:
     found = run_all(cases, {"query_key_value": law})
     rows = [row for row in find(found, "Sensitivity") if row["part"] == QKV and "tensor ops" in row["counters"]]
     assert bool(rows) == any(powers)
-    for row in rows:  # counters are whole numbers
+    for row in rows:  # counters are integers
         assert [row[field] for field in ("context", "batch", "d_model")] == pytest.approx(powers, abs=1e-3)
 
 
