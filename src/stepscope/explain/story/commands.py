@@ -1,4 +1,4 @@
-"""Commands to type: a workload as the flags that make it again, for any verb that takes settings."""
+"""Commands to type: a workload as flags, for any verb that takes settings."""
 
 import shlex
 from collections.abc import Collection
@@ -19,7 +19,7 @@ from stepscope.spec import (
 
 
 def find_case(materials: Materials) -> Case | None:
-    """What ran, from whatever says so."""
+    """The case that ran, from the first part of the run that has one."""
     if materials.bench:
         return materials.bench[0].case
     for one in (materials.profile, materials.memory):
@@ -29,7 +29,7 @@ def find_case(materials: Materials) -> Case | None:
 
 
 def find_strangers(materials: Materials) -> dict[str, Case]:
-    """Recordings that are of another case than the run, by what they hold: people may put any files together."""
+    """The cases of recordings that do not belong to the run, by kind: users can combine any files."""
     run = find_case(materials)
     cases = {
         name: one.recording.manifest.case
@@ -40,13 +40,13 @@ def find_strangers(materials: Materials) -> dict[str, Case]:
 
 
 def write_command(verb: str, workload: Workload, *, without: Collection[str] = ()) -> str:
-    """The command that runs a workload, but for the flags of the settings in `without`. Settings at their defaults are
-    left out too; the context is not, because verbs differ in theirs."""
+    """The command that runs a workload, without the settings in `without` and those at their defaults. The context is
+    always included, because its default differs between verbs."""
     return shlex.join(["stepscope", verb, *_model_flags(workload), *_run_flags(workload, without)])
 
 
 def add_settings(command: str, workload: Workload) -> str:
-    """A command, or several after one another, with the settings of a workload that it does not name itself."""
+    """A command, or several joined with `&&`, plus the workload settings that it does not set itself."""
     return " && ".join(_add_settings(one, workload) for one in command.split(" && "))
 
 
@@ -74,7 +74,7 @@ def _shape_flags(shape: ModelShape) -> list[str]:
     if shape.name in SIZES:
         flags = ["--size", shape.name]
     else:
-        usual = {"num_kv_heads": shape.num_heads}  # every head has keys and values of its own unless told otherwise
+        usual = {"num_kv_heads": shape.num_heads}  # by default every head has its own keys and values
         flags = [
             part
             for name, setting in SHAPE_SETTINGS.items()
@@ -102,12 +102,12 @@ def _say(value: object) -> str:
 
 
 def list_commands(materials: Materials) -> tuple[Copyable, ...]:
-    """What was typed, each once: for the whole report first, then for its parts."""
+    """The commands that made the report, each once: that of the whole report first, then those of its parts."""
     manifests = [one.recording.manifest for one in (materials.profile, materials.memory) if one is not None]
     typed = [("this report", materials.command)]
-    typed += [("the timing", row.command) for row in materials.bench[:1]]
-    typed += [("the memory" if one.memory else "the recording", one.command) for one in manifests]
-    typed += [("the precisions", materials.precision.command)] if materials.precision else []
+    typed += [("timing", row.command) for row in materials.bench[:1]]
+    typed += [("memory" if one.memory else "profile", one.command) for one in manifests]
+    typed += [("precision", materials.precision.command)] if materials.precision else []
     typed += [("attention", row.command) for row in materials.attention[:1]]
     texts: dict[str, str] = {}
     for label, text in typed:
