@@ -119,7 +119,7 @@ def test_metrics_are_lists_of_ours_or_names_of_ncu() -> None:
     assert choose_metrics("few") == FEW
     assert choose_metrics("full") == FULL
     assert choose_metrics("few,sm__cycles_elapsed.max,few") == (*FEW, "sm__cycles_elapsed.max")
-    with pytest.raises(StepscopeError, match="not a metric of Nsight Compute: `everything`"):
+    with pytest.raises(StepscopeError, match="unknown Nsight Compute metric: `everything`"):
         choose_metrics("everything")
 
 
@@ -143,7 +143,7 @@ def test_a_grid_goes_on_where_it_stopped(bench: Bench) -> None:
     assert len(bench.ncu.calls()) == 3
     assert all(case.recording is not None for case in again)
     assert bench.done[2:4] == [
-        f"[{n}/3] context-{L}: there already; --force counts it again" for n, L in ((1, 64), (2, 128))
+        f"[{n}/3] context-{L}: already counted; use --force to count it again" for n, L in ((1, 64), (2, 128))
     ]
     bench.count(GRID, force=True)
     assert len(bench.ncu.calls()) == 5
@@ -165,7 +165,7 @@ def test_a_recording_of_something_else_is_neither_taken_nor_replaced(bench: Benc
             more = {"metrics": "full"}
         case "passes":
             more = {"passes": 2}
-    with pytest.raises(StepscopeError, match="context-64` is a recording of something else") as raised:
+    with pytest.raises(StepscopeError, match="context-64` already holds a different recording") as raised:
         bench.count(flags, **more)
     assert raised.value.hint.startswith("--force")
     assert len(bench.ncu.calls()) == 2
@@ -178,7 +178,7 @@ def test_one_case_replaces_only_what_the_same_command_counted(bench: Bench) -> N
     with pytest.raises(StepscopeError, match="out` exists"):
         bench.count(ONE, command="stepscope profile --stacks")
     assert len(bench.ncu.calls()) == 1
-    with pytest.raises(StepscopeError, match="is no folder for the 2 recordings of a grid"):
+    with pytest.raises(StepscopeError, match="cannot hold the 2 recordings"):
         bench.count(GRID)
     bench.count(ONE, command="stepscope profile --stacks", force=True)
     assert len(bench.ncu.calls()) == 2
@@ -232,7 +232,7 @@ PERMISSION = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to 
 @pytest.mark.parametrize("where", ["logs", "says"])
 def test_a_machine_that_permits_no_counters_is_told_at_the_first_case(bench: Bench, where: str) -> None:
     bench.ncu.set(**{where: PERMISSION + " on the target device 0.\n"}, no_kernels=True, code=1)
-    with pytest.raises(StepscopeError, match="does not permit hardware counters: `ERR_NVGPUCTRPERM`") as raised:
+    with pytest.raises(StepscopeError, match="not permitted on this machine: `ERR_NVGPUCTRPERM`") as raised:
         bench.count(GRID)
     assert "NVreg_RestrictProfilingToAdminUsers=0" in raised.value.detail
     assert raised.value.hint == "stepscope doctor"
@@ -243,12 +243,16 @@ def test_a_machine_that_permits_no_counters_is_told_at_the_first_case(bench: Ben
 @pytest.mark.parametrize(
     ("settings", "message", "detail"),
     [
-        ({"answer": None, "code": 3, "writes_nothing": True}, "ncu exited with 3, before the case had run", "nothing"),
-        ({"answer": None, "says": "oh"}, "ncu exited with 0, before the case had run", "oh"),
-        ({"writes_nothing": True}, "ncu wrote nothing", "it said nothing"),
+        (
+            {"answer": None, "code": 3, "writes_nothing": True},
+            "ncu exited with status 3, before the case ran",
+            "nothing",
+        ),
+        ({"answer": None, "says": "oh"}, "ncu exited with status 0, before the case ran", "oh"),
+        ({"writes_nothing": True}, "ncu wrote no output", "printed nothing"),
         (
             {"code": 9, "no_kernels": True, "logs": "==ERROR== Failed to find metric x__y.sum\n"},
-            "ncu exited with 9",
+            "ncu exited with status 9",
             "==ERROR== Failed to find metric x__y.sum",
         ),
         ({"no_kernels": True}, "not the CSV of Nsight Compute", "expected a header"),
@@ -284,9 +288,9 @@ def test_without_a_gpu_ncu_is_not_started(bench: Bench) -> None:
     [
         ({"size": "medium"}, "`24` layers are too many to count", "--num-layers 2"),
         ({"num_layers": "2,13"}, "`13` layers are too many to count", "--num-layers 2"),
-        ({"mode": "train"}, "mode `train` is too long to count", "stepscope profile --mode train"),
-        ({"mode": "forward-backward"}, "mode `forward-backward` is too long", "stepscope profile --mode"),
-        ({"steps": "4"}, "`--steps` does nothing with `--counters`", "--record-steps 1"),
+        ({"mode": "train"}, "`--mode train` is not supported with `--counters`", "stepscope profile --mode train"),
+        ({"mode": "forward-backward"}, "`--mode forward-backward` is not supported", "stepscope profile --mode"),
+        ({"steps": "4"}, "`--steps` cannot be used with `--counters`", "--record-steps 1"),
         ({"device": "cpu"}, "device `cpu` here is the CPU", "without --counters"),
     ],
 )

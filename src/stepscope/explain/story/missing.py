@@ -5,8 +5,9 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.explain.commands import write_command
 from stepscope.explain.questions.answers import say_list
-from stepscope.explain.story.commands import find_case, write_command
+from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import STAGES, Missing, Section
 from stepscope.spec import Case, for_precisions

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from stepscope import __version__
+from stepscope.explain.commands import write_command
 from stepscope.explain.memory.answers import answer_memory
 from stepscope.explain.questions import Answer, answer
 from stepscope.explain.rules import RULES, find_once
-from stepscope.explain.story.commands import add_settings, find_case, list_commands, write_command
+from stepscope.explain.story.commands import add_settings, find_case, list_commands
 from stepscope.explain.story.missing import explain_absence, gather_missing
 from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
 from stepscope.explain.story.phrases import shorten
@@ -109,18 +110,22 @@ def tell(materials: Materials) -> Report:
 
 
 def list_advice(materials: Materials) -> tuple[Advice, ...] | None:
-    """The largest saving first. Findings that a fix further up already covers come last, so that the first three are
-    three different things to do. None without a profile."""
+    """The largest saving first. Findings that a fix further up already covers come after these, so that the first three
+    are three different things to do; remarks come last. None without a profile."""
     profile, step_ns = materials.profile, materials.profile_step_ns
     if profile is None or step_ns is None:
         return None
     first: list[Advice] = []
     repeated: list[Advice] = []
+    remarks: list[Advice] = []
     for finding in find_once(profile):
         advice = advise(_share_of(finding, step_ns), profile)
+        if finding.is_remark:
+            remarks.append(advice)
+            continue
         given = {fix.text for above in first for fix in above.fixes}
         (repeated if given.intersection(fix.text for fix in advice.fixes) else first).append(advice)
-    return (*first, *repeated)
+    return (*first, *repeated, *remarks)
 
 
 def _share_of(finding: Finding, step_ns: float) -> Finding:
@@ -131,8 +136,8 @@ def _share_of(finding: Finding, step_ns: float) -> Finding:
 
 
 def advise(finding: Finding, profile: Profile) -> Advice:
-    """A finding with its fixes to copy: for a run of stepscope the complete command with the setting that fixes it,
-    unless it is set already; for other code the lines to paste. `stepscope rule CODE` explains the finding."""
+    """A finding with its fixes to copy: the complete command with the fixing setting for a run of stepscope, unless it
+    is set already, and the lines to paste for other code. A remark has what to run to learn more, if anything."""
     rule, manifest = RULES[finding.code], profile.recording.manifest
     workload = manifest.case.workload if manifest.case else None
     changes = rule.change(manifest) if rule.change and workload is not None else {}
@@ -142,8 +147,8 @@ def advise(finding: Finding, profile: Profile) -> Advice:
         fixes.append(Copyable(label="this run with the fix", text=write_command("report", changed)))
     if rule.look_up is not None:
         fixes.append(rule.look_up(profile))
-    # Users do not edit the built-in model: where a flag fixes it, code to paste would only distract.
+    # Users do not edit the built-in model: code to paste has no place there.
     is_builtin = workload is not None and isinstance(workload.model, ModelShape)
-    if rule.paste and not (fixes and is_builtin):
+    if rule.paste and not is_builtin:
         fixes.append(Copyable(label="in your own code", text=rule.paste))
     return Advice(finding=finding, fixes=tuple(fixes))
