@@ -1,4 +1,4 @@
-"""What a device can do: dense peaks per precision, bandwidth and memory, from the vendors' data sheets.
+"""Device limits: dense peaks per precision, bandwidth and memory, from the vendors' data sheets.
 
 Peaks are for dense matrices (the sheets' figures with sparsity are halved), at boost clock, with fp32 accumulation,
 which is what PyTorch uses: on GeForce cards that halves the figure in NVIDIA's headline. A precision that a device
@@ -17,7 +17,7 @@ Rate = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """A device's limits. Rates in operations and bytes a second, memory in bytes."""
+    """A device's limits. Rates are in operations and bytes per second, memory in bytes."""
 
     name: str
     peak_flops: Mapping[str, Rate]
@@ -35,7 +35,7 @@ def _card(name: str, memory_gb: int, bandwidth_gb: float, **peak_tflops: float) 
     )
 
 
-# Patterns are tried in order against the name the driver gives, so variants stand before the plain name.
+# Patterns are matched in order against the driver's device name, so variants come before the plain name.
 # V100 has no bf16 units and no tf32; the others run bf16 and fp16 at one rate.
 _CARDS: tuple[tuple[str, Hardware], ...] = (
     (r"V100.*PCIE", _card("V100 PCIe", 32, 900, fp32=14.0, fp16=112)),

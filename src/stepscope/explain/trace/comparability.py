@@ -1,4 +1,4 @@
-"""Whether two recordings may be compared at all: what of their circumstances differs, in words."""
+"""Warnings about a comparison: differences between two recordings in device, workload and software."""
 
 from collections.abc import Iterator
 
@@ -7,10 +7,11 @@ from stepscope.findings import Cell
 from stepscope.recording.rows.bench import Environment
 from stepscope.recording.store import Manifest
 from stepscope.spec import RUN_SETTINGS, Case
+from stepscope.units import count_noun
 
 
 def compare_circumstances(a: Profile, b: Profile) -> tuple[str, ...]:
-    """Remarks, the gravest first: another device, another workload, other software, doubts about either."""
+    """Return warnings, the most serious first: devices, workloads, software, and unreliable measurements."""
     left, right = a.recording.manifest, b.recording.manifest
     return (
         *_devices(a, b),
@@ -26,18 +27,19 @@ def _devices(a: Profile, b: Profile) -> Iterator[str]:
     if left.device != right.device:
         yield f"warning: the devices differ: A on {_or_unknown(left.device)}, B on {_or_unknown(right.device)}"
     if len(a.devices) != len(b.devices):
-        yield f"warning: A holds {len(a.devices)} devices and B {len(b.devices)}; times are means over devices"
+        counts = f"A has {count_noun(len(a.devices), 'device')}, B has {len(b.devices)}"
+        yield f"warning: {counts}; times are means over devices"
     for name, manifest in (("A", left), ("B", right)):
         if manifest.source == "nsight compute":
-            yield f"warning: {name}: Nsight Compute runs one kernel at a time, so its wall and idle time are no step's"
+            yield f"warning: {name}: Nsight Compute serializes kernels; wall and idle time are not those of a step"
     if left.source != right.source:
-        yield f"warning: the recorders differ, and so does what they cost: A by {left.source}, B by {right.source}"
+        yield f"warning: the profilers differ, and so does their overhead: A {left.source}, B {right.source}"
 
 
 def _workloads(a: Manifest, b: Manifest) -> Iterator[str]:
     if a.case is None or b.case is None:
         if a.file != b.file:
-            yield "the workloads are not recorded in both: whether A and B run the same is for you to know"
+            yield "workload unknown: check that A and B run the same model and settings"
         return
     left, right = list_settings(a.case, a.optimizer), list_settings(b.case, b.optimizer)
     differ = [name for name in dict.fromkeys((*left, *right)) if left.get(name) != right.get(name)]
@@ -47,8 +49,8 @@ def _workloads(a: Manifest, b: Manifest) -> Iterator[str]:
 
 
 def list_settings(case: Case, optimizer: str | None) -> dict[str, str]:
-    """What a workload is set to, in words, but for where it runs and its seed. `optimizer` is the one that ran, where
-    the workload leaves it to a factory."""
+    """Return the settings of a workload as text, without its device and seed. `optimizer` is the one that ran, for
+    workloads whose factory brings it."""
     workload = case.workload
     settings = {"model": workload.model.name}
     for name, setting in RUN_SETTINGS.items():
