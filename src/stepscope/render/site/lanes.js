@@ -96,7 +96,7 @@ charts.lanes = (root, part, page) => {
     const length = Math.round(view.end - view.start);
     whole.style.visibility = model.isWhole() ? "hidden" : "visible";
     status.textContent = model.isWhole()
-      ? `the whole step, ${page.formatTime(spanNs)}`
+      ? `Whole step, ${page.formatTime(spanNs)}`
       : `${formatExactly(length)} of ${page.formatTime(spanNs)}, from ${formatExactly(Math.round(view.start))}`;
   }
 
@@ -124,7 +124,7 @@ charts.lanes = (root, part, page) => {
     if (group && group !== part.names[track.names[at]]) lines.push({ text: group, colour: page.colourOf(group) });
     lines.push(`${formatExactly(length)}, ${share} of the step`, `from ${formatExactly(start)}`);
     const count = page.formatNumber(track.counts[at], 0);
-    if (track.counts[at] > 1) lines.push(track.kind === "stream" ? `${count} drawn as one` : `${count} ${page.what}`);
+    if (track.counts[at] > 1) lines.push(track.kind === "stream" ? `${count} kernels, drawn as one` : `${count} ${page.what}`);
     for (const text of detail ? detail.split("\n") : []) lines.push({ text, className: "of" });
     return [...lines, { text: track.label, className: "of" }];
   }
@@ -194,7 +194,7 @@ charts.lanes = (root, part, page) => {
     const track = state.found && tracks[state.found.track];
     const group = track && model.told.includes(track) ? model.groups[track.groups[state.found.at]] : "";
     const isNarrowed = group !== "" && page.narrow("class", group);
-    linked.textContent = isNarrowed ? `The time below is narrowed to ${group}.` : "";
+    linked.textContent = isNarrowed ? `The breakdown is narrowed to ${group}.` : "";
   }
 
   // ---- around the canvas

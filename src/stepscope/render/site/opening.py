@@ -1,4 +1,4 @@
-"""The first screen: the step in one sentence, its figures, what would save most, and how far to trust it."""
+"""The first screen: the step in one sentence, the main figures, the measurement quality and the findings."""
 
 import re
 
@@ -7,15 +7,15 @@ from stepscope.render.formats import COPYABLE
 from stepscope.render.numbers import format_value
 from stepscope.render.site.html import markup, prose
 
-_CARDS, _MOST_WORDS = 3, 80  # advice that is open; characters around a figure
+_CARDS, _MOST_WORDS = 3, 80  # open cards; characters around a figure
 _MARKS = {"sound": "✓", "doubtful": "!", "unknown": "?"}
-_VERDICTS = {"sound": "Sound", "doubtful": "Doubtful", "unknown": "Soundness unknown"}
+_VERDICTS = {"sound": "Reliable", "doubtful": "Unreliable", "unknown": "Measurement quality unknown"}
 
 
 def write_opening(report: Report) -> str:
     strip = (
-        '<p class="strip" role="note"><strong>This report is not complete.</strong> It was interrupted or is still '
-        "being made; what is missing says so in its place.</p>"
+        '<p class="strip" role="note"><strong>This report is incomplete.</strong> It was interrupted or is still '
+        "being made. Each missing part says how to get it.</p>"
     )
     return f"""<header class="opening" id="top">
 {strip if report.is_partial else ""}
@@ -49,7 +49,7 @@ def _write_fact(fact: Fact) -> str:
 
 
 def _figure(fact: Fact, value: Cell) -> str:
-    """The number, and its unit smaller behind it."""
+    """Return the number with its unit in smaller type."""
     number, space, unit = format_value(fact.kind, value).partition(" ")
     if isinstance(value, str) or not unit:
         return markup(f"{number}{space}{unit}", _MOST_WORDS)
@@ -57,7 +57,7 @@ def _figure(fact: Fact, value: Cell) -> str:
 
 
 def _ratio(value: Cell, before: Cell) -> str:
-    """B's value as a multiple of A's, where both are numbers."""
+    """Return B's value as a multiple of A's, where both are numbers."""
     if isinstance(value, str) or isinstance(before, str) or value is None or not before:
         return ""
     return format_value("ratio", value / before)
@@ -70,22 +70,23 @@ def _write_soundness(soundness: Soundness) -> str:
         return f'<p class="soundness {soundness.verdict}">{line}</p>'
     details = "".join(f"<li>{prose(detail)}</li>" for detail in soundness.details)
     return (
-        f'<details class="soundness {soundness.verdict}"><summary>{line}<span class="more">what it rests on</span>'
+        f'<details class="soundness {soundness.verdict}"><summary>{line}<span class="more">Details</span>'
         f"</summary><ul>{details}</ul></details>"
     )
 
 
 def _write_advice(advice: tuple[Advice, ...] | None) -> str:
     if advice is None:
-        return '<p class="quiet">What could be faster was not looked for.</p>'
+        return '<p class="quiet">No findings: this run has no kernel trace.</p>'
     if not advice:
-        return '<p class="quiet">No rule found anything that would make the step faster; most of them look at GPUs.</p>'
+        return '<p class="quiet">No findings. Most rules need a GPU trace.</p>'
     first, rest = advice[:_CARDS], advice[_CARDS:]
     cards = "".join(map(_write_card, first))
     others = f'<div class="cards">{"".join(map(_write_card, rest))}</div>'
-    more = f'<details class="more-advice"><summary>{len(rest)} more</summary>{others}</details>' if rest else ""
+    more = f'<details class="more-advice"><summary>Show {len(rest)} more</summary>{others}</details>' if rest else ""
     return (
-        f'<section class="advice" aria-labelledby="advice-title"><h2 id="advice-title">What would save most</h2>'
+        '<section class="advice" aria-labelledby="advice-title">'
+        '<h2 id="advice-title">Findings, largest saving first</h2>'
         f'<div class="cards">{cards}</div>{more}</section>'
     )
 
@@ -93,9 +94,9 @@ def _write_advice(advice: tuple[Advice, ...] | None) -> str:
 def _write_card(advice: Advice) -> str:
     finding = advice.finding
     share = finding.share or 0.0
-    saving = '<p class="saving"><span class="unsure">saving not estimated</span></p>'
+    saving = '<p class="saving"><span class="unsure">Saving not estimated</span></p>'
     if finding.saving_ns == 0:
-        saving = '<p class="saving"><span class="unsure">no time gained by it alone</span></p>'
+        saving = '<p class="saving"><span class="unsure">No saving on its own</span></p>'
     elif finding.saving_ns is not None:
         per_cent = f" · {format_value('share', finding.share)} of the step" if finding.share is not None else ""
         saving = (
@@ -105,7 +106,7 @@ def _write_card(advice: Advice) -> str:
     fixes = "".join(map(write_copyable, advice.fixes[:1]))
     if advice.fixes[1:]:
         others = "".join(map(write_copyable, advice.fixes[1:]))
-        fixes += f'<details class="others"><summary>other ways</summary>{others}</details>'
+        fixes += f'<details class="others"><summary>Other fixes</summary>{others}</details>'
     return f"""<article class="card">
 <h3>{markup(finding.title)}</h3>
 {saving}
@@ -117,14 +118,14 @@ def _write_card(advice: Advice) -> str:
 
 
 def write_copyable(copyable: Copyable) -> str:
-    """Something to copy: the button is the script's, and without it the text can be marked by hand."""
+    """Return text with a copy button. The button needs the script; without it the text can be selected."""
     code = markup(copyable.text, COPYABLE, lines=True)
     is_code = "\n" in code
     if not is_code:
-        # A command is broken between its words; left alone, browsers break it after the hyphens of a flag.
+        # Break a command only between words: browsers would break it after the hyphens of a flag.
         code = re.sub(r"\S+", r"<span>\g<0></span>", code)
     label = f'<span class="label">{markup(copyable.label)}</span>' if copyable.label else ""
     return (
         f'<div class="copyable{" lines" if is_code else ""}">{label}<pre tabindex="0"><code>{code}</code></pre>'
-        '<button type="button" class="copy" hidden>copy</button></div>'
+        '<button type="button" class="copy" hidden>Copy</button></div>'
     )
