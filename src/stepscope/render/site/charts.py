@@ -71,7 +71,7 @@ def _write_nothing(text: str) -> str:
 
 
 def _describe_box(label: str) -> str:
-    """Return the attributes of an element that takes keys, which a screen reader would keep from an image."""
+    """Return the attributes of an element that takes keys. A screen reader would not pass keys to an image."""
     return f'tabindex="0" role="application" aria-label="{markup(label, 600)}"'
 
 
@@ -135,7 +135,7 @@ def _describe_lines(lines: LineChart) -> str:
 
 
 def _pack_lines(lines: LineChart) -> dict[str, Any]:
-    """A tooltip lists all points of a panel at the same x, so each point carries the number of that place."""
+    """A tooltip lists all points of a panel at the same x, so each point has the index of that place."""
     figure = lines.figure
     places: dict[str, int] = {}
     marks = []
@@ -170,7 +170,7 @@ def _write_roofline(roofline: Roofline, palette: Palette) -> str:
     legend = _write_legend(entries, "Classes")
     plot = _write_plot(svgs, _describe_roofline(roofline, points), "sized")
     hidden = len(roofline.points) - len(points)
-    said = f"{hidden} of {len(roofline.points)} points are not drawn: they have no place on these axes."
+    said = f"{hidden} of {len(roofline.points)} points not drawn: they do not fit on these axes."
     left_out = f'<p class="help">{said}</p>' if hidden else ""
     listed = "".join(_write_point(roofline, at, point) for at, point in enumerate(points[:_MOST_READ]))
     return f'{legend}{plot}{left_out}<ol class="points">{listed}</ol>'

@@ -7,7 +7,7 @@ from stepscope.render.formats import COPYABLE
 from stepscope.render.numbers import format_value
 from stepscope.render.site.html import markup, prose
 
-_CARDS, _MOST_WORDS = 3, 80  # open cards; characters around a figure
+_CARDS, _MOST_WORDS = 3, 80  # cards that are open; characters of a figure's label
 _MARKS = {"sound": "✓", "doubtful": "!", "unknown": "?"}
 _VERDICTS = {"sound": "Reliable", "doubtful": "Unreliable", "unknown": "Measurement quality unknown"}
 

@@ -56,7 +56,7 @@ def write_sections(report: Report, palette: Palette) -> str:
 
 
 def _write_section(section: Section, palette: Palette) -> str:
-    key = f"section-{escape(section.key)}"  # an exhibit may have the same key, and has it as its id
+    key = f"section-{escape(section.key)}"  # not the plain key, which may be the id of an exhibit
     lead = "".join(f'<p class="lead">{prose(line)}</p>' for line in section.lead.split("\n") if line)
     exhibits = "\n".join(_write_exhibits(section, palette))
     missing = "".join(map(_write_missing, section.missing))
