@@ -88,7 +88,7 @@ def test_speeds_of_bench_stand_beside_the_errors(tmp_path: Path) -> None:
         ([*TOY, "--compile"], ["`--compile` does nothing here", "hint: leave it out"]),
         ([*TOY, "--steps", "3"], ["`--steps` does nothing here"]),
         ([*TOY, "--format", "csv"], ["the page is text or json", "--table dtypes --format csv"]),
-        ([*TOY, "--table", "speed"], ["`--table speed` without `--bench`"]),
+        ([*TOY, "--table", "speed"], ["`--table speed` requires `--bench`"]),
         ([*TOY, "--bench", "missing.jsonl"], ["cannot read the results file"]),
         ([*TOY, "--out", "no/such/a.json"], ["there is no folder", "hint: mkdir -p"]),
         (["--from", "missing.json"], ["cannot read `missing.json`"]),
