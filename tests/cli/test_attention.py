@@ -52,7 +52,7 @@ def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path) -> None
     sweep = start(tmp_path, *TINY[:-1], "1000", "--seconds", "0.1", "--implementation", "naive", "--length", lengths)
     wait_until(lambda: len(rows(tmp_path, OUT)) >= 2)
     assert kill(sweep, signal.SIGINT) == 130
-    assert "interrupted: what is done is kept" in (tmp_path / "stderr.txt").read_text()
+    assert "interrupted: finished cases are saved" in (tmp_path / "stderr.txt").read_text()
     assert workers(tmp_path) == []
     assert 2 <= len(rows(tmp_path, OUT)) < 39
 
@@ -63,7 +63,7 @@ def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path) -> None
         (["--implementation", "trito"], ["unknown implementation: `trito`", "hint: --implementation triton"]),
         (["--peer", "sdp"], ["unknown peer: `sdp`", "hint: --peer sdpa"]),
         (["--from", "other.jsonl"], ["expected rows of schema `stepscope.attention/1`", "stepscope attention --out"]),
-        (["--from", "other.jsonl", "--no-causal"], ["`--causal` does nothing here"]),
+        (["--from", "other.jsonl", "--no-causal"], ["`--causal` has no effect"]),
         (["--device", "tpu"], ["unknown device: `tpu`"]),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_job_that_is_queued_again_goes_on_and_so_does_a_command_that_was_inter
     (tmp_path / "go").touch()
     _begin_again(number)
     assert waiting.wait(PATIENCE_S) == 0
-    assert f"submitted before and not collected yet: job {number}" in (tmp_path / "stderr.txt").read_text()
+    assert f"submitted earlier, not collected yet: job {number}" in (tmp_path / "stderr.txt").read_text()
     assert [row["status"] for row in rows(tmp_path)] == ["ok", "error", "ok"]
     assert "not at 32" in rows(tmp_path)[1]["reason"]
     assert (tmp_path / "runs/bench/results.jsonl").read_text().startswith(first), "nothing is measured twice"
@@ -149,7 +149,7 @@ def test_jobs_of_before_are_waited_for_and_a_cancelled_one_is_named_with_its_log
     assert waiting.wait(PATIENCE_S) == 2
     said = (tmp_path / "stderr.txt").read_text()
     assert f"job {number}_1 is no longer known to Slurm" in said
-    assert f"job {number}_0 ended as CANCELLED" in said
+    assert f"job {number}_0 ended with state CANCELLED" in said
     assert f"log: {tmp_path}/runs/bench/slurm/1/{number}_0_0_log.out (there is none" in said
     assert "the same command submits the rest" in said
     rest = stepscope(tmp_path, *command, *NEVER, "--no-wait")
@@ -159,7 +159,7 @@ def test_jobs_of_before_are_waited_for_and_a_cancelled_one_is_named_with_its_log
 def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
     refused = stepscope(tmp_path, "bench", *TINY, *JOB, "--partition", "gpus")
     assert refused.returncode == 2
-    assert "Slurm refused the job" in refused.stderr
+    assert "Slurm rejected the job" in refused.stderr
     assert "invalid partition" in refused.stderr
     assert "hint: sinfo" in refused.stderr
     assert not (tmp_path / "runs").exists()
@@ -168,7 +168,7 @@ def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
 def test_options_of_a_cluster_without_one_are_refused(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "bench", *TINY, "--partition", "debug")
     assert done.returncode == 2
-    assert "`--partition` does nothing without --slurm" in done.stderr
+    assert "`--partition` requires `--slurm`" in done.stderr
 
 
 class _Watcher:
@@ -204,7 +204,7 @@ def test_tasks_become_ranks(tmp_path: Path, ranks: Callable[[str], SlurmRanks]) 
 def test_a_rank_that_raises_is_named_and_ends_the_job(ranks: Callable[[str], SlurmRanks]) -> None:
     job = ranks("fail_at_1")
     assert not job.run(_Watcher(), wait=False)
-    with pytest.raises(StepscopeError, match="is at work in"):
+    with pytest.raises(StepscopeError, match="is already running in"):
         ranks("add_ranks").run(_Watcher())
     with pytest.raises(StepscopeError, match=r"rank 1 of job \d+: ValueError: no data on this node") as raised:
         job.run(_Watcher())
@@ -242,7 +242,7 @@ def test_a_fresh_training_that_is_typed_again_is_collected_and_not_deleted(tmp_p
     assert shown.returncode == 0, shown.stderr
     again = stepscope(tmp_path, *command)
     assert again.returncode == 0, again.stderr
-    assert "submitted before and not collected yet" in again.stderr
+    assert "submitted earlier, not collected yet" in again.stderr
     assert log.read_text() == written
     anew = stepscope(tmp_path, *command)
     assert anew.returncode == 0, anew.stderr
@@ -260,7 +260,7 @@ def test_a_job_that_is_cancelled_while_it_runs_is_named_with_its_log(
     (log,) = tmp_path.glob("run/slurm/1/*_0_log.out")
     number = log.name.partition("_")[0]
     _slurm("scancel", number)
-    with pytest.raises(StepscopeError, match=f"job {number} ended as CANCELLED") as raised:
+    with pytest.raises(StepscopeError, match=f"job {number} ended with state CANCELLED") as raised:
         job.run(_Watcher())
     assert raised.value.detail.startswith(f"log: {log}\n")
 

@@ -103,6 +103,6 @@ def memory(
         show_tables(results.compare_saved() if table == "saved" else results.tables, format_, detail=detail == "yes")
         if plot is not None:
             results.figure.save(plot, force=True)
-            say(f"plot: {plot}")
+            say(f"chart: {plot}")
         next_ = f"stepscope memory --from {shlex.quote(str(from_ or out / 'results.jsonl'))} --plot peaks.png"
     say(f"next: {next_}")

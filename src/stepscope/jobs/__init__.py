@@ -1,1 +1,1 @@
-"""Long jobs in the background of a verb: sweeps of many cases, each in its own process."""
+"""Long-running jobs behind the commands: sweeps over many cases, each case in its own process."""

@@ -1,7 +1,7 @@
-"""`stepscope precision`: one workload in several precisions and in float64, in a process of its own.
+"""`stepscope precision`: one workload in several precisions and in float64, in its own process.
 
-All precisions run in one worker, unlike the cases of a sweep: they are compared element by element, and gradients of a
-whole model are not for a pipe. What comes back is small.
+All precisions run in one worker, unlike the cases of a sweep: they are compared element by element, and the gradients
+of a whole model are too large for a pipe. The result is small.
 """
 
 from collections.abc import Collection
@@ -21,14 +21,14 @@ from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.precision_report import PrecisionReport, write_report
 from stepscope.spec import SETTINGS, Case, Grid, Precision, Scalar, flag_of
 
-# In the order of the tables.
+# In table order.
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 # fp16 has no fast kernels on most CPUs: the usual 128 tokens take a minute there.
 CONTEXT_ON_CPU = 32
 
 
 class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run. Nothing is kept unless `out` names a file; `bench_rows` are timings to put beside the errors."""
+    """How to run. Nothing is saved unless `out` names a file; `bench_rows` are timings to show next to the errors."""
 
     command: str
     out: Path | None = None
@@ -49,7 +49,7 @@ class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
     def run_planned(
         self, planned: Planned, precisions: tuple[Precision, ...], workers: Workers, on_stage: OnStage
     ) -> PrecisionReport:
-        """The same for a case that was planned before, by whoever has other things for these workers to do."""
+        """The same for a case that is already planned, by a caller that shares its workers."""
         started = datetime.now(UTC).isoformat(timespec="seconds")
         speeds = find_speeds(self.bench_rows, planned.case) if self.bench_rows else ()
         request = ComparePrecisions(case=planned.case, precisions=precisions)
@@ -70,25 +70,27 @@ class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_settings(grid: Grid) -> None:
-    """A setting that would be ignored is an error: its user would read another figure than they asked for."""
+    """Reject a setting that would be ignored: the user would read a different number than they asked for."""
     for name, _ in grid.axes:
         if not SETTINGS[name].in_precision:
             raise StepscopeError(
-                f"`{flag_of(name)}` does nothing here",
-                detail="one step is run forward and backward, uncompiled, in each precision",
-                hint="leave it out",
+                f"`{flag_of(name)}` has no effect here",
+                detail="every precision runs one uncompiled step, forward and backward",
+                hint=f"remove {flag_of(name)}",
             )
 
 
 def _take_precisions(grid: Grid) -> tuple[set[Scalar | None], Grid]:
-    """The precisions that were asked for, and the grid without them: the one setting that may have several values."""
+    """Split off the requested precisions, the one setting that may have several values, and return the rest of the
+    grid.
+    """
     asked = {value for name, values in grid.axes if name == "precision" for value in values}
     axes = tuple(axis for axis in grid.axes if axis[0] != "precision")
     return asked, msgspec.structs.replace(grid, axes=axes)
 
 
 def _plan(grid: Grid, workers: Workers) -> Planned:
-    """A CPU gets a short context unless one was set, or the model is a factory's or has no tokens."""
+    """Use a short context on a CPU, unless one was set or the model comes from a factory or has no tokens."""
     names = [name for name, _ in grid.axes]
     if "context" not in names and "model" not in names and not grid.listed:
         found = look_at(grid.cases()[:1], workers, None)
@@ -98,8 +100,9 @@ def _plan(grid: Grid, workers: Workers) -> Planned:
 
 
 def choose_precisions(asked: Collection[Scalar | Precision | None], case: Case) -> tuple[Precision, ...]:
-    """Every one that the device has, unless some were asked for. Asking a CPU for tf32 is refused where workloads are
-    checked, as everywhere."""
+    """Return every precision the device supports, unless some were requested. Requesting tf32 on a CPU is rejected
+    where workloads are checked, as everywhere.
+    """
     on_cpu = case.workload.device == "cpu"
     chosen = tuple(one for one in PRECISIONS if (one in asked if asked else not (on_cpu and one == "tf32")))
     for precision in chosen:

@@ -1,4 +1,4 @@
-"""`stepscope train`: ranks started here, or this process as one of them."""
+"""`stepscope train`: starts ranks, or runs this process as one of them."""
 
 import os
 from collections.abc import Callable
@@ -39,8 +39,9 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run. `backend` is gloo, nccl, or auto: NCCL on GPUs and gloo on CPUs. `stop_on_nan` ends the run at the
-    first loss that is not finite."""
+    """How to run. `backend` is gloo, nccl or auto: NCCL on GPUs and gloo on CPUs. `stop_on_nan` ends the run at the
+    first loss that is not finite.
+    """
 
     training: Training
     folder: Path
@@ -51,11 +52,11 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def claim_folder(self) -> None:
-        """Before anything is written or deleted there: the folder is one of a training run, or new, or empty."""
+        """Check before anything is written or deleted that the directory is new, empty, or holds a training run."""
         claim(self.folder, SCHEMA, knows=lambda folder: is_of_kind(folder / RUN_NAME, SCHEMA))
 
     def run(self, on_message: Callable[[RankMessage], None]) -> TrainResult:
-        """With ranks of our own, all on this machine."""
+        """Train with ranks that this process starts, all on this machine."""
         self.claim_folder()
         with _only_one(self.folder):
             self._prepare()
@@ -63,12 +64,13 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
         return read_result(self.folder)
 
     def run_here(self, on_message: Callable[[RankMessage], None]) -> TrainResult | None:
-        """This process is a rank that somebody started. Rank 0 alone has the result."""
+        """Train as a rank that an external launcher started. Only rank 0 returns the result."""
         from stepscope.jobs.workers.rank import serve_here
 
         limit_instructions()
         self.claim_folder()
-        with writing(self.folder):  # of a run before; whoever joins first must not delete what others write by then
+        # left over from an earlier run; a rank that joins first must not delete what others have written by then
+        with writing(self.folder):
             (self.folder / JOURNAL_NAME / f"{os.environ['RANK']}.journal").unlink(missing_ok=True)
         if os.environ["RANK"] == "0":
             with _only_one(self.folder):
@@ -80,7 +82,7 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_done(self) -> bool:
-        """All steps are in a checkpoint of this very run."""
+        """Whether a checkpoint of this run contains all steps."""
         found = None if self.fresh else newest(self.folder / FOLDER_NAME)
         if found is None or found.manifest.step != self.training.steps:
             return False
@@ -88,14 +90,15 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
         return was.training == self.training.identity and was.data_digest == self._data_digest()
 
     def prepare(self) -> None:
-        """What a fresh start deletes, for ranks that somebody else starts and that know of no fresh start."""
+        """Delete what `fresh` deletes, for ranks under an external launcher, which do not know about it."""
         self.claim_folder()
         with _only_one(self.folder):
             self._prepare()
 
     def as_request(self) -> str:
-        """This job as a text, for `ENTRY`. A job that is queued again goes on, so a fresh start is no part of it: that
-        is made once, by `prepare`."""
+        """Return this job as a text, for `ENTRY`. A requeued job resumes, so `fresh` is not part of it: `prepare`
+        applies it once.
+        """
         there = msgspec.structs.replace(self, fresh=False, folder=self.folder.absolute())
         return msgspec.json.encode(there, enc_hook=str).decode()
 
@@ -123,7 +126,8 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def _prepare(self) -> None:
         with writing(self.folder):
-            # Of ranks that this run does not have, and that it would take for its own. Its own ranks may be at work.
+            # Journals of ranks that this run does not have would be read as its own. Its own ranks may be running
+            # already.
             for old in (self.folder / JOURNAL_NAME).glob("*.journal"):
                 if old.stem.isdigit() and int(old.stem) >= self.training.ranks:
                     old.unlink()
@@ -134,17 +138,17 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def serve_request(request: str) -> None:
-    """On a cluster: this process is one rank of the job that `request` describes."""
+    """The entry point on a cluster: this process is one rank of the job that `request` describes."""
     job = msgspec.json.decode(request, type=TrainJob, dec_hook=lambda kind, value: kind(value))
     job.run_here(lambda _: None)
 
 
 def is_rank() -> bool:
-    """Whether somebody started this process as one of several, as `torchrun` and `srun` do."""
+    """Whether an external launcher such as `torchrun` or `srun` started this process as a rank."""
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise StepscopeError(
-            f"RANK is `{os.environ['RANK']}` and WORLD_SIZE is not set",
-            detail="whoever starts a process as a rank sets both; without RANK, it starts ranks of its own",
+            f"RANK is `{os.environ['RANK']}` but WORLD_SIZE is not set",
+            detail="a launcher sets both; without RANK, stepscope starts the ranks itself",
             hint="unset RANK, or torchrun --nproc-per-node 2 -m stepscope train",
         )
     return "RANK" in os.environ
@@ -153,11 +157,15 @@ def is_rank() -> bool:
 def build_training(
     grid: Grid, *, ranks: int | None, strategy: Strategy | None, data: str, **settings: float | bool
 ) -> Training:
-    """From the flags of a verb. A rank that somebody started knows how many there are."""
+    """Build from command-line settings. Under an external launcher, WORLD_SIZE gives the number of ranks."""
     cases = grid.cases()
     if len(cases) != 1:
         name = next(name for name, values in grid.axes if len(values) > 1)
-        raise StepscopeError(f"several values of `{name}`", detail="one model is trained at a time", hint="one value")
+        raise StepscopeError(
+            f"expected one value for `{name}`, got several",
+            detail="a run trains one model",
+            hint=f"give `{name}` one value",
+        )
     if data and "vocab" not in dict(grid.axes):
         (case,) = grid.override(grid_from_flags({"vocab": "256"})).cases()
     else:
@@ -173,27 +181,28 @@ def _count_ranks(asked: int | None) -> int:
     there = os.environ["WORLD_SIZE"]
     if asked is not None and str(asked) != there:
         raise StepscopeError(
-            f"`--ranks {asked}` and WORLD_SIZE `{there}`",
-            detail="whoever started this process as a rank says how many there are",
-            hint="leave --ranks out",
+            f"`--ranks {asked}` does not match WORLD_SIZE `{there}`",
+            detail="under torchrun and srun, the launcher sets the number of ranks",
+            hint="remove --ranks",
         )
     return int(there) if there.isdigit() else 1
 
 
 def read_result(folder: Path) -> TrainResult:
-    """What a run left in its folder, whole or not."""
+    """Read the results in a run directory, complete or not."""
     run = read_run(folder)
     if run is None:
         raise StepscopeError(
-            f"no training run in `{folder}`", detail=f"there is no {RUN_NAME}", hint=f"stepscope train --out {folder}"
+            f"no training run in `{folder}`", detail=f"{RUN_NAME} not found", hint=f"stepscope train --out {folder}"
         )
     rows, _ = read_log(folder / LOG_NAME)
     return TrainResult(run=run, rows=tuple(rows), memory=read_memory(folder))
 
 
 def _only_one(folder: Path) -> AbstractContextManager[None]:
-    """Two runs in one folder would write over each other's checkpoints."""
+    """Two runs in one directory would overwrite each other's checkpoints."""
     refusal = StepscopeError(
-        f"another training run is writing to `{folder}`", hint="wait for it, or stepscope train --out FOLDER"
+        f"another training run is writing to `{folder}`",
+        hint="wait for it, or use another directory: stepscope train --out DIR",
     )
     return locked(folder, refusal, name="lock")

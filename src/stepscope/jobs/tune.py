@@ -1,6 +1,6 @@
-"""Measure the tiles of the Triton attention kernels on this machine's GPU, and keep the fastest.
+"""Measure the tiles of the Triton attention kernels on this machine's GPU, and save the fastest.
 
-Unlike a sweep it runs in this process: there is one GPU, no model of a user's, and nothing to resume.
+Unlike a sweep, this runs in the current process: there is one GPU, no custom model, and nothing to resume.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 def tune_tiles(
     *, head_dim: int, precision: Precision, causal: bool, length: int, on_trial: Callable[[str], None]
 ) -> tuple[Table, Path]:
-    """Every candidate of every pass with its time, and the file that holds the choice."""
+    """Return every candidate of every pass with its time, and the file that holds the choice."""
     require_torch()
     limit_instructions()
     import torch
 
     if not torch.cuda.is_available():
         raise StepscopeError(
-            "torch finds no CUDA GPU here",
-            detail="tiles are measured on the GPU that they are for",
+            "no CUDA GPU found",
+            detail="tiles are measured on the GPU that will use them",
             hint="stepscope doctor",
         )
     from stepscope.kernels.attention.backends import has_kernel
@@ -39,7 +39,7 @@ def tune_tiles(
     if not has_kernel(torch.device("cuda"), dtype):
         raise StepscopeError(
             f"the Triton kernels do not run on this GPU: `{torch.cuda.get_device_name()}`",
-            detail="they need triton and a compute capability of 8.0",
+            detail="they require triton and compute capability 8.0 or later",
             hint="stepscope doctor",
         )
     problem = TuneProblem(head_dim=head_dim, dtype=dtype, causal=causal, length=length, tf32=precision == "tf32")
@@ -58,7 +58,7 @@ def _name(trial: "Trial") -> str:
 
 
 def make_table(trials: Iterable["Trial"], title: str) -> Table:
-    """A row for each trial, those of a pass together and the fastest first; the first that was tried is the default."""
+    """One row per trial, grouped by pass, fastest first; the first one tried is the default."""
     rows: list[tuple[Cell, ...]] = []
     by_pass: dict[str, list[Trial]] = {}
     for trial in trials:
@@ -84,7 +84,7 @@ def make_table(trials: Iterable["Trial"], title: str) -> Table:
         ),
         rows=tuple(rows),
         notes=(
-            "The fastest of each pass is kept, and used from now on for this precision and mask, and for all head dims "
-            "that round up to the same power of two.",
+            "The fastest tile of each pass is saved, and used from now on for this precision and mask, and "
+            "for all head dims that round up to the same power of two.",
         ),
     )

@@ -431,7 +431,7 @@ def test_steps_are_chosen_by_number_from_one(tmp_path: Path, ours: MemoryProfile
     assert draw_step(ours, "1") == memory_timeline(ours, step=0)
     assert draw_step(ours, "all") == memory_timeline(ours)
     for step in ("0", "5", "99", "first", "-1"):
-        with pytest.raises(StepscopeError, match=f"there is no step `{step}`"):
+        with pytest.raises(StepscopeError, match=f"step `{step}` not found"):
             draw_step(ours, step)
     foreign = Training().run(2).profile(tmp_path)
     assert draw_step(foreign, "last") == memory_timeline(foreign)

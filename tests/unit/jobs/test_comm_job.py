@@ -85,7 +85,7 @@ def test_a_cache_that_cannot_be_written_is_remarked_on_and_costs_nothing_that_wa
     rows, _, _ = run(tmp_path, monkeypatch, remark=remarks.append)
     assert [row.status for row in rows] == ["ok"] * 8
     (remark,) = remarks
-    assert "links not cached" in remark
+    assert "could not cache the links" in remark
     assert str(tmp_path / "file" / "cache") in remark
     assert read_links(tmp_path / "out" / "links.json")
 
@@ -210,7 +210,7 @@ def test_under_torchrun_other_numbers_of_ranks_are_refused_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in (0, 1):
-        with pytest.raises(StepscopeError, match="`--ranks 2` among 3 ranks"):
+        with pytest.raises(StepscopeError, match="`--ranks 2` does not match the 3 ranks"):
             run_started(tmp_path, monkeypatch, rank, CommGrid(ranks=(2,)))
     assert not (tmp_path / "out").exists()
 
@@ -229,7 +229,7 @@ def test_what_is_not_asked_for_is_the_machines_own() -> None:
 
 
 def test_nccl_has_no_more_ranks_than_gpus() -> None:
-    with pytest.raises(StepscopeError, match="`4` ranks over nccl on 1 GPU") as raised:
+    with pytest.raises(StepscopeError, match="`4` ranks with NCCL on 1 GPU") as raised:
         CommGrid(ranks=(4,)).cases(RankHost(device="cuda", gpus=1))
     assert raised.value.hint == "stepscope comm --ranks 1, or --backend gloo"
     assert CommGrid(ranks=(4,), backend="gloo").cases(RankHost(device="cuda", gpus=1))
@@ -257,11 +257,11 @@ def test_a_message_is_cut_to_what_every_rank_has_an_equal_part_of() -> None:
     ("texts", "said"),
     [
         ({"collective": "all-redcue"}, "unknown collective: `all-redcue`"),
-        ({"sizes": "many"}, "not an amount of memory: `many`"),
+        ({"sizes": "many"}, "not a memory size: `many`"),
         ({"sizes": "1MB,,2MB"}, "empty value"),
         ({"sizes": "0"}, "no element for each of"),
         ({"ranks": "0"}, "ranks `0` is not positive"),
-        ({"ranks": "two"}, "`--ranks`: not a whole number: `two`"),
+        ({"ranks": "two"}, "`--ranks`: not an integer: `two`"),
         ({"backend": "mpi"}, "unknown backend: `mpi`"),
         ({"backend": "nccl", "device": "cpu"}, "backend `nccl` on device `cpu`"),
         ({"device": "cuda:1"}, "unknown device: `cuda:1`"),

@@ -31,7 +31,7 @@ ANSWER = NcuCounted(
     environment=ENVIRONMENT,
     parameters=1000,
     optimizer="adamw",
-    forward_flops={"gemm": 10**9, "attention": 10**6},
+    forward_flops={"GEMM": 10**9, "attention": 10**6},
 )
 REFUSED = TargetFailed(message="out of memory", detail="tried to allocate 1 TiB")
 
@@ -119,7 +119,7 @@ def test_metrics_are_lists_of_ours_or_names_of_ncu() -> None:
     assert choose_metrics("few") == FEW
     assert choose_metrics("full") == FULL
     assert choose_metrics("few,sm__cycles_elapsed.max,few") == (*FEW, "sm__cycles_elapsed.max")
-    with pytest.raises(StepscopeError, match="not a metric of Nsight Compute: `everything`"):
+    with pytest.raises(StepscopeError, match="unknown Nsight Compute metric: `everything`"):
         choose_metrics("everything")
 
 
@@ -143,7 +143,7 @@ def test_a_grid_goes_on_where_it_stopped(bench: Bench) -> None:
     assert len(bench.ncu.calls()) == 3
     assert all(case.recording is not None for case in again)
     assert bench.done[2:4] == [
-        f"[{n}/3] context-{L}: there already; --force counts it again" for n, L in ((1, 64), (2, 128))
+        f"[{n}/3] context-{L}: already counted; use --force to count it again" for n, L in ((1, 64), (2, 128))
     ]
     bench.count(GRID, force=True)
     assert len(bench.ncu.calls()) == 5
@@ -165,7 +165,7 @@ def test_a_recording_of_something_else_is_neither_taken_nor_replaced(bench: Benc
             more = {"metrics": "full"}
         case "passes":
             more = {"passes": 2}
-    with pytest.raises(StepscopeError, match="context-64` is a recording of something else") as raised:
+    with pytest.raises(StepscopeError, match="context-64` already holds a different recording") as raised:
         bench.count(flags, **more)
     assert raised.value.hint.startswith("--force")
     assert len(bench.ncu.calls()) == 2
@@ -178,7 +178,7 @@ def test_one_case_replaces_only_what_the_same_command_counted(bench: Bench) -> N
     with pytest.raises(StepscopeError, match="out` exists"):
         bench.count(ONE, command="stepscope profile --stacks")
     assert len(bench.ncu.calls()) == 1
-    with pytest.raises(StepscopeError, match="is no folder for the 2 recordings of a grid"):
+    with pytest.raises(StepscopeError, match="cannot hold the 2 recordings"):
         bench.count(GRID)
     bench.count(ONE, command="stepscope profile --stacks", force=True)
     assert len(bench.ncu.calls()) == 2
@@ -232,7 +232,7 @@ PERMISSION = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to 
 @pytest.mark.parametrize("where", ["logs", "says"])
 def test_a_machine_that_permits_no_counters_is_told_at_the_first_case(bench: Bench, where: str) -> None:
     bench.ncu.set(**{where: PERMISSION + " on the target device 0.\n"}, no_kernels=True, code=1)
-    with pytest.raises(StepscopeError, match="does not permit hardware counters: `ERR_NVGPUCTRPERM`") as raised:
+    with pytest.raises(StepscopeError, match="not permitted on this machine: `ERR_NVGPUCTRPERM`") as raised:
         bench.count(GRID)
     assert "NVreg_RestrictProfilingToAdminUsers=0" in raised.value.detail
     assert raised.value.hint == "stepscope doctor"
@@ -243,12 +243,16 @@ def test_a_machine_that_permits_no_counters_is_told_at_the_first_case(bench: Ben
 @pytest.mark.parametrize(
     ("settings", "message", "detail"),
     [
-        ({"answer": None, "code": 3, "writes_nothing": True}, "ncu exited with 3, before the case had run", "nothing"),
-        ({"answer": None, "says": "oh"}, "ncu exited with 0, before the case had run", "oh"),
-        ({"writes_nothing": True}, "ncu wrote nothing", "it said nothing"),
+        (
+            {"answer": None, "code": 3, "writes_nothing": True},
+            "ncu exited with status 3, before the case ran",
+            "nothing",
+        ),
+        ({"answer": None, "says": "oh"}, "ncu exited with status 0, before the case ran", "oh"),
+        ({"writes_nothing": True}, "ncu wrote no output", "printed nothing"),
         (
             {"code": 9, "no_kernels": True, "logs": "==ERROR== Failed to find metric x__y.sum\n"},
-            "ncu exited with 9",
+            "ncu exited with status 9",
             "==ERROR== Failed to find metric x__y.sum",
         ),
         ({"no_kernels": True}, "not the CSV of Nsight Compute", "expected a header"),
@@ -274,7 +278,7 @@ def test_without_ncu_it_says_so_before_anything_runs(bench: Bench, monkeypatch: 
 
 def test_without_a_gpu_ncu_is_not_started(bench: Bench) -> None:
     bench.environment = msgspec.structs.replace(ENVIRONMENT, device="cpu")
-    with pytest.raises(StepscopeError, match="hardware counters are a GPU's, and device `cuda` here is the CPU"):
+    with pytest.raises(StepscopeError, match="hardware counters require a GPU; device `cuda` is the CPU"):
         bench.count(ONE)
     assert bench.ncu.calls() == []
 
@@ -282,12 +286,12 @@ def test_without_a_gpu_ncu_is_not_started(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("flags", "message", "hint"),
     [
-        ({"size": "medium"}, "`24` layers are too many to count", "--num-layers 2"),
-        ({"num_layers": "2,13"}, "`13` layers are too many to count", "--num-layers 2"),
-        ({"mode": "train"}, "mode `train` is too long to count", "stepscope profile --mode train"),
-        ({"mode": "forward-backward"}, "mode `forward-backward` is too long", "stepscope profile --mode"),
-        ({"steps": "4"}, "`--steps` does nothing with `--counters`", "--record-steps 1"),
-        ({"device": "cpu"}, "device `cpu` here is the CPU", "without --counters"),
+        ({"size": "medium"}, "too many layers to count: `24`", "--num-layers 2"),
+        ({"num_layers": "2,13"}, "too many layers to count: `13`", "--num-layers 2"),
+        ({"mode": "train"}, "`--mode train` is not supported with `--counters`", "stepscope profile --mode train"),
+        ({"mode": "forward-backward"}, "`--mode forward-backward` is not supported", "stepscope profile --mode"),
+        ({"steps": "4"}, "`--steps` cannot be used with `--counters`", "--record-steps 1"),
+        ({"device": "cpu"}, "device `cpu` is the CPU", "remove --counters"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_with_the_reason(flags: dict[str, str], message: str, hint: str) -> None:

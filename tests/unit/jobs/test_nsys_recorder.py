@@ -127,7 +127,7 @@ def test_an_older_report_is_not_taken_for_the_new_one(stand_in: StandIn, tmp_pat
 
 def test_an_nsys_without_its_importer_is_told_from_one_that_saw_nothing(stand_in: StandIn, tmp_path: Path) -> None:
     stand_in.set(ending=".qdstrm")
-    with pytest.raises(StepscopeError, match="without making a report") as raised:
+    with pytest.raises(StepscopeError, match="did not convert it") as raised:
         record(tmp_path / "out")
     assert raised.value.hint.endswith("QdstrmImporter --input-file report.qdstrm")
 
@@ -151,10 +151,10 @@ def test_what_the_program_refused_is_the_error(stand_in: StandIn, tmp_path: Path
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"answer": None, "code": 3}, "nsys exited with 3, before the case had run"),
-        ({"answer": None}, "nsys exited with 0, before the case had run"),
-        ({"answer": "{"}, "nsys exited with 0, before the case had run"),
-        ({"code": 4}, "nsys exited with 4"),
+        ({"answer": None, "code": 3}, "nsys exited with status 3, before the case ran"),
+        ({"answer": None}, "nsys exited with status 0, before the case ran"),
+        ({"answer": "{"}, "nsys exited with status 0, before the case ran"),
+        ({"code": 4}, "nsys exited with status 4"),
         ({"export_fails": True}, "nsys could not export"),
     ],
 )

@@ -68,7 +68,7 @@ def test_other_options_of_sbatch_pass_and_ours_do_not() -> None:
 def test_without_slurm_or_submitit_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(StepscopeError, match="there is no Slurm on this machine"):
+    with pytest.raises(StepscopeError, match="Slurm not found on this machine"):
         require_slurm()
     for name in ("sbatch", "scontrol"):
         (tmp_path / name).touch(mode=0o755)
@@ -283,7 +283,7 @@ def test_a_job_that_slurm_forgot_has_ended_and_silence_says_nothing(tmp_path: Pa
     watch = JobWatch([job])
     slurm.states = None
     watch.look()
-    assert watch.counts().reason == "Slurm does not answer"
+    assert watch.counts().reason == "Slurm is not responding"
     assert watch.waiting
     slurm.states = {"7_0": JobState(state="RUNNING")}
     watch.look()
@@ -296,13 +296,13 @@ def test_all_failures_are_in_one_error(tmp_path: Path, slurm: _Slurm) -> None:
     (tmp_path / "7_0_0_log.out").touch()
     watch = JobWatch(jobs)
     watch.look()
-    with pytest.raises(StepscopeError, match="job 7_0 ended as TIMEOUT") as raised:
+    with pytest.raises(StepscopeError, match="job 7_0 ended with state TIMEOUT") as raised:
         raise_failures(list(watch.failures.values()), kept="what was measured is kept")
     log = tmp_path / "7_0_0_log.out"
     assert raised.value.detail.splitlines() == [
         f"log: {log}",
-        "job 7_1 ended as OUT_OF_MEMORY",
-        f"log: {tmp_path}/7_1_0_log.out (there is none: the job never started)",
+        "job 7_1 ended with state OUT_OF_MEMORY",
+        f"log: {tmp_path}/7_1_0_log.out (not found: the job never started)",
         "what was measured is kept",
     ]
     assert raised.value.hint == f"less {log}"

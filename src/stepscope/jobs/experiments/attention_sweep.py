@@ -1,7 +1,7 @@
-"""`stepscope attention`: one process an implementation, a row a case, resumable like any sweep.
+"""`stepscope attention`: one process per implementation, one row per case, resumable like any sweep.
 
-A worker has a word for each case as it is done. When one ends before its last case, the case it was at has a row that
-says how, and another worker goes on behind it.
+A worker reports each case as it finishes. If it dies before its last case, the running case gets a row that says why,
+and a new worker continues with the next one.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from stepscope.recording.rows.attention_case import AttentionCase, AttentionRow
 from stepscope.recording.rows.bench import Environment
 from stepscope.spec import build_case
 
-# For the time left: what a case takes besides its repetitions, and the share of the peak that they run at.
+# For the time estimate: fixed cost of a case, and the share of peak that its repetitions reach.
 EXPECTED_EXTRA_S = 0.3
 EXPECTED_SHARE = 0.1
 _PROCESS_ENDED = ("crash", "killed", "timeout", "error")
 
 
 class PlannedAttention(PlannedCase[AttentionCase], frozen=True, kw_only=True):
-    """A case with the environment it will run in."""
+    """A case and the environment it will run in."""
 
     @property
     def expected_s(self) -> float:
-        """A guess: three timings, each of forward or backward or both."""
+        """A rough estimate: three timings, each of forward, backward or both."""
         peak = self.environment.hardware.peak_flops.get(self.case.precision, 1e11)
         each_s = flops_of_attention(self.case).both / (EXPECTED_SHARE * peak)
         return EXPECTED_EXTRA_S + 3 * min(self.case.seconds, self.case.repetitions * each_s)
@@ -40,7 +40,7 @@ class AttentionExperiment(Experiment[AttentionCase, AttentionRow]):
     row_type = AttentionRow
 
     def plan(self, workers: Workers, timeout_s: float | None) -> list[PlannedAttention]:
-        """Which precisions there are without a word depends on the device."""
+        """The default precisions depend on the device."""
         environment = self._look(self.grid.precision or ("fp32",), workers, timeout_s)
         cases = self.grid.cases(environment.device)
         needed = tuple(dict.fromkeys(case.precision for case in cases))
@@ -52,8 +52,9 @@ class AttentionExperiment(Experiment[AttentionCase, AttentionRow]):
         return planned.case.implementation
 
     def run_group(self, turn: Turn[AttentionCase, AttentionRow], workers: Workers) -> None:
-        """The case that ran when a worker ended is the one that failed. After the last there is none: all rows are
-        there, and stand."""
+        """The case that was running when the worker ended is the one that failed. After the last case there is none:
+        every row is written and stays.
+        """
         while turn.waiting:
             turn.start()
             ended = workers.run(
@@ -65,12 +66,12 @@ class AttentionExperiment(Experiment[AttentionCase, AttentionRow]):
             if isinstance(ended.answer, Failed) and ended.answer.bad_input:
                 raise InputRefusedError(ended.answer)
             if isinstance(ended.answer, AttentionDone):
-                assert not turn.waiting, "a worker was done before its cases were"
+                assert not turn.waiting, "the worker finished with cases left to run"
             elif turn.waiting:
                 status, reason = judge(ended.answer)
                 turn.finish(status, reason, log=ended.log if status in _PROCESS_ENDED else None)
 
     def _look(self, precisions: Sequence[str], workers: Workers, timeout_s: float | None) -> Environment:
-        """By way of a workload, which names a device and a precision; its model is not run."""
+        """Probe through a workload, which names a device and a precision; its model does not run."""
         stands_in = [build_case({"device": self.grid.device, "precision": precision}) for precision in precisions]
         return look_at(stands_in, workers, timeout_s).environment

@@ -1,8 +1,9 @@
-"""`stepscope comm`: the cases of one number of ranks by the same processes, a row a case, resumable like any sweep.
+"""`stepscope comm`: all cases with the same number of ranks share processes; one row per case, resumable like any
+sweep.
 
-Rank 0 has a word for each case as it is done. When ranks end before their last case, the case they were at has a row
-that says how, and others go on behind it. Where somebody else started the ranks (`torchrun`, `srun`), this process is
-one of them: rank 0 plans, shows and writes, and the others serve.
+Rank 0 reports each case as it finishes. If ranks fail before their last case, the running case gets a row that says
+why, and new ranks continue with the next one. Under an external launcher (`torchrun`, `srun`) this process is itself a
+rank: rank 0 plans, displays and writes, and the others serve.
 """
 
 import os
@@ -39,17 +40,17 @@ from stepscope.recording.rows.links import LINKS_NAME, keep_links, links_path, r
 from stepscope.spec import build_case
 
 DEFAULT_TIMEOUT_S = 300.0
-RANKS_NAME = "ranks"  # the folder in which ranks keep what they are doing, while they do it
+RANKS_NAME = "ranks"  # the directory where ranks keep their journals while they run
 _RANKS_SCHEMA = "stepscope.ranks/1"
 _RANK_FILES = re.compile(
     rf"{re.escape(MARKER_NAME)}|{JOURNAL_NAME}/(\d+\.journal)?|{LOGS_NAME}/((rank-\d+|start)\.log)?"
 )
-# For the time left: what a case takes besides its repetitions.
+# For the time estimate: fixed cost of a case, without its repetitions.
 EXPECTED_EXTRA_S = 0.2
 
 
 class PlannedComm(PlannedCase[CommCase], frozen=True, kw_only=True):
-    """A case with the environment it will run in."""
+    """A case and the environment it will run in."""
 
     @property
     def expected_s(self) -> float:
@@ -58,7 +59,7 @@ class PlannedComm(PlannedCase[CommCase], frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class CommExperiment(Experiment[CommCase, CommRow]):
-    """`world` is how many ranks there are where somebody else started them, this process being one."""
+    """`world` is the number of ranks under an external launcher, where this process is one of them."""
 
     grid: CommGrid = field(default_factory=CommGrid)
     world: int | None = None
@@ -68,7 +69,7 @@ class CommExperiment(Experiment[CommCase, CommRow]):
     @contextmanager
     def open(self, folder: Path) -> Iterator[Results[CommRow]]:
         with super().open(folder) as results:
-            if self.world is None:  # of a run that was killed: nobody else's, as the results file is locked
+            if self.world is None:  # left over from a killed run; safe to delete, because the results file is locked
                 _forget_ranks(folder)
             yield results
 
@@ -81,19 +82,21 @@ class CommExperiment(Experiment[CommCase, CommRow]):
         return planned.case.ranks
 
     def groups(self, waiting: Sequence[PlannedCase[CommCase]]) -> list[list[PlannedCase[CommCase]]]:
-        """Where nothing is left to do, ranks that somebody else started want to hear that."""
+        """With nothing left to run, ranks under an external launcher still need to be told."""
         return super().groups(waiting) or ([] if self.world is None else [[]])
 
     def run_group(self, turn: Turn[CommCase, CommRow], workers: Workers) -> None:  # noqa: ARG002
-        """Ranks that somebody else started are not ours to start again after a failure."""
+        """Ranks under an external launcher cannot be restarted by us after a failure."""
         if self.world is not None:
             self._run_ranks(turn)
         while turn.waiting:
             self._run_ranks(turn)
 
     def _run_ranks(self, turn: Turn[CommCase, CommRow]) -> None:
-        """The case that ran when the ranks failed is the one that failed. After the last there is none: all rows are
-        there, and stand. A failure before the first word has nothing to do with a case: no other would do better."""
+        """The case that was running when the ranks failed is the one that failed. After the last case there is none:
+        every row is written and stays. A failure before the first message is not specific to a case, so the other cases
+        are not tried.
+        """
         begun = False
 
         def hear(rank: int, message: RankMessage) -> None:
@@ -110,7 +113,7 @@ class CommExperiment(Experiment[CommCase, CommRow]):
             turn.start()
         try:
             self._ask_ranks(turn, hear)
-            assert not turn.waiting, "the ranks were done before their cases were"
+            assert not turn.waiting, "the ranks finished with cases left to run"
         except StepscopeError as error:
             if begun and turn.waiting:
                 turn.finish(*_judge(error), log=_gather_logs(turn.sweep.folder, error))
@@ -133,14 +136,15 @@ class CommExperiment(Experiment[CommCase, CommRow]):
 def run_comm(
     sweep: Sweep[CommCase, CommRow], listener: SweepListener, *, remark: Callable[[str], None]
 ) -> tuple[CommRow, ...] | None:
-    """The rows of all cases in the grid's order, and what is fitted to them kept. None on a rank that somebody else
-    started and that is not the first. A collective that takes longer than the sweep's time has failed. `remark` is told
-    what went wrong but does not end the sweep."""
+    """Return the rows of all cases in grid order, and save the fitted links. Returns None on ranks other than rank 0
+    under an external launcher. A collective that exceeds the timeout fails. `remark` receives problems that do not end
+    the sweep.
+    """
     assert isinstance(sweep.experiment, CommExperiment)
     grid, folder = sweep.experiment.grid, sweep.folder
     require_torch()
     require_own(folder / RANKS_NAME, _RANKS_SCHEMA)
-    for path in (links_path(), folder / LINKS_NAME):  # what cannot be read is said before anything is measured
+    for path in (links_path(), folder / LINKS_NAME):  # report unreadable files before measuring anything
         read_links(path, missing_ok=True)
     world = _started_ranks()
     if world is not None:
@@ -150,20 +154,20 @@ def run_comm(
             _serve_rank_0(grid, folder, world, sweep.timeout_s or DEFAULT_TIMEOUT_S)
             return None
     rows = replace(sweep, experiment=replace(sweep.experiment, world=world)).run(listener)
-    if found := fit_links(rows):  # where predictions find them, and beside the rows, to be carried elsewhere
+    if found := fit_links(rows):  # where predictions look for them, and next to the rows, to copy to another machine
         keep_links(found, folder / LINKS_NAME)
         try:
             keep_links(found)
-        except StepscopeError as error:  # it costs predictions, not what was measured
-            remark(f"links not cached: {error.message}")
+        except StepscopeError as error:  # costs the predictions, not the measurements
+            remark(f"could not cache the links: {error.message}")
     return rows
 
 
 def _serve_rank_0(grid: CommGrid, folder: Path, world: int, timeout_s: float) -> None:
-    """Which cases are left is rank 0's to say; how to join the others follows from what was asked for."""
+    """Rank 0 decides which cases are left; how to join the group follows from the request."""
     from stepscope.measure.environment import resolve_device
 
-    # A rank that waits for others inside of a library hears nothing of a handler in Python.
+    # While a rank waits inside a library, Python signal handlers do not run.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     device = resolve_device(grid.device).type
     setup = _setup(folder, world, grid.backend_on(device), device, timeout_s)
@@ -177,7 +181,7 @@ def _setup(folder: Path, world: int, backend: str, device: str, timeout_s: float
 
 
 def _forget_ranks(folder: Path) -> None:
-    """What the ranks kept, unless the folder is not ours or somebody else put something there."""
+    """Remove the ranks' files, unless the directory is not ours or holds files we did not write."""
     ranks = folder / RANKS_NAME
     if (ranks / MARKER_NAME).is_file() and find_foreign(
         ranks, lambda name: _RANK_FILES.fullmatch(name) is not None
@@ -201,12 +205,12 @@ def _judge(error: StepscopeError) -> tuple[Status, str]:
 
 
 def _started_ranks() -> int | None:
-    """How many there are, where somebody else started this process as one of them."""
+    """Return the number of ranks if an external launcher started this process as one of them."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 def _look(device: str, workers: Workers) -> tuple[RankHost, Environment]:
-    """By way of a workload, which names a device; its model is not run."""
+    """Probe through a workload, which names a device; its model does not run."""
     environment = look_at([build_case({"device": device, "precision": "fp32"})], workers, None).environment
     if environment.device == "cpu":
         return RankHost(device="cpu"), environment
@@ -216,7 +220,7 @@ def _look(device: str, workers: Workers) -> tuple[RankHost, Environment]:
 
 
 def _look_here(device: str, world: int) -> tuple[RankHost, Environment]:
-    """In this process, which is a rank and will need torch anyway."""
+    """Runs in this process, which is a rank and needs torch anyway."""
     from stepscope.measure.environment import check_torch, describe, resolve_device
 
     check_torch()

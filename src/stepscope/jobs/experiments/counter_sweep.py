@@ -1,8 +1,9 @@
-"""`stepscope profile --counters`: hardware counters of forward passes, a case or a grid of them.
+"""`stepscope profile --counters`: hardware counters of forward passes, for one case or a grid.
 
-One case is a recording in the folder that was named; a grid is a folder with one recording a case, named after what
-tells the cases apart. A recording appears when it is whole. So the folders are the only state: a grid goes on where it
-stopped, and a case whose recording is there, of the same settings, versions and metrics, is not counted again.
+One case is a recording in the given directory. A grid is a directory with one recording per case, named after the
+settings that vary. A recording appears only when it is complete, so the directories are the only state: a grid resumes
+where it stopped, and a case that already has a recording with the same settings, versions and metrics is not counted
+again.
 """
 
 import itertools
@@ -36,7 +37,7 @@ from stepscope.measure.targets.ncu import MOST_LAYERS, NcuCounted, no_gpu, too_m
 from stepscope.recording.rows.bench import CaseRow, Row
 from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
 
-if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
+if TYPE_CHECKING:  # these load polars, which a bad flag should not have to wait for
     from stepscope.explain.trace.counters import CountedCase
     from stepscope.recording.store import Recording
 
@@ -46,7 +47,7 @@ _MODEL_SOURCE = "model source"
 
 
 class _Named(NamedTuple):
-    """A case, and the recording's folder inside of the grid's; no name where it is the only one."""
+    """A case and the name of its recording inside the grid's directory; empty if it is the only case."""
 
     name: str
     case: Case
@@ -57,7 +58,7 @@ class _PlannedCount(Planned, frozen=True, kw_only=True):
 
 
 class CountedRow(CaseRow, frozen=True, kw_only=True):
-    """A case, counted. Nobody writes it: what is kept is the recording."""
+    """A counted case. It is never written as a row: the recording is the result."""
 
     schema: str = "stepscope.counters/1"
     name: str
@@ -66,7 +67,7 @@ class CountedRow(CaseRow, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class CountersExperiment(Experiment[Case, CountedRow]):
-    """Cases that `name_cases` checked, each in a folder of its own, or in the sweep's where it is the only one."""
+    """Cases checked by `name_cases`, each in its own directory, or in the sweep's directory if there is only one."""
 
     named: Sequence[_Named]
     metrics: Sequence[str]
@@ -77,7 +78,7 @@ class CountersExperiment(Experiment[Case, CountedRow]):
         return nullcontext(_Recordings(folder, self.metrics))
 
     def plan(self, workers: Workers, timeout_s: float | None) -> list[_PlannedCount]:  # noqa: ARG002
-        """By workers that are gone before anything is counted."""
+        """The workers that plan exit before anything is counted."""
         cases = [one.case for one in self.named]
         with Workers() as own:
             planned = plan_cases(cases, own, timeout_s)
@@ -85,14 +86,16 @@ class CountersExperiment(Experiment[Case, CountedRow]):
             if plan.environment.device == "cpu":
                 raise no_gpu(cases[0].workload.device)
         if len(planned) < len(cases):
-            raise StepscopeError("two of these cases are the same here", hint="one value for --device")
+            raise StepscopeError(
+                "two of these cases are identical on this machine", hint="give --device a single value"
+            )
         return [
             _PlannedCount(**msgspec.structs.asdict(plan), name=one.name)
             for one, plan in zip(self.named, planned, strict=True)
         ]
 
     def run_group(self, turn: Turn[Case, CountedRow], workers: Workers) -> None:  # noqa: ARG002
-        """What a user's model cannot do costs its case; what the machine cannot do ends it all."""
+        """A failure of the user's model costs its case; a failure of the machine ends the sweep."""
         one = turn.waiting[0]
         assert isinstance(one, _PlannedCount)
         turn.start()
@@ -104,7 +107,7 @@ class CountersExperiment(Experiment[Case, CountedRow]):
             turn.finish("ok", recording=recording)
 
     def _count(self, planned: _PlannedCount, turn: Turn[Case, CountedRow]) -> "Recording":
-        """The recording, which is kept when this returns."""
+        """Return the recording, which is saved by then."""
         from stepscope.recording.readers import ncu
         from stepscope.recording.store import save
 
@@ -120,7 +123,7 @@ class CountersExperiment(Experiment[Case, CountedRow]):
 
 
 class _Recordings:
-    """The recordings of a grid's cases, each in its folder."""
+    """The recordings of a grid's cases, each in its directory."""
 
     damaged_bytes = 0
 
@@ -128,7 +131,7 @@ class _Recordings:
         self._folder, self._metrics = folder, metrics
 
     def find(self, planned: PlannedCase[Any]) -> CountedRow | None:
-        """The recording of a case of a grid, where it is there already."""
+        """Return the existing recording of a case of the grid, if there is one."""
         from stepscope.recording.store import is_recording, load
 
         assert isinstance(planned, _PlannedCount)
@@ -138,9 +141,9 @@ class _Recordings:
         recording = load(folder)
         if not _is_of(recording, planned, self._metrics):
             raise StepscopeError(
-                f"`{folder}` is a recording of something else",
-                detail="its settings, versions or metrics are not those of now",
-                hint="--force, or another folder: --out FOLDER",
+                f"`{folder}` already holds a different recording",
+                detail="its settings, versions or metrics differ from the current ones",
+                hint="--force to replace it, or --out DIR",
             )
         return CountedRow(
             key=planned.key,
@@ -153,11 +156,11 @@ class _Recordings:
         )
 
     def append(self, row: CountedRow) -> None:
-        """Its recording is there already."""
+        """Does nothing: the recording is already saved."""
 
 
 class _CountListener(TextListener):
-    """A line for each case, and what is being done."""
+    """One line per case, and the current stage."""
 
     def __init__(self, job: "Counters", names: Sequence[str], on_stage: OnStage, on_done: OnStage) -> None:
         alone = job.folder.name
@@ -168,7 +171,7 @@ class _CountListener(TextListener):
     def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:  # noqa: ARG002
         for row in done:
             assert isinstance(row, CountedRow)
-            self._on_done(f"{self._labels[row.name]}: there already; --force counts it again")
+            self._on_done(f"{self._labels[row.name]}: already counted; use --force to count it again")
 
     def start(self, planned: PlannedCase[Any]) -> None:
         assert isinstance(planned, _PlannedCount)
@@ -181,7 +184,7 @@ class _CountListener(TextListener):
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """How to count. `passes` forward passes a case; `metrics` as `choose_metrics` reads them."""
+    """How to count. `passes` is the number of forward passes per case; `choose_metrics` parses `metrics`."""
 
     folder: Path
     command: str
@@ -190,7 +193,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     metrics: str = "few"
 
     def run(self, grid: Grid, on_stage: OnStage, on_done: Callable[[str], None]) -> "list[CountedCase]":
-        """The cases in the grid's order. `on_done` hears of each in a line."""
+        """Return the cases in grid order. `on_done` receives one line per case."""
         from stepscope.explain.trace.counters import CountedCase
 
         metrics = choose_metrics(self.metrics)
@@ -204,7 +207,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
         return [CountedCase(name=row.name, case=row.case, recording=row.recording, reason=row.reason) for row in rows]
 
     def _check_folders(self, named: Sequence[_Named]) -> None:
-        """Before anything runs. A grid's folder may be there, with cases in it."""
+        """Check before anything runs. The directory of a grid may exist, with cases in it."""
         from stepscope.recording.store import is_recording
 
         if len(named) == 1:
@@ -212,8 +215,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
             return
         if is_recording(self.folder) or (self.folder.exists() and not self.folder.is_dir()):
             raise StepscopeError(
-                f"`{self.folder}` is there, and is no folder for the {len(named)} recordings of a grid",
-                hint="another folder: --out FOLDER",
+                f"`{self.folder}` exists and cannot hold the {len(named)} recordings of a grid",
+                hint="--out DIR",
             )
         for one in named:
             folder = self.folder / one.name
@@ -222,7 +225,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def name_cases(grid: Grid, *, passes: int) -> list[_Named]:
-    """The cases of a grid, checked, with names made of the settings that have several values."""
+    """Return the checked cases of a grid, named after the settings with several values."""
     grid = _settle(grid)
     named: dict[Case, str] = {}
     for name, single in _points(grid):
@@ -237,17 +240,20 @@ def name_cases(grid: Grid, *, passes: int) -> list[_Named]:
 
 
 def _settle(grid: Grid) -> Grid:
-    """The grid with what counting has other defaults for."""
+    """Return the grid with the defaults that are specific to counting."""
     if grid == Grid():
         grid = grid_from_flags(_DEFAULT)
     axes = dict(grid.axes)
     if "steps" in axes:
-        raise StepscopeError("`--steps` does nothing with `--counters`", hint="--record-steps 1 for the passes counted")
+        raise StepscopeError(
+            "`--steps` cannot be used with `--counters`",
+            hint="use --record-steps 1 to set the number of counted passes",
+        )
     return grid if "mode" in axes else grid.override(grid_from_flags({"mode": MODES[0]}))
 
 
 def _points(grid: Grid) -> Iterator[tuple[str, Grid]]:
-    """Every point as a grid of its own. Names that would be the same get a number."""
+    """Return every point as a grid of its own. Duplicate names get a number."""
     axes = [[(name, value) for value in values] for name, values in grid.axes]
     arguments = [[(name, value) for value in values] for name, values in grid.arguments]
     varied = {name for name, values in (*grid.axes, *grid.arguments) if len(set(values)) > 1}
@@ -268,9 +274,9 @@ def _check_case(case: Case) -> None:
     workload = case.workload
     if workload.mode not in MODES:
         raise StepscopeError(
-            f"mode `{workload.mode}` is too long to count",
-            detail="Nsight Compute takes 0.2 to 0.5 s a kernel: counters are of forward passes, and training is traced",
-            hint=f"--mode {MODES[0]}, or a trace: stepscope profile --mode {workload.mode}",
+            f"`--mode {workload.mode}` is not supported with `--counters`",
+            detail="Nsight Compute takes 0.2 to 0.5 s per kernel, so only forward passes are counted",
+            hint=f"use --mode {MODES[0]}, or record a trace: stepscope profile --mode {workload.mode}",
         )
     if isinstance(workload.model, ModelShape) and workload.model.num_layers > MOST_LAYERS:
         raise too_many_layers(workload.model.num_layers, "--num-layers 2")
@@ -292,7 +298,7 @@ def _is_of(recording: "Recording", planned: Planned, metrics: Sequence[str]) -> 
 def _describe(
     recording: "Recording", planned: Planned, counted: NcuCounted, *, command: str, started: datetime
 ) -> "Recording":
-    """What the CSV cannot know: the case, where it ran, and what its operators are by the textbook."""
+    """Add what the CSV does not contain: the case, its environment, and the theoretical FLOPs of its operators."""
     versions = versions_of(planned.environment)
     if planned.source is not None:
         versions[_MODEL_SOURCE] = planned.source

@@ -1,7 +1,7 @@
-"""Which cases `stepscope attention` and `stepscope comm` run: what was asked for, and otherwise the machine's defaults.
+"""The cases that `stepscope attention` and `stepscope comm` run: those requested, or the machine's defaults.
 
-These grids are not made of a workload's settings, but theirs are declared in the same way: next to the fields, from
-which flags, parsers and help follow. A tuple takes several values. Nothing heavy is imported here, as every `--help`
+These grids are not workload settings, but they are declared the same way: next to the fields, which the flags, parsers
+and help are derived from. A tuple field takes several values. Nothing heavy is imported here, because every `--help`
 needs the flags.
 """
 
@@ -22,7 +22,7 @@ from stepscope.spec.settings import Setting, declared, flag_of, parse_integer
 
 MB = 10**6
 DEVICES = ("auto", "cpu", "cuda")
-# Seconds on a laptop; minutes over a network, where the largest show what the wire can do.
+# Seconds on a laptop; minutes over a network, where the largest messages show what the link can do.
 _CPU_SIZES, _CUDA_SIZES = (1 * MB, 4 * MB, 16 * MB, 64 * MB), (1 * MB, 10 * MB, 100 * MB, 1000 * MB)
 _CPU_RANKS, _CUDA_RANKS = (2, 4), (2, 4, 6, 8)
 _CPU_SECONDS, _CUDA_SECONDS = 0.2, 1.0
@@ -30,7 +30,7 @@ _CPU_SECONDS, _CUDA_SECONDS = 0.2, 1.0
 
 class FlagGrid(Protocol):
     def check(self) -> None:
-        """Refuses what no device can do."""
+        """Reject what no device supports."""
         ...
 
 
@@ -38,7 +38,7 @@ G = TypeVar("G", bound=FlagGrid)
 
 
 def grid_from_texts(kind: type[G], texts: Mapping[str, str]) -> G:
-    """A grid from the texts of flags, by name. What cannot be anywhere is refused before a device is looked at."""
+    """Build a grid from flag values, by name. Values that no device supports are rejected before a device is probed."""
     settings = declared(kind)  # type: ignore[arg-type]  # a struct and a protocol
     fields: dict[str, object] = {}
     for name, text in texts.items():
@@ -54,16 +54,16 @@ def grid_from_texts(kind: type[G], texts: Mapping[str, str]) -> G:
 
 
 def refuse_texts(texts: Mapping[str, str], why: str) -> None:
-    """A setting that would be ignored is an error: its user would read another figure than they asked for."""
+    """Reject a setting that would be ignored: the user would read a different number than they asked for."""
     for name in texts:
-        raise StepscopeError(f"`{flag_of(name)}` does nothing here", detail=why, hint="leave it out")
+        raise StepscopeError(f"`{flag_of(name)}` has no effect here", detail=why, hint=f"remove {flag_of(name)}")
 
 
 def _parse_seconds(text: str) -> float:
     try:
         return float(text.replace("_", ""))
     except ValueError:
-        raise SpecError(f"not a number: `{text}`", hint="digits only, such as 1024") from None
+        raise SpecError(f"not a number: `{text}`", hint="expected digits, such as 1024") from None
 
 
 # --- Attention --------------------------------------------------------------------------------------------------------
@@ -95,32 +95,33 @@ _ON_CPU = _Defaults(
 
 
 class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for. None, and an empty axis, leave it to the device."""
+    """The requested cases. None or an empty axis means the device's default."""
 
-    implementation: Annotated[tuple[str, ...], Setting(metavar="NAME,…", help=f"Of {', '.join(IMPLEMENTATIONS)}.")] = ()
-    head_dim: Annotated[tuple[int, ...], Setting(metavar="N,…", help="Width of a head.", parse=parse_integer)] = ()
-    length: Annotated[
-        tuple[int, ...], Setting(metavar="N,…", help="Length of the sequences.", parse=parse_integer)
+    implementation: Annotated[
+        tuple[str, ...], Setting(metavar="NAME,…", help=f"Implementations: {', '.join(IMPLEMENTATIONS)}.")
     ] = ()
+    head_dim: Annotated[tuple[int, ...], Setting(metavar="N,…", help="Head dimension.", parse=parse_integer)] = ()
+    length: Annotated[tuple[int, ...], Setting(metavar="N,…", help="Sequence length.", parse=parse_integer)] = ()
     precision: Annotated[
-        tuple[str, ...], Setting(metavar="fp32|tf32|bf16|fp16,…", help="bf16 on a GPU, fp32 on a CPU.")
+        tuple[str, ...],
+        Setting(metavar="fp32|tf32|bf16|fp16,…", help="Precision.  [default: bf16 on a GPU, fp32 on a CPU]"),
     ] = ()
-    batch: Annotated[int, Setting(metavar="N", help="Sequences.  [default: 8]")] = 8
-    heads: Annotated[int, Setting(metavar="N", help="Heads.  [default: 1]")] = 1
-    causal: Annotated[bool, Setting(help="Causal unless told otherwise.")] = True
+    batch: Annotated[int, Setting(metavar="N", help="Batch size.  [default: 8]")] = 8
+    heads: Annotated[int, Setting(metavar="N", help="Number of heads.  [default: 1]")] = 1
+    causal: Annotated[bool, Setting(help="Use a causal mask.  [default: causal]")] = True
     device: Annotated[str, Setting(metavar="auto|cpu|cuda|cuda:N", help="Where to run.")] = "auto"
     seed: Annotated[int, Setting(metavar="N", help="Seed of the inputs.")] = 0
-    repetitions: Annotated[int, Setting(metavar="N", help="At most so many.  [default: 100]")] = 100
+    repetitions: Annotated[int, Setting(metavar="N", help="Maximum repetitions.  [default: 100]")] = 100
     seconds: Annotated[
         float | None,
-        Setting(metavar="S", help="At most so long, each timing: 1 on a GPU, 0.1 on a CPU.", parse=_parse_seconds),
+        Setting(metavar="S", help="Time limit per timing.  [default: 1 on a GPU, 0.1 on a CPU]", parse=_parse_seconds),
     ] = None
     memory_limit: Annotated[
-        int | None, Setting(metavar="SIZE", help="Cap on memory, such as 24GB.", parse=parse_bytes)
+        int | None, Setting(metavar="SIZE", help="Memory limit, such as 24GB.", parse=parse_bytes)
     ] = None
 
     def cases(self, device: str) -> tuple[AttentionCase, ...]:
-        """All cases on `device`, each once: those of one implementation together, in the order they were named."""
+        """Return all cases on `device` without duplicates, grouped by implementation in the order given."""
         defaults = _ON_CPU if device == "cpu" else _ON_CUDA
         product = itertools.product(
             cast(tuple[Implementation, ...], self.implementation) or defaults.implementation,
@@ -144,7 +145,7 @@ class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
                 memory_limit=self.memory_limit,
             )
             for implementation, precision, head_dim, length in product
-            # Whoever asks for one by name gets it at any length.
+            # A length given by name runs with any implementation.
             if self.implementation or length <= (BACKENDS[implementation].longest_compared or length)
         )
         return tuple(dict.fromkeys(cases))
@@ -157,7 +158,7 @@ class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankHost(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks run on. `world` and `hosts` are those of ranks that somebody else started, if they were."""
+    """The machine the ranks run on. `world` and `hosts` describe ranks started by an external launcher."""
 
     device: str  # `cpu` or `cuda`
     gpus: int = 0
@@ -166,33 +167,33 @@ class RankHost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommGrid(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for. None, and an empty axis, leave it to the machine."""
+    """The requested cases. None or an empty axis means the machine's default."""
 
     collective: Annotated[
-        tuple[str, ...], Setting(metavar="NAME,…", help=f"Of {', '.join(COLLECTIVES)}.  [default: all]")
+        tuple[str, ...], Setting(metavar="NAME,…", help=f"Collectives: {', '.join(COLLECTIVES)}.  [default: all]")
     ] = ()
     sizes: Annotated[
-        tuple[int, ...], Setting(metavar="SIZE,…", help="Whole messages, such as 1MB,1GB (decimal).", parse=parse_bytes)
+        tuple[int, ...], Setting(metavar="SIZE,…", help="Message sizes, such as 1MB,1GB (decimal).", parse=parse_bytes)
     ] = ()
     ranks: Annotated[
         tuple[int, ...],
-        Setting(metavar="N,…", help="How many processes.  [default: 2,4 on a CPU]", parse=parse_integer),
+        Setting(metavar="N,…", help="Number of processes.  [default: 2,4 on a CPU]", parse=parse_integer),
     ] = ()
-    backend: Annotated[str | None, Setting(metavar="gloo|nccl", help="gloo on a CPU, nccl on GPUs.")] = None
+    backend: Annotated[
+        str | None, Setting(metavar="gloo|nccl", help="Backend.  [default: gloo on a CPU, nccl on GPUs]")
+    ] = None
     device: Annotated[
-        str, Setting(metavar="auto|cpu|cuda", help="Where the tensors are; on CUDA rank r takes GPU r.")
+        str, Setting(metavar="auto|cpu|cuda", help="Device of the tensors; on CUDA, rank r uses GPU r.")
     ] = "auto"
-    dtype: Annotated[
-        tuple[str, ...], Setting(metavar="fp32|bf16|fp16,…", help="Of the elements.  [default: fp32]")
-    ] = ()
-    repetitions: Annotated[int, Setting(metavar="N", help="At most so many.  [default: 20]")] = 20
+    dtype: Annotated[tuple[str, ...], Setting(metavar="fp32|bf16|fp16,…", help="Element type.  [default: fp32]")] = ()
+    repetitions: Annotated[int, Setting(metavar="N", help="Maximum repetitions.  [default: 20]")] = 20
     seconds: Annotated[
         float | None,
-        Setting(metavar="S", help="At most so long, each case: 1 on GPUs, 0.2 on a CPU.", parse=_parse_seconds),
+        Setting(metavar="S", help="Time limit per case.  [default: 1 on GPUs, 0.2 on a CPU]", parse=_parse_seconds),
     ] = None
 
     def cases(self, host: RankHost) -> tuple[CommCase, ...]:
-        """All cases, each once: those of one number of ranks together, because these are the same processes."""
+        """Return all cases without duplicates, grouped by number of ranks, because each group shares processes."""
         on_cpu = host.device == "cpu"
         backend = self.backend_on(host.device)
         seconds = (_CPU_SECONDS if on_cpu else _CUDA_SECONDS) if self.seconds is None else self.seconds
@@ -221,7 +222,7 @@ class CommGrid(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         if self.device not in DEVICES:
-            detail = "expected cpu, cuda or auto; on CUDA rank r takes GPU r"
+            detail = "expected cpu, cuda or auto; on CUDA, rank r uses GPU r"
             raise SpecError(f"unknown device: `{self.device}`", detail=detail, hint="--device cuda")
         self.cases(RankHost(device="cpu" if self.device == "cpu" else "cuda", gpus=max((*self.ranks, 1))))
 
@@ -229,12 +230,12 @@ class CommGrid(msgspec.Struct, frozen=True, kw_only=True):
         return cast(Backend, self.backend or ("gloo" if device == "cpu" else "nccl"))
 
     def refuse_other_ranks(self, world: int) -> None:
-        """Ranks that somebody else started are as many as they are."""
+        """An external launcher fixes the number of ranks."""
         if self.ranks and self.ranks != (world,):
             raise StepscopeError(
-                f"`--ranks {','.join(map(str, self.ranks))}` among {world} ranks that are started already",
-                detail="under torchrun and srun there are as many as they start",
-                hint="leave --ranks out",
+                f"`--ranks {','.join(map(str, self.ranks))}` does not match the {world} ranks already started",
+                detail="under torchrun and srun, the launcher sets the number of ranks",
+                hint="remove --ranks",
             )
 
     def _choose_ranks(self, host: RankHost, backend: str) -> tuple[int, ...]:
@@ -243,8 +244,8 @@ class CommGrid(msgspec.Struct, frozen=True, kw_only=True):
         if backend == "nccl" and (too_many := [count for count in self.ranks if count > host.gpus]):
             plural = "s" * (host.gpus != 1)
             raise StepscopeError(
-                f"`{too_many[0]}` ranks over nccl on {host.gpus} GPU{plural}",
-                detail="nccl refuses two ranks on one GPU; gloo goes by way of the host's memory",
+                f"cannot run `{too_many[0]}` ranks with NCCL on {host.gpus} GPU{plural}",
+                detail="NCCL requires one GPU per rank; gloo copies through CPU memory",
                 hint=f"stepscope comm --ranks {max(1, host.gpus)}, or --backend gloo",
             )
         if self.ranks or host.device == "cpu":

@@ -1,8 +1,8 @@
-"""`stepscope memory`: cases with all their memory recorded, each in a process of its own.
+"""`stepscope memory`: cases with their memory history recorded, each in its own process.
 
-A worker leaves a snapshot; reading it is done here, by the same reader that `stepscope explain` has for anyone's. Of
-every case a row is kept, so that a grid goes on where it stopped, and the recording itself, so that it can be looked at
-again without running anything.
+A worker writes a memory snapshot; this process parses it with the reader that `stepscope explain` uses for any
+snapshot. Every case keeps a row, so that a grid can resume, and the recording itself, so that it can be read again
+without running anything.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from stepscope.recording.memory.labels import SNAPSHOT_NAME, MemoryRun
 from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.spec import Case, Grid, grid_from_flags
 
-if TYPE_CHECKING:  # loads polars, which a bad flag need not wait for
+if TYPE_CHECKING:  # loads polars, which a bad flag should not have to wait for
     from stepscope.recording.store import Recording
 
 RECORDINGS_NAME = "recordings"
@@ -32,8 +32,9 @@ RECORDINGS_NAME = "recordings"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryExperiment(WorkloadExperiment[MemoryRow]):
-    """`snapshots` keeps each case's snapshot beside its tables: other viewers read it, and it can be large. That of a
-    single case is kept anyway."""
+    """`snapshots` keeps each case's snapshot next to its tables: other viewers can read it, and it can be large. The
+    snapshot of a single case is always kept.
+    """
 
     snapshots: bool = False
 
@@ -53,7 +54,7 @@ class MemoryExperiment(WorkloadExperiment[MemoryRow]):
             turn.listener.stage("reading the snapshot")
             try:
                 return ended, self._keep(scratch / SNAPSHOT_NAME, turn, ended.answer.run, started)
-            except StepscopeError as error:  # it costs this case, not those after it
+            except StepscopeError as error:  # costs this case, not the ones after it
                 failed = Failed(message=error.message, detail=error.detail, hint=error.hint)
                 return msgspec.structs.replace(ended, answer=failed), {}
 
@@ -76,7 +77,7 @@ def recording_folder(folder: Path, key: str) -> Path:
 def _describe(
     recording: "Recording", planned: PlannedCase[Case], run: MemoryRun, *, command: str, started: str
 ) -> "Recording":
-    """What the snapshot cannot know: the case, where it ran, and what recording cost."""
+    """Add what the snapshot does not contain: the case, its environment, and the recording overhead."""
     from stepscope.recording.store import Overhead
 
     environment = planned.environment
@@ -98,10 +99,12 @@ def _describe(
 
 
 def choose_grid(grid: Grid, *, study: bool) -> Grid:
-    """What to record. A study is one workload over the ways to recompute its activations."""
+    """What to record. A checkpoint study is one workload with every way to recompute its activations."""
     if "warmup" in dict(grid.axes):
         raise StepscopeError(
-            "`--warmup` does nothing here", detail="steps are recorded from the first", hint="--steps 10"
+            "`--warmup` has no effect here",
+            detail="memory is recorded from the first step",
+            hint="--steps 10",
         )
     return _study_grid(grid) if study else grid
 
@@ -112,8 +115,8 @@ def _study_grid(grid: Grid) -> Grid:
     cases = grid.cases()
     if len(cases) != 1 or "checkpoint" in dict(grid.axes):
         raise StepscopeError(
-            "`--checkpoint-study` is of one workload, and chooses --checkpoint itself",
-            hint="one value for each setting, without --checkpoint",
+            "`--checkpoint-study` takes a single workload and sets --checkpoint itself",
+            hint="give each setting one value, and remove --checkpoint",
         )
     replace, case = msgspec.structs.replace, cases[0]
     workloads = (replace(case.workload, checkpoint=value) for value in study_values(case.workload))

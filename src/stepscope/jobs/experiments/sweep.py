@@ -1,12 +1,12 @@
-"""The engine of every experiment: a grid of cases, run group by group, resumable at any moment.
+"""The engine behind every experiment: a grid of cases, run group by group, resumable at any moment.
 
 The results file is the only state. A case is done when its row is in the file, under a key made of everything that
-changes what is measured: the case, the device, the versions, and the source of a model of the user's own. So running
-the same command again goes on where it stopped, a wider grid reuses what it shares with a narrower one, and an
-upgrade or an edited model measures anew.
+changes the measurement: the case, the device, the versions, and the source of a custom model. So rerunning the same
+command resumes where it stopped, a wider grid reuses the rows it shares with a narrower one, and an upgrade or an
+edited model is measured again.
 
-What `bench`, `memory`, `attention`, `comm` and `profile --counters` measure, in which processes, and what they keep of
-it, is an `Experiment`. Which cases are left, who watches, and when a row is on the disk is decided here, once.
+An `Experiment` defines what `bench`, `memory`, `attention`, `comm` and `profile --counters` measure, in which
+processes, and what they keep. This module decides which cases are left, who is notified, and when a row is on disk.
 """
 
 import itertools
@@ -64,7 +64,7 @@ EXPECTED_MFU = 0.3
 
 
 class PlannedCase(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
-    """A case with the environment it will run in. Its row takes over all fields."""
+    """A case and the environment it will run in. Its row copies all fields."""
 
     case: C
     environment: Environment
@@ -75,12 +75,12 @@ class PlannedCase(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
 
     @property
     def expected_s(self) -> float:
-        """A guess, for the time left."""
+        """Return a rough estimate, for the remaining time."""
         return EXPECTED_START_S
 
 
 class Planned(PlannedCase[Case], frozen=True, kw_only=True):
-    """A workload with the environment it will run in. `source` is the digest of a model of the user's own."""
+    """A workload and the environment it will run in. `source` is the digest of a custom model's files."""
 
     source: str | None
 
@@ -90,7 +90,7 @@ class Planned(PlannedCase[Case], frozen=True, kw_only=True):
 
     @property
     def expected_s(self) -> float:
-        """A fixed start, and the steps at a share of the peak that untuned models reach."""
+        """A fixed startup cost, plus the steps at the share of peak that untuned models reach."""
         workload, timing = self.case.workload, self.case.timing
         peak = self.environment.hardware.peak_flops.get(workload.precision)
         if not isinstance(workload.model, ModelShape) or peak is None:
@@ -101,7 +101,7 @@ class Planned(PlannedCase[Case], frozen=True, kw_only=True):
 
 
 class SweepListener(Protocol):
-    """Who watches a sweep: a progress bar, or lines in a log."""
+    """Receives the progress of a sweep: a progress bar, or lines in a log."""
 
     def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None: ...
 
@@ -113,7 +113,7 @@ class SweepListener(Protocol):
 
 
 class TextListener:
-    """Tells one function what is being done, a text at a time, with `describe` of the case before it."""
+    """Passes the current stage to a function as text, prefixed with `describe` of the case."""
 
     def __init__(self, tell: Callable[[str], None], describe: Callable[[Any], str] = lambda _: "") -> None:
         self._tell = tell
@@ -134,19 +134,19 @@ class TextListener:
 
 
 class Results(Protocol[R]):
-    """Where rows are kept. `damaged_bytes` is how much of a cut line was set aside."""
+    """Stores rows. `damaged_bytes` is the length of an incomplete line that was skipped."""
 
     damaged_bytes: int
 
     def find(self, planned: PlannedCase[Any], /) -> R | None:
-        """The row of a case that was run before."""
+        """Return the row of a case from an earlier run."""
         ...
 
     def append(self, row: R, /) -> None: ...
 
 
 class Experiment(ABC, Generic[C, R]):
-    """Which cases there are, how those that wait are run, and what a row keeps of each."""
+    """The cases, how pending ones are run, and what a row keeps of each."""
 
     @property
     @abstractmethod
@@ -154,13 +154,13 @@ class Experiment(ABC, Generic[C, R]):
 
     @abstractmethod
     def plan(self, workers: Workers, timeout_s: float | None) -> Sequence[PlannedCase[C]]:
-        """All cases, with what they will run on."""
+        """Return all cases with their environments."""
 
     def open(self, folder: Path) -> AbstractContextManager[Results[R]]:
         return ResultsFile.open(folder / RESULTS_NAME, self.row_type)
 
     def group_of(self, planned: PlannedCase[C]) -> object:
-        """Cases of one group that follow each other share a process, or ranks; here each has one of its own."""
+        """Consecutive cases of one group share a process or ranks; by default, each case has its own."""
         return planned.key
 
     def groups(self, waiting: Sequence[PlannedCase[C]]) -> list[list[PlannedCase[C]]]:
@@ -168,13 +168,14 @@ class Experiment(ABC, Generic[C, R]):
 
     @abstractmethod
     def run_group(self, turn: "Turn[C, R]", workers: Workers) -> None:
-        """Runs all that waits in `turn`, and gives it the outcome of each case as it comes."""
+        """Run everything pending in `turn`, and report the outcome of each case as it arrives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Generic[C, R]):
-    """How to run an experiment. `retry` runs some cases again that were run before, `fresh` all of them; older rows
-    stay in the file. `keeps_refusals` makes refused input a row, like any other failure."""
+    """How to run an experiment. `retry` reruns selected finished cases and `fresh` reruns all; older rows stay in the
+    file. `keeps_refusals` turns rejected input into a row, like any other failure.
+    """
 
     experiment: Experiment[C, R]
     folder: Path
@@ -185,7 +186,7 @@ class Sweep(Generic[C, R]):
     keeps_refusals: bool = False
 
     def run(self, listener: SweepListener) -> tuple[R, ...]:
-        """The rows of all cases in the grid's order, whether they were measured now or before."""
+        """Return the rows of all cases in grid order, measured now or before."""
         require_torch()
         with self.experiment.open(self.folder) as results, Workers() as workers:
             return self._run_all(self.experiment.plan(workers, self.timeout_s), results, workers, listener)
@@ -193,7 +194,7 @@ class Sweep(Generic[C, R]):
     def run_planned(
         self, planned: Sequence[PlannedCase[C]], workers: Workers, listener: SweepListener
     ) -> tuple[R, ...]:
-        """The same for cases that were planned before, by whoever has other things for these workers to do."""
+        """The same for cases that are already planned, by a caller that shares its workers."""
         with self.experiment.open(self.folder) as results:
             return self._run_all(planned, results, workers, listener)
 
@@ -203,8 +204,9 @@ class Sweep(Generic[C, R]):
     def _run_all(
         self, planned: Sequence[PlannedCase[C]], results: Results[R], workers: Workers, listener: SweepListener
     ) -> tuple[R, ...]:
-        """Bad input that shows only while a model is built (a factory that raises) is an error when no case gets
-        further, and rows when some do: it must not end a long grid at one point that the factory cannot do."""
+        """Bad input that shows only while a model is built (a factory that raises) is an error if no case gets further,
+        and a row if some do: one point that the factory cannot build must not end a long grid.
+        """
         found = [] if self.fresh else [row for one in planned if (row := results.find(one)) is not None]
         rows = {row.key: row for row in found if self.is_done(row)}
         waiting = [one for one in planned if one.key not in rows]
@@ -213,14 +215,14 @@ class Sweep(Generic[C, R]):
         for group in self.experiment.groups(waiting):
             turn.waiting.extend(group)
             self.experiment.run_group(turn, workers)
-            assert not turn.waiting, "a group was left before its last case"
+            assert not turn.waiting, "a group ended with cases left to run"
         turn.keep_refused()
         return tuple(rows[one.key] for one in planned)
 
 
 @dataclass(kw_only=True)
 class Turn(Generic[C, R]):
-    """The cases of a group that wait, the first of which runs, and the keeping of their rows as they come."""
+    """The pending cases of a group, the first of which is running, and their rows as they arrive."""
 
     sweep: Sweep[C, R]
     results: Results[R]
@@ -234,7 +236,7 @@ class Turn(Generic[C, R]):
         self.listener.start(self.waiting[0])
 
     def take(self, outcome: CaseOutcome[Any]) -> None:
-        """The case that runs is done, and its process goes on with the next."""
+        """The running case is done, and its process continues with the next."""
         self.finish(outcome.status, outcome.reason, measurement=outcome.measurement, doubts=outcome.doubts)
         if self.waiting:
             self.start()
@@ -248,7 +250,7 @@ class Turn(Generic[C, R]):
         refusal: StepscopeError | None = None,
         **measured: object,
     ) -> None:
-        """`log` is kept where there is one. `refusal` is set where the user's input is at fault."""
+        """`log` is kept if given. `refusal` is set if the user's input is at fault."""
         one = self.waiting.popleft()
         if log is not None:
             keep_log(self.sweep.folder, one.key, log)
@@ -284,17 +286,17 @@ class Turn(Generic[C, R]):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadExperiment(Experiment[Case, CR]):
-    """Workloads, each in a process of its own. An empty grid is the default one."""
+    """Workloads, each in its own process. An empty grid means the default one."""
 
     grid: Grid = field(default_factory=Grid)
 
     @abstractmethod
     def default_grid(self, *, on_cpu: bool) -> Grid:
-        """What runs when nothing is asked for."""
+        """The default cases."""
 
     @abstractmethod
     def measure(self, turn: Turn[Case, CR], workers: Workers) -> tuple[Ended, dict[str, object]]:
-        """How the first case that waits ended, and the fields of its row beyond those of every row."""
+        """Return how the first pending case ended, and the row fields that are specific to this experiment."""
 
     def plan(self, workers: Workers, timeout_s: float | None) -> list[Planned]:
         grid = self.grid
@@ -315,12 +317,12 @@ class WorkloadExperiment(Experiment[Case, CR]):
 
 
 class BenchExperiment(WorkloadExperiment[BenchRow]):
-    """`stepscope bench`: how long a step takes."""
+    """`stepscope bench`: step time."""
 
     row_type = BenchRow
 
     def default_grid(self, *, on_cpu: bool) -> Grid:
-        """Seconds on a laptop's CPU, a minute or two on a GPU."""
+        """Seconds on a laptop CPU, a minute or two on a GPU."""
         if on_cpu:
             return grid_from_flags({"size": "nano", "context": "128,256", "precision": "fp32,bf16"})
         return grid_from_flags({"size": "small,medium", "context": "256,1024", "precision": "fp32,bf16"})
@@ -335,7 +337,7 @@ class BenchExperiment(WorkloadExperiment[BenchRow]):
 
 
 def plan_cases(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> list[Planned]:
-    """The cases with what they will run on. Each device is looked at once."""
+    """Return the cases with their environments. Each device is probed once."""
     planned: dict[Case, Planned] = {}
     for device in dict.fromkeys(case.workload.device for case in cases):
         chosen = [case for case in cases if case.workload.device == device]
@@ -345,7 +347,7 @@ def plan_cases(cases: Sequence[Case], workers: Workers, timeout_s: float | None)
 
 
 def place_cases(cases: Sequence[Case], probed: Probed) -> list[Planned]:
-    """The cases that were looked at, with what was found: their device, and a context where they left it open."""
+    """Return the probed cases with their results: their device, and a context length if they left it open."""
     planned = []
     for case, model in zip(cases, probed.models, strict=True):
         context = case.workload.context or (DEFAULT_CONTEXT if model.takes_context else 0)
@@ -356,13 +358,15 @@ def place_cases(cases: Sequence[Case], probed: Probed) -> list[Planned]:
 
 
 def look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> Probed:
-    """The environment of cases that name one device, found in a process of its own; bad input comes out here."""
+    """Return the environment of cases that name one device, probed in a separate process; bad input is rejected
+    here.
+    """
     answer = workers.run(ProbeCases(cases=tuple(cases)), timeout_s=timeout_s).answer
     if isinstance(answer, Failed):
         raise InputRefusedError(answer)
     if not isinstance(answer, Probed):
         _, reason = judge(answer)
-        raise StepscopeError(f"before the first case: {reason}", hint="stepscope doctor")
+        raise StepscopeError(f"could not probe the device: {reason}", hint="stepscope doctor")
     return answer
 
 
@@ -377,11 +381,11 @@ def judge(answer: Result | Died) -> tuple[Status, str]:
         case Died(status=status, reason=reason):
             return status, reason
         case Probed() | Inspected() | StepsRecorded() | PrecisionsCompared() | AttentionDone():
-            raise AssertionError("a case was answered as if it were a question")
+            raise AssertionError("a case was answered with the reply of another request")
 
 
 def keep_log(folder: Path, key: str, log: bytes) -> None:
-    """What a failed case printed, traceback included, for whoever wants more than its reason."""
+    """Keep the output of a failed case, traceback included, for users who need more than its reason."""
     logs = folder / LOGS_NAME
     with writing(logs):
         logs.mkdir(exist_ok=True)

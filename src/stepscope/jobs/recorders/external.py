@@ -1,7 +1,7 @@
-"""Running one of NVIDIA's profilers, which in turn runs a program of ours.
+"""Runs one of NVIDIA's profilers, which in turn runs a program of ours.
 
-They record from outside: they start the program, and it leaves an answer in a file. The pair runs in a process group of
-its own, so that Ctrl-C reaches us alone, and we end both.
+The profilers record from outside: they start the program, and it writes its result to a file. Both run in their own
+process group, so that Ctrl-C reaches only this process, which then stops both.
 """
 
 import gzip
@@ -22,8 +22,8 @@ from stepscope.errors import StepscopeError
 from stepscope.files import decode, read_plain, writing
 from stepscope.jobs.workers.cpu_limits import limit_instructions
 
-_LAST_WORDS = 1000  # characters of what was printed, for the error
-_LEAVE_S = (10.0, 3.0)  # how long a profiler gets to end its program, after being asked and after being told
+_LAST_WORDS = 1000  # characters of the output to quote in the error
+_LEAVE_S = (10.0, 3.0)  # seconds for a profiler to stop its program, after SIGINT and after SIGTERM
 _LOOK_S = 0.5
 
 
@@ -34,18 +34,18 @@ class Finished(NamedTuple):
     @property
     def in_words(self) -> str:
         if self.returncode < 0:
-            return f"was ended by {signal.Signals(-self.returncode).name}"
-        return f"exited with {self.returncode}"
+            return f"was killed by {signal.Signals(-self.returncode).name}"
+        return f"exited with status {self.returncode}"
 
 
 def run_outside(command: list[str], on_look: Callable[[], None] | None = None) -> Finished:
-    """Runs to the end. `on_look` is called twice a second meanwhile."""
+    """Run a command to the end, calling `on_look` twice per second."""
     limit_instructions()
     with TemporaryFile() as output:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
         except OSError as error:
-            raise StepscopeError(f"`{command[0]}` does not run", detail=error.strerror or "") from None
+            raise StepscopeError(f"cannot run `{command[0]}`", detail=error.strerror or "") from None
         try:
             returncode = _wait(process, on_look)
         finally:
@@ -54,7 +54,7 @@ def run_outside(command: list[str], on_look: Callable[[], None] | None = None) -
 
 
 def hear(path: Path, kind: Any) -> Any:
-    """The answer of type `kind` that the program left, which is taken away; None where it left none."""
+    """Read and delete the program's result of type `kind`; None if there is none."""
     try:
         content = read_plain(path)
         path.unlink()
@@ -64,10 +64,10 @@ def hear(path: Path, kind: Any) -> Any:
 
 
 def compress(path: Path, *, level: int = 9) -> Path:
-    """What a profiler wrote, as it came but smaller, next to it. The same content makes the same file."""
+    """Compress what a profiler wrote, next to the original. The same content always gives the same file."""
     target = path.with_name(path.name + ".gz")
     with (
-        writing(path.parent, if_full="nothing was kept", hint="TMPDIR=FOLDER, on another disk"),
+        writing(path.parent, if_full="nothing was saved", hint="TMPDIR=DIR, on another disk"),
         path.open("rb") as source,
         target.open("wb") as sink,
         gzip.GzipFile(filename="", fileobj=sink, mode="wb", compresslevel=level, mtime=0) as packed,
@@ -77,8 +77,9 @@ def compress(path: Path, *, level: int = 9) -> Path:
 
 
 def _wait(process: subprocess.Popen[bytes], on_look: Callable[[], None] | None) -> int:
-    """By `select`, which any signal ends. Importing polars has calls restarted that Ctrl-C interrupts, and a plain wait
-    then goes on until the profiler is done."""
+    """Wait with `select`, which any signal interrupts. Importing polars makes interrupted system calls restart, so a
+    plain wait would ignore Ctrl-C until the profiler is done.
+    """
     descriptor = os.pidfd_open(process.pid)
     try:
         while not select.select([descriptor], [], [], _LOOK_S if on_look else None)[0]:
@@ -90,8 +91,9 @@ def _wait(process: subprocess.Popen[bytes], on_look: Callable[[], None] | None) 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asked by the signal that Ctrl-C sends, a profiler ends the program it started and then itself; killed at once it
-    would leave that behind."""
+    """On SIGINT a profiler stops the program it started and then itself; if killed outright, it would leave the program
+    running.
+    """
     for number, patience in zip((signal.SIGINT, signal.SIGTERM), _LEAVE_S, strict=True):
         if process.poll() is None:
             with suppress(ProcessLookupError):

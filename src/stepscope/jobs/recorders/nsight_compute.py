@@ -1,8 +1,8 @@
-"""One case under Nsight Compute: the command, its progress, and what went wrong in words.
+"""One case under Nsight Compute: the command, its progress, and its errors.
 
-Nsight Compute runs every kernel several times over, once for each group of counters, and gives the GPU's memory back
-its content in between. It writes its CSV at the very end, and nothing when it is killed. So a case is a program of its
-own (`measure.targets.ncu`), and what is lost by an interrupt is one case.
+Nsight Compute replays every kernel several times, once per group of counters, and restores GPU memory in between. It
+writes its CSV at the very end, and nothing if it is killed. So each case is a program of its own
+(`measure.targets.ncu`), and an interrupt costs one case.
 """
 
 import re
@@ -24,8 +24,8 @@ from stepscope.recording.readers.counter_metrics import FEW, FULL
 from stepscope.spec import Case
 
 PERMISSION = "ERR_NVGPUCTRPERM"
-PERMISSION_ADVICE = "run as root, or have the driver loaded with NVreg_RestrictProfilingToAdminUsers=0"
-_SCANNED = 1 << 20  # of its output, for what it complains about
+PERMISSION_ADVICE = "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
+_SCANNED = 1 << 20  # bytes of its output that are searched for errors
 _METRIC = r"[a-z0-9_]+__[A-Za-z0-9_]+(\.[a-z0-9_]+)*"
 
 
@@ -34,19 +34,20 @@ class CaseRefusedError(StepscopeError):
 
 
 def require_ncu() -> str:
-    """Where it is; said before anything runs."""
+    """Return the path of `ncu`, or raise before anything runs."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise StepscopeError(
             "`ncu` is not on the PATH",
-            detail="--counters collects with NVIDIA Nsight Compute, which comes with CUDA or by itself",
+            detail="--counters requires NVIDIA Nsight Compute, which is part of the CUDA toolkit and available "
+            "separately",
             hint="stepscope doctor",
         )
     return ncu
 
 
 def choose_metrics(asked: str) -> tuple[str, ...]:
-    """`few`, `full`, or Nsight Compute's own names, with commas between several."""
+    """Parse `few`, `full`, or a comma-separated list of Nsight Compute metrics."""
     chosen: dict[str, None] = {}
     for word in asked.split(","):
         match word.strip():
@@ -58,15 +59,15 @@ def choose_metrics(asked: str) -> tuple[str, ...]:
                 chosen[name] = None
             case name:
                 raise StepscopeError(
-                    f"not a metric of Nsight Compute: `{name}`",
-                    detail="expected few, full, or names such as dram__bytes_read.sum",
+                    f"unknown Nsight Compute metric: `{name}`",
+                    detail="expected few, full, or metric names such as dram__bytes_read.sum",
                     hint="--metrics few",
                 )
     return tuple(chosen)
 
 
 def ncu_command(ncu: str, request: Path, csv: Path, metrics: Sequence[str]) -> list[str]:
-    """Clocks and caches are left as they are: a step does not begin with cold caches either."""
+    """Clocks and caches are left alone: a training step does not start with cold caches either."""
     return [
         ncu,
         *("--clock-control", "none"),
@@ -76,7 +77,7 @@ def ncu_command(ncu: str, request: Path, csv: Path, metrics: Sequence[str]) -> l
         *("--page", "raw"),
         *("--log-file", str(csv)),
         *("--metrics", ",".join(metrics)),
-        # -P, as for every worker: a stray `random.py` in the current folder must not break torch.
+        # -P, as for every worker: a stray `random.py` in the current directory must not break torch.
         *(sys.executable, "-P", "-m", "stepscope.measure.targets.ncu", str(request)),
     ]
 
@@ -84,10 +85,10 @@ def ncu_command(ncu: str, request: Path, csv: Path, metrics: Sequence[str]) -> l
 def count_with_ncu(
     case: Case, *, metrics: Sequence[str], scratch: Path, on_stage: Callable[[str], None] = lambda _: None
 ) -> tuple[Path, NcuCounted]:
-    """Leaves the CSV in `scratch`, and says what the program measured besides."""
+    """Write the CSV to `scratch`, and return what the program measured itself."""
     ncu = require_ncu()
     request, csv = scratch.absolute() / "request.json", scratch.absolute() / "counters.csv"
-    with writing(scratch, if_full="nothing was counted", hint="TMPDIR=FOLDER, on another disk"):
+    with writing(scratch, if_full="nothing was counted", hint="TMPDIR=DIR, on another disk"):
         request.write_bytes(msgspec.json.encode(NcuRequest(case=case)))
     command = ncu_command(ncu, request, csv, metrics)
     started = time.monotonic()
@@ -99,7 +100,7 @@ def count_with_ncu(
     finished = run_outside(command, look)
     answer: NcuAnswer | None = hear(answer_path(request), NcuAnswer)
     _check(answer, finished, csv, command)
-    assert isinstance(answer, NcuCounted), "anything else was an error"
+    assert isinstance(answer, NcuCounted), "anything else raised"
     return csv, answer
 
 
@@ -111,27 +112,27 @@ def read_progress(path: Path) -> str:
 
 
 def _check(answer: NcuAnswer | None, finished: Finished, csv: Path, command: list[str]) -> None:
-    """Permission first: the program runs to its end without it, or stumbles over what ncu did to it."""
+    """Check permission first: without it the program may run to the end, or fail because of what ncu did to it."""
     complaint = _complaint(csv, finished)
     if PERMISSION in complaint:
         raise StepscopeError(
-            f"this machine does not permit hardware counters: `{PERMISSION}`",
-            detail=f"{complaint}\n{PERMISSION_ADVICE}; in confidential-computing mode there are none",
+            f"hardware counters are not permitted on this machine: `{PERMISSION}`",
+            detail=f"{complaint}\n{PERMISSION_ADVICE}; confidential-computing mode has no counters",
             hint="stepscope doctor",
         )
     if isinstance(answer, TargetFailed):
         raise CaseRefusedError(answer.message, detail=answer.detail, hint=answer.hint)
     if answer is None or finished.returncode or not csv.is_file():
-        before = "" if answer else ", before the case had run"
+        before = "" if answer else ", before the case ran"
         raise StepscopeError(
-            f"ncu {finished.in_words}{before}" if csv.is_file() or finished.returncode else "ncu wrote nothing",
-            detail=complaint or finished.last_words or "it said nothing",
+            f"ncu {finished.in_words}{before}" if csv.is_file() or finished.returncode else "ncu wrote no output",
+            detail=complaint or finished.last_words or "ncu printed nothing",
             hint=shlex.join(command),
         )
 
 
 def _complaint(csv: Path, finished: Finished) -> str:
-    """The first line in which ncu says what went wrong, in its log or on its output."""
+    """Return the first error that ncu printed, in its log or on its output."""
     try:
         with csv.open("rb") as file:
             logged = file.read(_SCANNED).decode(errors="replace")

@@ -1,8 +1,8 @@
 """`stepscope profile --nsys`: one case under Nsight Systems.
 
-Nsight Systems records from outside: it starts the program, and keeps what CUDA and NVTX do between cudaProfilerStart
-and Stop. So the case runs in a program of its own (`measure.targets.nsys`), told by a file what to do. The request
-stays beside the report, so that the command which was run can be typed again.
+Nsight Systems records from outside: it starts the program, and records CUDA and NVTX between cudaProfilerStart and
+Stop. So the case runs in a program of its own (`measure.targets.nsys`), which reads its request from a file. The
+request stays next to the report, so that the printed command can be run again.
 """
 
 import shlex
@@ -25,12 +25,12 @@ from stepscope.spec import Case
 
 _SCHEMA = "stepscope.nsys/1"
 _REQUEST_NAME = "request.json"
-PYTORCH_OPTIONS = ("autograd-nvtx", "autograd-shapes-nvtx", "functions-trace")  # of nsys profile --pytorch
+PYTORCH_OPTIONS = ("autograd-nvtx", "autograd-shapes-nvtx", "functions-trace")  # values of nsys profile --pytorch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NsysRun:
-    """What is left in the folder, how it was made, and what was measured besides."""
+    """The files in the directory, the command that made them, and what the program measured itself."""
 
     report: Path
     exported: Path
@@ -39,7 +39,7 @@ class NsysRun:
 
     @property
     def typed(self) -> str:
-        """The command, to be printed."""
+        """The command, for display."""
         return shlex.join(self.command)
 
 
@@ -53,7 +53,7 @@ def record_with_nsys(
     pytorch: str | None = None,
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> NsysRun:
-    """Leaves `report.nsys-rep`, its SQLite export and the request in `out_folder`."""
+    """Write `report.nsys-rep`, its SQLite export and the request to `out_folder`."""
     nsys = require_nsys()
     require_torch()
     asked = _check_pytorch(pytorch)
@@ -81,7 +81,7 @@ def record_with_nsys(
 
 
 def _has_request(folder: Path) -> bool:
-    """Whether it holds the report of an earlier request, which may be replaced."""
+    """Whether the directory holds the report of an earlier request, which may be replaced."""
     try:
         decode(read_plain(folder / _REQUEST_NAME), NsysRequest)
     except (OSError, msgspec.DecodeError):
@@ -92,13 +92,14 @@ def _has_request(folder: Path) -> bool:
 def nsys_command(
     nsys: str, request: Path, report: Path, *, python_backtrace: bool = False, pytorch: str | None = None
 ) -> list[str]:
-    """Only CUDA and NVTX, and no samples of the host: what is not asked for disturbs nothing. Python's stacks need both
-    samples and CUDA's own stacks, which nsys otherwise takes of slow calls only, and a launch is a quick one."""
+    """Only CUDA and NVTX, without CPU samples: what is not requested disturbs nothing. Python stacks need both CPU
+    samples and CUDA backtraces, which nsys otherwise takes only for slow calls, and a launch is fast.
+    """
     backtrace = ["--cudabacktrace", "kernel:0", "--python-backtrace=cuda"] if python_backtrace else []
     return [
         nsys,
         "profile",
-        # nsys adds the ending itself, and reads `%h` and the like as patterns.
+        # nsys appends the extension itself, and reads `%h` and the like as patterns.
         *("--output", str(report.with_suffix("")).replace("%", "%%")),
         *("--force-overwrite", "true"),
         *("--trace", "cuda,nvtx"),
@@ -109,34 +110,34 @@ def nsys_command(
         *backtrace,
         *([f"--pytorch={pytorch}"] if pytorch else []),
         *("--export", "none"),
-        # -P, as for every worker: a stray `random.py` in the current folder must not break torch.
+        # -P, as for every worker: a stray `random.py` in the current directory must not break torch.
         *(sys.executable, "-P", "-m", "stepscope.measure.targets.nsys", str(request)),
     ]
 
 
 def _missing(report: Path) -> StepscopeError:
     stream = report.with_suffix(".qdstrm")
-    if stream.is_file():  # as the nsys inside of Nsight Compute does
+    if stream.is_file():  # as the nsys bundled with Nsight Compute does
         return StepscopeError(
-            f"nsys recorded, but left `{stream}` without making a report of it",
-            detail="an installation of Nsight Systems that is not whole does so, for want of its importer",
-            hint=f"on a machine with all of Nsight Systems: QdstrmImporter --input-file {stream.name}",
+            f"nsys wrote `{stream}` but did not convert it to a report",
+            detail="this installation of Nsight Systems is incomplete: the importer is missing",
+            hint=f"on a machine with a complete Nsight Systems: QdstrmImporter --input-file {stream.name}",
         )
     return StepscopeError(
         "nsys wrote no report",
-        detail=f"expected `{report}`; the program ran to its end, but nsys may not have seen it start",
+        detail=f"expected `{report}`; the program ran to the end, but nsys may not have seen it start",
         hint="stepscope doctor",
     )
 
 
 def require_nsys() -> str:
-    """Where it is; said before anything runs."""
+    """Return the path of `nsys`, or raise before anything runs."""
     nsys = shutil.which("nsys")
     if nsys is None:
         raise StepscopeError(
             "`nsys` is not on the PATH",
-            detail="--nsys records with NVIDIA Nsight Systems, which comes with CUDA or by itself",
-            hint="record with PyTorch's own profiler instead: stepscope profile, without --nsys",
+            detail="--nsys requires NVIDIA Nsight Systems, which is part of the CUDA toolkit and available separately",
+            hint="to record with PyTorch's profiler instead, remove --nsys: stepscope profile",
         )
     return nsys
 
@@ -146,9 +147,9 @@ def _check_pytorch(pytorch: str | None) -> tuple[str, ...]:
     for option in asked:
         if option not in PYTORCH_OPTIONS:
             raise StepscopeError(
-                f"unknown option for nsys's --pytorch: `{option}`",
-                detail=f"expected {', '.join(PYTORCH_OPTIONS)}, with commas between several",
-                hint="leave it out: stepscope emits PyTorch's operators itself",
+                f"unknown value for --pytorch of nsys: `{option}`",
+                detail=f"expected a comma-separated list of {', '.join(PYTORCH_OPTIONS)}",
+                hint="remove it: stepscope emits PyTorch's operators itself",
             )
     return asked
 
@@ -160,8 +161,8 @@ def _run(command: list[str], answer: Path) -> NsysRecorded:
         raise StepscopeError(heard.message, detail=heard.detail, hint=heard.hint)
     if finished.returncode or heard is None:
         raise StepscopeError(
-            f"nsys {finished.in_words}" + ("" if heard else ", before the case had run"),
-            detail=finished.last_words or "it said nothing",
+            f"nsys {finished.in_words}" + ("" if heard else ", before the case ran"),
+            detail=finished.last_words or "nsys printed nothing",
             hint=shlex.join(command),
         )
     return heard

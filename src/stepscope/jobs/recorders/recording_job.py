@@ -1,7 +1,7 @@
-"""`stepscope profile`: one case, recorded in a process of its own, and kept as a folder.
+"""`stepscope profile`: one case, recorded in its own process, and saved as a directory.
 
-The worker leaves a raw trace and says what it timed; reading the trace and writing the tables is done here, so that the
-process in which the model runs never loads what reads it. The folder appears when it is whole, or not at all.
+The worker writes a raw trace and reports its timings; this process reads the trace and writes the tables, so that the
+process in which the model runs never loads the readers. The directory appears when it is complete, or not at all.
 """
 
 import os
@@ -23,7 +23,7 @@ from stepscope.jobs.workers.process import Ended, InputRefusedError, OnStage, Wo
 from stepscope.recording.rows.bench import RAW_TRACE_NAME, Environment, RecordedRun
 from stepscope.spec import Case, Grid, Workload, grid_from_flags
 
-if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
+if TYPE_CHECKING:  # these load polars, which a bad flag should not have to wait for
     import polars as pl
 
     from stepscope.jobs.recorders.nsight_systems import NsysRun
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # they load polars, which a bad flag need not wait for
 
 
 class _RecordingJob(msgspec.Struct, frozen=True, kw_only=True):
-    """How to record a case. `functions` are annotated. Whatever goes wrong leaves no folder behind."""
+    """How to record a case. `functions` are annotated. A failure leaves no directory behind."""
 
     folder: Path
     command: str
@@ -51,19 +51,19 @@ class _RecordingJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileJob(_RecordingJob, frozen=True, kw_only=True):
-    """With PyTorch's profiler. `stacks` are Python's."""
+    """Record with PyTorch's profiler. `stacks` are Python stacks."""
 
     stacks: bool = False
 
     def run(self, grid: Grid, on_stage: OnStage) -> "Recording":
-        """An empty grid is the default case."""
+        """An empty grid means the default case."""
         require_torch()
         check_folder(self.folder, force=self.force, command=self.command)
         with Workers() as workers:
             return self.run_planned(plan_case(grid, workers), workers, on_stage)
 
     def run_planned(self, planned: Planned, workers: Workers, on_stage: OnStage) -> "Recording":
-        """The same for a case that was planned before, by whoever has other things for these workers to do."""
+        """The same for a case that is already planned, by a caller that shares its workers."""
         started = datetime.now(UTC)
         with scratch_folder() as scratch:
             request = Record(
@@ -84,8 +84,9 @@ class ProfileJob(_RecordingJob, frozen=True, kw_only=True):
 
 
 class NsysJob(_RecordingJob, frozen=True, kw_only=True):
-    """With Nsight Systems. Its report, and what is needed to type the command again, stay in a folder beside the
-    recording."""
+    """Record with Nsight Systems. Its report, and what is needed to rerun the command, stay in a directory next to the
+    recording.
+    """
 
     python_backtrace: bool = False
     pytorch: str | None = None
@@ -119,17 +120,17 @@ class NsysJob(_RecordingJob, frozen=True, kw_only=True):
 
 
 def check_folder(folder: Path, *, force: bool, command: str) -> None:
-    """Refuses, before anything runs, a place that the recording could not go to."""
+    """Reject, before anything runs, a path that the recording could not be written to."""
     from stepscope.recording.store import check_place
 
     check_place(folder, force=force, command=command)
     parent = next(parent for parent in folder.absolute().parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise StepscopeError(f"cannot write to `{parent}`", hint="--out FOLDER")
+        raise StepscopeError(f"cannot write to `{parent}`", hint="--out DIR")
 
 
 def plan_case(grid: Grid, workers: Workers) -> Planned:
-    """The one case that the settings make, and where it will run."""
+    """Return the one case that the settings describe, and where it will run."""
     if grid == Grid():
         on_cpu = grid_from_flags({"size": "nano", "context": "128"}).cases()[0]
         if look_at([on_cpu], workers, None).environment.device == "cpu":
@@ -147,14 +148,14 @@ def only_case(grid: Grid) -> Case:
     name, values = next((name, values) for name, values in (*grid.axes, *grid.arguments) if len(set(values)) > 1)
     flag = f"--set {name}=" if name in dict(grid.arguments) else f"--{name.replace('_', '-')} "
     raise StepscopeError(
-        f"these settings make {len(cases)} cases, and a recording is of one",
+        f"expected one case to record, got {len(cases)}",
         detail=f"`{flag.strip()}` has {len(set(values))} values",
-        hint=f"{flag}{values[0]}, or stepscope bench for all of them",
+        hint=f"{flag}{values[0]}, or stepscope bench to run all of them",
     )
 
 
 def explain_failure(ended: Ended, case: Case, what: str) -> StepscopeError:
-    """Why nothing was `what`, with the last lines that the worker printed where it died without a word."""
+    """The error for a request that failed. `what` is the participle of the verb, such as "recorded"."""
     answer = ended.answer
     if isinstance(answer, Failed) and answer.bad_input:
         return InputRefusedError(answer)
@@ -172,7 +173,7 @@ def _hint_smaller(workload: Workload) -> str:
 
 
 class _Ran(Protocol):
-    """What every recorder says of the model that it ran."""
+    """What every recorder reports about the model it ran."""
 
     @property
     def parameters(self) -> int: ...
@@ -182,7 +183,7 @@ class _Ran(Protocol):
 
 
 def describe_run(recording: "Recording", planned: PlannedCase[Case], run: _Ran, **more: object) -> "Recording":
-    """What no recorder knows: the case, where it ran, and `more`, as the manifest has it."""
+    """Add what no recorder knows: the case, its environment, and `more` manifest fields."""
     return recording.with_manifest(
         case=planned.case,
         environment=planned.environment,
@@ -202,7 +203,7 @@ def versions_of(environment: Environment) -> dict[str, str]:
 def describe_recording(
     recording: "Recording", *, planned: Planned, run: RecordedRun, command: str, started: str
 ) -> "Recording":
-    """What the trace cannot know: the case, where it ran, and the steps that were timed without a recorder."""
+    """Add what the trace does not contain: the case, its environment, and the unprofiled step times."""
     from stepscope.recording.store import Overhead
 
     plain_ns = median_ns(run.step_ns)
@@ -236,5 +237,5 @@ def _steps_table(run: RecordedRun) -> "pl.DataFrame":
 
 
 def median_ns(samples_ns: Sequence[int]) -> int | None:
-    """None where nothing was timed, be it that the clock did not advance."""
+    """Return the median, or None if nothing was timed or the clock did not advance."""
     return round(summarise(samples_ns).median) or None if samples_ns else None

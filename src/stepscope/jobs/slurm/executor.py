@@ -1,4 +1,4 @@
-"""The way to Slurm: submitit writes the script, pickles what is to run, and calls sbatch."""
+"""Submission to Slurm: submitit writes the script, pickles the tasks, and calls sbatch."""
 
 import shlex
 import shutil
@@ -16,34 +16,34 @@ from stepscope.jobs.slurm.resources import Resources
 if TYPE_CHECKING:
     from submitit import SlurmExecutor
 
-# How long before the end of its time a job is told to queue itself again, at most; a short job gets a tenth of its
-# time, or it would be told when it starts.
+# The longest notice before the time limit, at which a job requeues itself; a short job gets a tenth of its time, or the
+# notice would arrive as it starts.
 _NOTICE_S = 60
-# How often a job whose time is up queues itself again.
+# How often a job that reaches its time limit requeues itself.
 _EXTENSIONS = 3
 
 
 def require_slurm() -> None:
     if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
         raise StepscopeError(
-            "there is no Slurm on this machine: `sbatch` is not on the path",
+            "Slurm not found on this machine: `sbatch` is not on the PATH",
             detail="`--slurm` submits jobs from a login node of a cluster",
-            hint="module load slurm    # on some clusters; or leave out --slurm to run here",
+            hint="module load slurm    # on some clusters; or remove --slurm to run on this machine",
         )
     if find_spec("submitit") is None:
         raise StepscopeError("submitit is not installed", hint="pip install 'stepscope[slurm]'")
 
 
 def make_executor(folder: Path, resources: Resources, *, name: str, tasks: int = 1) -> "SlurmExecutor":
-    """`tasks` is over all nodes. Everything that the script says comes from here."""
+    """`tasks` counts over all nodes. Everything in the script is set here."""
     from submitit import SlurmExecutor
 
-    # -P: a stray `random.py` in the current folder must not break what runs there.
+    # -P: a stray `random.py` in the current directory must not break the job.
     executor = SlurmExecutor(folder, max_num_timeout=_EXTENSIONS, python=f"{shlex.quote(sys.executable)} -P")
-    # Since Slurm 22.05 srun takes no notice of what sbatch was told about CPUs. And a rank that dies ends the others.
+    # Since Slurm 22.05, srun ignores the CPU count given to sbatch. A rank that dies ends the others.
     cpus = [f"--cpus-per-task={resources.cpus}"] if resources.cpus else []
     extra: dict[str, str | bool] = {key: value or True for key, value in resources.sbatch}
-    # A requeue is what we are made for; some clusters have it off unless asked.
+    # Our jobs can be requeued; some clusters disable that by default.
     extra |= {"requeue": True} | ({"mem": resources.mem} if resources.mem else {})
     executor.update_parameters(
         job_name=name,
@@ -65,23 +65,25 @@ def make_executor(folder: Path, resources: Resources, *, name: str, tasks: int =
 
 
 def submit(executor: "SlurmExecutor", tasks: Sequence[Callable[[], None]]) -> str:
-    """Slurm's number for the job, or for the array when there are several. What is refused leaves no folder."""
+    """Return the Slurm id of the job, or of the array if there are several jobs. A rejected submission leaves no
+    directory.
+    """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     try:
         first = executor.submit_array(tasks)[0]
     except (FailedJobError, FailedSubmissionError) as error:
         shutil.rmtree(executor.folder)
-        with suppress(OSError):  # submissions of before are in it
+        with suppress(OSError):  # earlier submissions are in it
             executor.folder.parent.rmdir()
         raise StepscopeError(
-            "Slurm refused the job", detail=str(error), hint="sinfo    # lists the partitions and their limits"
+            "Slurm rejected the job", detail=str(error), hint="sinfo    # lists the partitions and their limits"
         ) from None
     return first.job_id.partition("_")[0]
 
 
 def script(executor: "SlurmExecutor", count: int) -> str:
-    """What `submit` would hand to sbatch for so many jobs."""
+    """Return the script that `submit` would pass to sbatch for this many jobs."""
     if count > 1:
         executor.parameters["map_count"] = count
     return executor._make_submission_file_text(executor._submitit_command_str, "")
@@ -89,7 +91,7 @@ def script(executor: "SlurmExecutor", count: int) -> str:
 
 @contextmanager
 def holding_signals(*which: signal.Signals) -> Iterator[None]:
-    """They wait until the end, for this thread and for what it starts."""
+    """Hold signals until the end, for this thread and for the processes it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, which)
     try:
         yield

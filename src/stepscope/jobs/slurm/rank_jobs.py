@@ -1,8 +1,7 @@
 """One job whose tasks are the ranks of a process group: `stepscope train --slurm`.
 
-What the ranks do is the verb's: it names a function, and gives it a text. Here they are started, waited for, and told
-about when they fail. A job that is queued again calls the same function with the same text, which goes on from its own
-checkpoint.
+The command names a function and a request text for the ranks. This module starts them, waits for them, and reports
+failures. A requeued job calls the same function with the same text, which resumes from its own checkpoint.
 """
 
 import signal
@@ -35,24 +34,26 @@ class SlurmRanks:
     def __post_init__(self) -> None:
         if self.ranks % self.resources.nodes:
             raise StepscopeError(
-                f"`{self.ranks}` ranks do not spread evenly over `{self.resources.nodes}` nodes",
+                f"cannot distribute `{self.ranks}` ranks evenly over `{self.resources.nodes}` nodes",
                 hint=f"--ranks {self.resources.nodes * (self.ranks // self.resources.nodes + 1)}",
             )
 
     def script(self) -> str:
-        """What would be handed to sbatch."""
+        """Return the script that would be passed to sbatch."""
         require_slurm()
         executor = make_executor(next_folder(self.folder), self.resources, name=self.name, tasks=self.ranks)
         return script(executor, 1)
 
     def run(self, listener: JobListener, *, wait: bool = True, prepare: Callable[[], None] = lambda: None) -> bool:
-        """Submits, or finds the job that does the same already, and waits for it. False when it is not done and nobody
-        waits. `prepare` is called just before a job is submitted: what it deletes is no job's of before."""
+        """Submit the job, or find a running one that does the same, and wait for it. Returns False if it is unfinished
+        and `wait` is False. `prepare` is called right before submission, when no earlier job needs the files it
+        deletes.
+        """
         require_slurm()
         require_torch()
         with _alone(self.folder):
             found = self._find()
-            # Ctrl-C waits until what was submitted is written down.
+            # Delay Ctrl-C until the submission is recorded.
             with holding_signals(signal.SIGINT, signal.SIGTERM):
                 kept = found or self._submit(prepare)
                 (job,) = kept.jobs()
@@ -61,11 +62,13 @@ class SlurmRanks:
             if not watch.follow(listener, wait=wait):
                 return False
             kept.with_ended(job)
-        raise_failures(list(watch.failures.values()), kept="the same command goes on from the last checkpoint")
+        raise_failures(
+            list(watch.failures.values()), kept="run the same command again to resume from the last checkpoint"
+        )
         return True
 
     def _find(self) -> Kept | None:
-        """The job of before, where it does what this one would. Another one in the same folder would be in the way."""
+        """Return the earlier job if it does the same work. A different one in the same directory would conflict."""
         for kept in read_submissions(self.folder):
             (job,) = kept.jobs()
             if job.index in kept.submission.ended:
@@ -73,9 +76,9 @@ class SlurmRanks:
             if kept.submission.work == self._work():
                 return kept
             raise StepscopeError(
-                f"job {job.id} is at work in `{self.folder}`",
-                detail=f"it was submitted by: {kept.submission.command}",
-                hint=f"scancel {job.id}, then that command again to see it end; or --out FOLDER",
+                f"job {job.id} is already running in `{self.folder}`",
+                detail=f"it was submitted with: {kept.submission.command}",
+                hint=f"scancel {job.id}, then rerun that command to see it end; or use --out DIR",
             )
         return None
 
@@ -95,9 +98,10 @@ class SlurmRanks:
 
 
 def _alone(run_folder: Path) -> AbstractContextManager[None]:
-    """One command waits for a folder's jobs at a time: two could both find none, and submit. The lock is on the folder
-    itself, so that no file stays behind."""
+    """Only one command at a time waits for the jobs of a directory: two could both find none, and submit. The lock is
+    on the directory itself, so no file is left behind.
+    """
     refusal = StepscopeError(
-        f"another command waits for the jobs of `{run_folder}`", hint="end that one, or --out FOLDER"
+        f"another command is waiting for the jobs of `{run_folder}`", hint="stop that command, or use --out DIR"
     )
     return locked(run_folder / FOLDER_NAME, refusal)

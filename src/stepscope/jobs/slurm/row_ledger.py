@@ -1,4 +1,4 @@
-"""Rows on their way from a job's own results file into the run's."""
+"""Moves rows from a job's results file into the run's."""
 
 import shutil
 from collections.abc import Container, Iterable, Iterator
@@ -15,7 +15,7 @@ from stepscope.spec import DEFAULT_CONTEXT, Case
 
 
 class _Identity(msgspec.Struct, frozen=True):
-    """What tells one measurement from another of the same case."""
+    """What distinguishes two measurements of the same case."""
 
     key: str
     started: str
@@ -23,7 +23,7 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class RowLedger:
-    """The run's results file while jobs' rows come in. `rows` are the newest by key; nothing comes in twice."""
+    """The run's results file while rows arrive from jobs. `rows` holds the newest by key; no row is added twice."""
 
     def __init__(self, results: ResultsFile[BenchRow]) -> None:
         self.rows = {row.key: row for row in results.rows}
@@ -32,8 +32,9 @@ class RowLedger:
         self._seen = {decode(line, _Identity) for line in lines if line}
 
     def collect(self, job: Job, *, ended: bool) -> Iterator[BenchRow]:
-        """What is new. That a case was killed is believed once the job is over: until then it may be the job itself
-        that is being killed, and the case runs again when the job does."""
+        """Add the new rows. A `killed` case is accepted only once the job is over: until then the job itself may be the
+        one being killed, and then the case runs again when the job does.
+        """
         for row in read_own(job.folder / RESULTS_NAME):
             identity = _Identity(row.key, row.started, row.wall_s)
             if identity in self._seen or (row.status == "killed" and not ended):
@@ -53,7 +54,7 @@ class RowLedger:
 
 
 def read_own(path: Path) -> tuple[BenchRow, ...]:
-    """The newest row of each key in a job's file, which the job may be writing to."""
+    """Return the newest row per key in a job's file, which the job may still be writing."""
     try:
         content = read_plain(path)
     except FileNotFoundError:
@@ -62,7 +63,7 @@ def read_own(path: Path) -> tuple[BenchRow, ...]:
 
 
 def forget_killed(path: Path) -> None:
-    """A job that was killed may have taken a worker's end for the end of a case. It runs again."""
+    """A job that was killed may have recorded the end of a worker as the end of a case. Such a case runs again."""
     killed = {row.key for row in read_own(path) if row.status == "killed"}
     if killed:
         lines = read_plain(path).splitlines(keepends=True)
@@ -72,13 +73,14 @@ def forget_killed(path: Path) -> None:
 def _is_of(line: bytes, keys: Container[str]) -> bool:
     try:
         return decode(line, BenchRow).key in keys
-    except msgspec.DecodeError:  # of a later version, or cut short when the job was killed
+    except msgspec.DecodeError:  # from a newer version, or truncated when the job was killed
         return False
 
 
 def seed(path: Path, cases: Iterable[Case], rows: Iterable[BenchRow]) -> None:
-    """Gives a job, before it is submitted, the rows that may be those of its cases. Whether they are shows on the node:
-    a key has the device and the versions in it."""
+    """Give a job, before submission, the rows that may belong to its cases. Only the node can tell, because a key
+    contains the device and the versions.
+    """
     wanted = {_as_asked(case) for case in cases}
     chosen = [msgspec.json.encode(row) + b"\n" for row in rows if _as_asked(row.case) in wanted]
     if chosen:
@@ -86,7 +88,8 @@ def seed(path: Path, cases: Iterable[Case], rows: Iterable[BenchRow]) -> None:
 
 
 def _as_asked(case: Case) -> Case:
-    """Without what is decided on the node. Cases ask for `auto` or `cuda` and may leave the context open; rows name the
-    device and the context that were used."""
+    """Ignore what is decided on the node: cases may request `auto` or `cuda` and leave the context open; rows name the
+    device and context that were used.
+    """
     workload = msgspec.structs.replace(case.workload, device="auto", context=case.workload.context or DEFAULT_CONTEXT)
     return msgspec.structs.replace(case, workload=workload)

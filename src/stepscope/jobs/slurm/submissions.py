@@ -1,4 +1,4 @@
-"""What was submitted, kept in the run's folder, and what its jobs left there."""
+"""Submissions, recorded in the run directory, and the files their jobs leave there."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,10 +20,10 @@ _SCHEMA = "stepscope.slurm/1"
 
 
 class ShareWork(msgspec.Struct, frozen=True, kw_only=True, tag="share"):
-    """A grid's cases, dealt to the jobs of an array. `retry` and `fresh` are those of the command."""
+    """The cases of a grid, divided among the jobs of an array. `retry` and `fresh` are the command's."""
 
     shares: tuple[tuple[Case, ...], ...]
-    retry: Retry | bool | None  # a bool where an earlier version wrote it, which knew of failed cases only
+    retry: Retry | bool | None  # a bool in files of an earlier version, which only knew failed cases
     fresh: bool
     timeout_s: float | None
 
@@ -33,7 +33,9 @@ class ShareWork(msgspec.Struct, frozen=True, kw_only=True, tag="share"):
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True, tag="rank"):
-    """One job of `ranks` tasks, each of which calls `entry` (`package.module:function`) with `request`, a JSON text."""
+    """One job with `ranks` tasks, each of which calls `entry` (`package.module:function`) with `request`, a JSON
+    text.
+    """
 
     entry: str
     request: str
@@ -41,7 +43,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, tag="rank"):
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """`ended` are the jobs, by their number, that are over and collected: nobody need look at them again."""
+    """`ended` lists the jobs, by index, that are over and collected."""
 
     schema: str = _SCHEMA
     job_id: str
@@ -53,8 +55,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a task of a job says when it is through: the keys of its rows in the order of its cases, or what it raised.
-    `life` counts how often the job had been queued again, `ended_ns` is when."""
+    """The result of one task of a job: the keys of its rows in case order, or the error it raised. `life` counts how
+    often the job had been requeued; `ended_ns` is the time.
+    """
 
     life: int
     ended_ns: int
@@ -66,7 +69,7 @@ class TaskOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job of a submission: Slurm's name for it, the folder that is its own, and how many tasks it has."""
+    """A job of a submission: its Slurm id, its directory, and its number of tasks."""
 
     id: str
     index: int
@@ -75,7 +78,7 @@ class Job:
 
     @property
     def logs(self) -> tuple[Path, ...]:
-        """Standard output and error of each task, as submitit names them."""
+        """Standard output and error of each task, under the names submitit uses."""
         return tuple(self.folder.parent / f"{self.id}_{task}_log.out" for task in range(self.tasks))
 
     def outcomes(self) -> tuple[TaskOutcome | None, ...]:
@@ -84,7 +87,7 @@ class Job:
             read_document(
                 path,
                 TaskOutcome,
-                refusal="cannot read how a job ended:",
+                refusal="cannot read the result of a job:",
                 hint=f"rm {path}    # the job then counts as running",
             )
             for path in paths
@@ -93,7 +96,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A submission in its folder, `runs/bench/slurm/3`."""
+    """A submission and its directory, such as `runs/bench/slurm/3`."""
 
     folder: Path
     submission: Submission
@@ -110,7 +113,7 @@ class Kept:
         write_whole(self.folder / _MANIFEST_NAME, msgspec.json.encode(self.submission) + b"\n")
 
     def with_ended(self, job: Job) -> "Kept":
-        """This, written down, with one more job that is over."""
+        """Return a copy with one more finished job, and write it."""
         ended = (*self.submission.ended, job.index)
         changed = Kept(folder=self.folder, submission=msgspec.structs.replace(self.submission, ended=ended))
         changed.write()
@@ -126,20 +129,20 @@ def keep(folder: Path, job_id: str, resources: Resources, work: ShareWork | Rank
 
 
 def read_submissions(run_folder: Path) -> list[Kept]:
-    """The newest first. A folder without a manifest is one whose submission never got through."""
+    """Return the newest first. A directory without a manifest belongs to a submission that failed."""
     found = []
     for folder in sorted(_numbered(run_folder), key=lambda one: int(one.name), reverse=True):
         path = folder / _MANIFEST_NAME
         submission = read_document(
-            path, Submission, refusal="cannot read what was submitted:", hint=f"rm {path}    # forgets these jobs"
+            path, Submission, refusal="cannot read the submission:", hint=f"rm {path}    # forgets these jobs"
         )
         if submission is None:
             continue
         if submission.schema != _SCHEMA:
             raise StepscopeError(
-                f"submitted by another version: `{path}`",
-                detail=f"expected schema `{_SCHEMA}`, found `{submission.schema}`",
-                hint="--out FOLDER",
+                f"submitted by an incompatible version: `{path}`",
+                detail=f"expected schema `{_SCHEMA}`, got `{submission.schema}`",
+                hint="--out DIR",
             )
         found.append(Kept(folder=folder, submission=submission))
     return found
@@ -155,7 +158,7 @@ def outcome_path(folder: Path, task: int) -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """All of it or nothing, whoever reads and whoever dies meanwhile."""
+    """Write atomically, so that readers and interruptions never see half a file."""
     with writing(path):
         write_atomically(path, content)
 

@@ -1,8 +1,8 @@
-"""`stepscope bench --slurm`: a grid dealt to the jobs of an array, and their rows collected as they come.
+"""`stepscope bench --slurm`: a grid divided among the jobs of an array, with rows collected as they arrive.
 
-Whether a case is done shows in its key, and the key has the compute node's device in it, which is not known here. So a
-job is given the rows that may be those of its cases, and finds out. Only where a job of an earlier submission to the
-same place has said which row is whose, and the software is still the same, is nothing submitted for a case.
+The key of a case contains the compute node's device, which is unknown here. So each job receives the rows that may
+belong to its cases, and checks. A case is skipped only if a job of an earlier submission to the same place has reported
+which row belongs to it, and the software has not changed.
 """
 
 import platform
@@ -28,10 +28,10 @@ _JOB_NAME = "stepscope-bench"
 
 
 class SweepJobListener(JobListener, Protocol):
-    """Who watches the jobs of a sweep from here."""
+    """Receives the progress of a sweep on a cluster."""
 
     def plan(self, num_done: int, num_cases: int) -> None:
-        """So many cases are done already, of so many."""
+        """`done` of `total` cases are finished already."""
         ...
 
     def finish(self, row: BenchRow) -> None: ...
@@ -41,7 +41,7 @@ class SweepJobListener(JobListener, Protocol):
 
 @dataclass(frozen=True)
 class _JobPlace:
-    """Where a case is done: which of its job's cases it is."""
+    """Where a case runs: its position among the cases of its job."""
 
     kept: Kept
     job: Job
@@ -54,22 +54,22 @@ class _JobPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmSweep(Sweep[Case, BenchRow]):
-    """A sweep on a cluster, over `array` jobs, each of which is a sweep over its share."""
+    """A sweep on a cluster, over `array` jobs, each of which sweeps its share."""
 
     experiment: BenchExperiment
     resources: Resources
     array: int = 1
 
     def script(self) -> str:
-        """What would be handed to sbatch if nothing of the grid were done."""
+        """Return the script that would be passed to sbatch if no case were done."""
         require_slurm()
         executor = make_executor(next_folder(self.folder), self.resources, name=_JOB_NAME)
         return script(executor, len(deal(self._cases(), self.array)))
 
     def run_jobs(self, listener: SweepJobListener, *, wait: bool = True) -> tuple[BenchRow, ...] | None:
-        """The rows of all cases in the grid's order; None when some are still to come and nobody waits for them.
+        """Return the rows of all cases in grid order; None if some are pending and `wait` is False.
 
-        A job that fails ends this with an error when the others are done, and their rows are kept.
+        If a job fails, this raises once the other jobs are done, and their rows are kept.
         """
         require_slurm()
         require_torch()
@@ -79,7 +79,7 @@ class SlurmSweep(Sweep[Case, BenchRow]):
             places = self._find(cases, read_submissions(self.folder), ledger)
             missing = [case for case in cases if case not in places]
             listener.plan(sum(map(_is_closed, places.values())), len(cases))
-            # Ctrl-C waits until what was submitted is written down: nobody could collect it.
+            # Delay Ctrl-C until the submission is recorded: otherwise nobody could collect it.
             with holding_signals(signal.SIGINT, signal.SIGTERM):
                 submitted = self._submit(missing, ledger) if missing else None
                 if submitted is not None:
@@ -94,17 +94,17 @@ class SlurmSweep(Sweep[Case, BenchRow]):
         keys = [place.key() for place in (places[case] for case in cases)]
         rows = tuple(ledger.rows[key] for key in dict.fromkeys(keys) if key is not None)
         raise_failures(
-            list(watch.failures.values()), kept="what was measured is kept, and the same command submits the rest"
+            list(watch.failures.values()), kept="finished rows are kept; run the same command again to submit the rest"
         )
         return rows
 
     def _cases(self) -> tuple[Case, ...]:
-        """The default grid goes by what was asked for: there is no device here to look at."""
+        """The default grid follows the requested resources: a login node has no device to probe."""
         grid = self.experiment.grid
         return (grid if grid != Grid() else self.experiment.default_grid(on_cpu=self.resources.gpus == 0)).cases()
 
     def _find(self, cases: Sequence[Case], submissions: Sequence[Kept], ledger: RowLedger) -> dict[Case, _JobPlace]:
-        """Where cases are being done, or are known to have been, by the newest submission to the same place."""
+        """Return where cases are running or known to be done, by the newest submission to the same place."""
         found: dict[Case, _JobPlace] = {}
         for kept in submissions:
             if isinstance(kept.submission.work, ShareWork) and kept.submission.resources.place == self.resources.place:
@@ -116,13 +116,13 @@ class SlurmSweep(Sweep[Case, BenchRow]):
         return {case: found[case] for case in cases if case in found}
 
     def _is_due(self, kept: Kept) -> bool:
-        """Whether jobs that are under way measure what this command would have measured."""
+        """Whether running jobs measure what this command would measure."""
         work = kept.submission.work
         assert isinstance(work, ShareWork)
         return work.fresh or (not self.fresh and self.retry in (None, work.retried))
 
     def _is_known(self, place: _JobPlace, ledger: RowLedger) -> bool:
-        """Done, without asking a node. Never so with a model of the user's own, whose source only workers read."""
+        """Done, without asking a node. Never true for a custom model, whose source only workers read."""
         row = ledger.rows.get(place.key() or "")
         if row is None or not self.is_done(row) or row.source is not None:
             return False
@@ -130,7 +130,7 @@ class SlurmSweep(Sweep[Case, BenchRow]):
         return (there.python, there.torch, there.triton, there.stepscope) == _software()
 
     def _submit(self, missing: Sequence[Case], ledger: RowLedger) -> Kept:
-        # Only here: the tasks are made of submitit's parts, and everything else works without it.
+        # Imported only here: tasks subclass submitit's types, and everything else works without it.
         from stepscope.jobs.slurm.tasks import ShareRequest, ShareTask
 
         folder = next_folder(self.folder)
@@ -149,7 +149,7 @@ class SlurmSweep(Sweep[Case, BenchRow]):
 
 @dataclass(frozen=True)
 class _Collector:
-    """Takes over the rows of jobs as they come, and writes down which jobs are over."""
+    """Copy the rows of jobs as they arrive, and record which jobs are over."""
 
     watch: JobWatch
     kept: dict[str, Kept]
@@ -170,7 +170,9 @@ class _Collector:
 
 
 def deal(cases: Sequence[Case], count: int) -> tuple[tuple[Case, ...], ...]:
-    """Dealt like cards to at most `count` jobs: an axis that turns slowly, the size for one, is spread over all."""
+    """Deal cases round-robin to at most `count` jobs, so that a slowly varying axis, such as the size, is spread over
+    all.
+    """
     return tuple(tuple(cases[first::count]) for first in range(min(count, len(cases))))
 
 
@@ -186,7 +188,7 @@ def _is_closed(place: _JobPlace) -> bool:
 
 
 def _software() -> tuple[str, str | None, str | None, str]:
-    """Of this Python, which is the one that jobs run."""
+    """The versions of this Python, which is the one that jobs run."""
     return platform.python_version(), _installed("torch"), _installed("triton"), stepscope.__version__
 
 

@@ -1,7 +1,7 @@
-"""What runs on the compute node: small objects that submitit pickles, with nothing but text inside.
+"""What runs on the compute node: small objects that submitit pickles, which contain only text.
 
-A task that is queued again (preempted, `scontrol requeue`, its time up) is called again, with the same text, and goes
-on from what it left in its folder.
+A requeued task (preempted, `scontrol requeue`, or at its time limit) is called again with the same text, and resumes
+from the files in its directory.
 """
 
 import os
@@ -31,7 +31,7 @@ from stepscope.spec import Case
 
 
 class ShareRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A share of a grid. `folder` is absolute, and the job's own."""
+    """A share of a grid. `folder` is absolute and belongs to this job."""
 
     cases: tuple[Case, ...]
     folder: str
@@ -40,7 +40,7 @@ class ShareRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`entry` is `package.module:function`, and gets `request`."""
+    """`entry` is `package.module:function`, called with `request`."""
 
     entry: str
     request: str
@@ -48,7 +48,7 @@ class RankRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShareTask(Checkpointable):
-    """Runs a share of a grid into a results file of the job's own."""
+    """Runs a share of a grid into the job's own results file."""
 
     def __init__(self, request: ShareRequest) -> None:
         self._text = msgspec.json.encode(request).decode()
@@ -60,15 +60,16 @@ class ShareTask(Checkpointable):
 
 
 class RankTask(Checkpointable):
-    """Makes a task of the job a rank, as torchrun would: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are
-    set, and the entry is called. The port follows from the job's number."""
+    """Turns a task of the job into a rank, as torchrun would: sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    MASTER_PORT, and calls the entry. The port is derived from the job id.
+    """
 
     def __init__(self, request: RankRequest) -> None:
         self._text = msgspec.json.encode(request).decode()
 
     def __call__(self) -> None:
         request = msgspec.json.decode(self._text, type=RankRequest)
-        # Not by CUDA_VISIBLE_DEVICES: a rank takes the device of its LOCAL_RANK, as under torchrun.
+        # Not through CUDA_VISIBLE_DEVICES: a rank uses the device of its LOCAL_RANK, as under torchrun.
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         module, _, name = request.entry.partition(":")
 
@@ -80,7 +81,7 @@ class RankTask(Checkpointable):
 
 
 class _Log:
-    """Who watches the sweep here: the job's log."""
+    """Writes the sweep's progress to the job's log."""
 
     def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:  # noqa: ARG002
         self._say(f"{len(planned)} cases to run, {len(done)} done before")
@@ -100,13 +101,14 @@ class _Log:
 
 
 def _measure(request: ShareRequest, folder: Path) -> tuple[str, ...]:
-    """The keys of the rows, in the order of the cases.
+    """Return the keys of the rows, in case order.
 
-    Device by device: `auto` and `cuda` may turn out to be the same one, and then a sweep over both has fewer rows
-    than cases, and nobody could tell which is whose."""
+    Runs one device at a time: `auto` and `cuda` may resolve to the same device, and a sweep over both would then have
+    fewer rows than cases, without a way to match them.
+    """
     forget_killed(folder / RESULTS_NAME)
     require_torch()
-    # A share cannot tell a model that never builds from one that does not build at these points.
+    # A share cannot distinguish a model that never builds from one that fails at these points.
     sweep = Sweep(
         experiment=BenchExperiment(),
         folder=folder,
@@ -124,9 +126,9 @@ def _measure(request: ShareRequest, folder: Path) -> tuple[str, ...]:
 
 
 def _run(folder: Path, task: int, work: Callable[[], tuple[str, ...]]) -> None:
-    """The process boundary: how it ended is left in the folder, whatever it was, and Slurm learns that it failed."""
+    """The process boundary: the outcome is written to the directory in every case, and Slurm sees a failure."""
     path = outcome_path(folder, task)
-    path.unlink(missing_ok=True)  # of an earlier life of this job
+    path.unlink(missing_ok=True)  # from an earlier life of this job
     try:
         keys = work()
     except StepscopeError as error:
@@ -145,12 +147,11 @@ def _leave(path: Path, *, keys: tuple[str, ...] = (), message: str = "", detail:
 
 
 def _run_aside(work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-    """On a thread that signals pass by, as they do the processes it starts.
+    """Run on a thread that blocks signals, as do the processes it starts.
 
-    Slurm sends a job's signals to all of its processes. A worker would die of them, and its case would be a row that
-    says so, though the job goes on or is queued again. What a signal means is for the main thread: submitit has it
-    queue the job again when its time is up, and lets a SIGTERM pass. That one is followed by SIGKILL after a grace that
-    is better spent measuring.
+    Slurm sends a job's signals to all of its processes. They would kill a worker, and its case would get a `killed` row
+    although the job continues or is requeued. Signals are handled by the main thread: submitit makes it requeue the job
+    at the time limit, and ignores SIGTERM. SIGKILL follows after a grace period that is better spent measuring.
     """
     results: list[tuple[str, ...]] = []
     errors: list[BaseException] = []
@@ -162,7 +163,7 @@ def _run_aside(work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
             except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
                 errors.append(error)
 
-    # A daemon: the main thread leaves at once when it has queued the job again.
+    # A daemon thread: the main thread exits immediately after it has requeued the job.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join()

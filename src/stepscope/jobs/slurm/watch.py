@@ -1,8 +1,8 @@
-"""Waiting for jobs: what they left, what Slurm says of them, and how it ends.
+"""Waits for jobs: the files they leave, the state Slurm reports, and how they end.
 
-submitit asks `sacct` about states, which needs accounting: without it a cancelled job is in an unknown state for ever.
-`scontrol` asks the controller, which every cluster has. It forgets a job some minutes after its end, and a job of an
-array that is cancelled before it started at once, so an id that is not in the answer means an end too.
+submitit asks `sacct` about states, which requires accounting: without it, a cancelled job stays in an unknown state
+forever. `scontrol` asks the controller, which every cluster has. The controller forgets a job some minutes after its
+end, and an array job cancelled before its start immediately, so an id that is missing from the answer has ended too.
 """
 
 import os
@@ -41,26 +41,28 @@ _ENDED = frozenset(
     )
 )
 _TIMEOUT_S = 60
-# Slurm is asked often at first, for short jobs, then rarely: its controller serves a whole cluster.
+# Slurm is polled often at first, for short jobs, then rarely: its controller serves a whole cluster.
 _FIRST_LOOK_S = 0.3
 _LONGEST_LOOK_S = 10.0
 _SLOWER = 1.2
 _FILES_LOOK_S = 1.0
-# For what a job wrote last to be seen here, on a file system that both share.
+# Time for the last files of a job to become visible on a shared file system.
 _LAG_S = 3.0
 _LAG_OF_COMPLETED_S = 60.0
-_SILENT = "Slurm does not answer"
+_SILENT = "Slurm is not responding"
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
-    """`state` in Slurm's words; `reason` why it waits, where it does."""
+    """`state` as Slurm reports it; `reason` is why a queued job waits, if known."""
 
     state: str
     reason: str = ""
 
     @property
     def phase(self) -> Phase:
-        """A word that is new to us counts as running: whatever ends leaves Slurm's memory, and then we know."""
+        """An unrecognized state counts as running: a job that ends is eventually forgotten by Slurm, which we do
+        detect.
+        """
         if self.state in _QUEUED:
             return "queued"
         return "ended" if self.state in _ENDED else "running"
@@ -70,7 +72,7 @@ _FORGOTTEN = JobState(state="no longer known to Slurm")
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job ended that did not do its work."""
+    """How a job ended that did not finish its work."""
 
     text: str
     detail: str
@@ -78,7 +80,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """How many jobs are where; `reason` is Slurm's word for why those that are queued wait."""
+    """Number of jobs per state; `reason` is Slurm's reason why queued jobs wait."""
 
     queued: int
     running: int
@@ -88,17 +90,17 @@ class JobCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobListener(Protocol):
-    """Who watches jobs from here."""
+    """Receives the progress of jobs."""
 
     def begin(self, job_ids: Sequence[str], *, submitted: str | None) -> None:
-        """The jobs that are waited for, and the number of the job or array among them that was submitted just now."""
+        """Called with the jobs that are waited for, and the id of the job or array that was just submitted, if any."""
         ...
 
     def news(self, counts: JobCounts) -> None: ...
 
 
 class JobWatch:
-    """Jobs until they are over. What they do meanwhile is theirs: `look` only looks, and sleeps a little."""
+    """Follows jobs until they are over. `look` polls once and sleeps briefly; it never changes a job."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)
@@ -130,7 +132,9 @@ class JobWatch:
         )
 
     def look(self) -> None:
-        """Once. Slurm's word comes before the jobs' own, so that a job that ends in between is not taken for failed."""
+        """Poll once. Slurm's state is read before the jobs' files, so that a job that ends in between does not count as
+        failed.
+        """
         now = time.monotonic()
         if now >= self._next_states:
             self._ask_slurm()
@@ -142,8 +146,9 @@ class JobWatch:
     def follow(
         self, listener: JobListener, *, wait: bool, collect: Callable[[Sequence[Job]], None] = lambda _: None
     ) -> bool:
-        """Whether all are over. Looks until they are, or once where nobody waits. `collect` is called after each look,
-        with the jobs that were not over before it."""
+        """Return whether all jobs are over. Polls until they are, or once if `wait` is False. `collect` is called after
+        each poll with the jobs that were not over before it.
+        """
         while waiting := self.waiting:
             self.look()
             collect(waiting)
@@ -163,8 +168,9 @@ class JobWatch:
                 self._states.update({job.id: states.get(job.id, _FORGOTTEN) for job in mine})
 
     def _judge(self, job: Job, now: float) -> None:
-        """Done when all tasks say so, in one life of the job. That something was raised counts when the job has ended:
-        one that queues itself again leaves its ranks without their first, and they raise."""
+        """Done when all tasks report success in the same life of the job. An error counts once the job has ended: when
+        a job requeues itself, its ranks lose rank 0 and raise.
+        """
         outcomes = job.outcomes()
         there = [(outcome, task) for task, outcome in enumerate(outcomes) if outcome is not None]
         lives = {outcome.life for outcome, _ in there}
@@ -179,13 +185,13 @@ class JobWatch:
                 self.failures[job.id] = _describe_end(job, state)
 
     def _ended_for_s(self, job: Job, now: float) -> float | None:
-        """For how long Slurm has said that it is over; None while it says otherwise."""
+        """Return how long Slurm has reported the job as over; None while it reports otherwise."""
         state = self._states.get(job.id)
         if state is None or (state is not _FORGOTTEN and state.phase != "ended"):
             self._ended_since.pop(job.id, None)
             return None
         with suppress(OSError):
-            os.utime(job.folder)  # makes a network file system look again
+            os.utime(job.folder)  # makes a network file system refresh
         return now - self._ended_since.setdefault(job.id, now)
 
 
@@ -202,17 +208,17 @@ def _describe_raised(job: Job, outcome: TaskOutcome, task: int) -> Failure:
 def _describe_end(job: Job, state: JobState) -> Failure:
     log = job.logs[0]
     if state is _FORGOTTEN:
-        text = f"job {job.id} is {state.state}, and left no result"
-        hint = f"sacct -j {job.id}    # where the cluster keeps accounts"
+        text = f"job {job.id} is {state.state} and left no result"
+        hint = f"sacct -j {job.id}    # if the cluster keeps accounting"
     else:
-        text = f"job {job.id} ended as {state.state}"
+        text = f"job {job.id} ended with state {state.state}"
         hint = f"less {log}"
-    there = f"log: {log}" if log.exists() else f"log: {log} (there is none: the job never started)"
+    there = f"log: {log}" if log.exists() else f"log: {log} (not found: the job never started)"
     return Failure(text=text, detail=there, hint=hint)
 
 
 def raise_failures(failures: Sequence[Failure], *, kept: str) -> None:
-    """All of them, in one error; `kept` says what was not lost."""
+    """Raise one error for all failures; `kept` says what was saved."""
     if not failures:
         return
     first, *others = failures
@@ -225,9 +231,10 @@ def raise_failures(failures: Sequence[Failure], *, kept: str) -> None:
 
 
 def read_states(job_id: str) -> dict[str, JobState] | None:
-    """By id, for a job or all jobs of an array; none of those that Slurm has forgotten. None when it does not answer,
-    which says nothing about the jobs."""
-    # Otherwise a long list of tasks is cut off in the middle.
+    """Return states by id, for a job or all jobs of an array, without those that Slurm has forgotten. None if Slurm
+    does not respond, which says nothing about the jobs.
+    """
+    # Otherwise a long list of tasks is cut off.
     environment = os.environ | {"SLURM_BITSTR_LEN": "0"}
     command = ["scontrol", "--oneliner", "show", "job", job_id]
     try:
@@ -240,7 +247,7 @@ def read_states(job_id: str) -> dict[str, JobState] | None:
 
 
 def parse_states(text: str) -> dict[str, JobState]:
-    """The lines of `scontrol --oneliner show job`. Jobs of an array that wait for the same thing share a line."""
+    """Parse `scontrol --oneliner show job`. Array jobs that wait for the same reason share a line."""
     found = {}
     for line in text.splitlines():
         fields = dict(re.findall(r"(?:^| )(JobId|ArrayJobId|ArrayTaskId|JobState|Reason)=(\S+)", line))

@@ -1,1 +1,1 @@
-"""Worker and rank processes: how they start, what is said to them, how they end."""
+"""Worker and rank processes: how they start, the messages they exchange, and how they end."""

@@ -1,14 +1,14 @@
 """Keeps PyTorch from instructions that this CPU advertises but cannot run.
 
-Some virtual machines advertise AMX although their hypervisor does not allow it. Any bf16 matrix product then crashes
-with SIGILL, unless oneDNN is told not to use AMX. So before torch is first loaded, a child process runs the parts of a
-training step (`measure.instructions`). If it crashes, it runs again under each setting that may help, from the newest
-instruction set to the oldest. Settings that work go into the environment, which every later process inherits.
+Some virtual machines advertise AMX although their hypervisor does not allow it. Any bf16 GEMM then crashes with SIGILL,
+unless oneDNN is told not to use AMX. So before torch is first loaded, a child process runs the parts of a training step
+(`measure.instructions`). If it crashes, it runs again under each setting that may help, from the newest instruction set
+to the oldest. Settings that work go into the environment, which every later process inherits.
 
-The probe takes about as long as importing torch, so its result is cached for each machine, CPU, kernel and version of
-torch. It runs on every x86 CPU, since AMX is the usual but not the only instruction set that hypervisors get wrong.
-Compiling takes ten times as long, and is probed only once something is limited: where oneDNN's AMX kernels run, those
-that Inductor generates run as well.
+The probe takes about as long as importing torch, so its result is cached per machine, CPU, kernel and version of torch.
+It runs on every x86 CPU, since AMX is the usual but not the only instruction set that hypervisors get wrong. Compiling
+takes ten times as long, and is probed only once something is limited: where oneDNN's AMX kernels run, those that
+Inductor generates run as well.
 """
 
 import hashlib
@@ -32,18 +32,18 @@ from stepscope.errors import StepscopeError
 from stepscope.files import cache_folder, decode, read_plain, write_atomically
 from stepscope.measure.instructions import ALIASES, LEVELS, PARTS, REMEDIES, read_limits, say_limits
 
-# What was found, for processes that this one starts: they need not ask again, nor take the limits for a user's own.
+# The result, for processes that this one starts: they need not probe again, nor mistake our limits for the user's.
 INHERITED = "STEPSCOPE_CPU_LIMITS"
 _FOLDER = "instructions"
-# A machine's own, for good; where a container has none, its host's until that is started again.
+# The machine's permanent id; in a container without one, the boot id of its host.
 _IDENTITIES = (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id"))
 _TIMEOUT_S = 300.0
-# Raised by the CPU. Others come from another process (SIGKILL, SIGTERM) or from a library that gave up (SIGABRT).
+# Raised by the CPU. Other signals come from another process (SIGKILL, SIGTERM) or a library that gave up (SIGABRT).
 _FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
 
 
 class CpuLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What was set so that PyTorch works on this CPU, and why: each death of the probe that led to a setting."""
+    """What was set so that PyTorch works on this CPU, and why: each crash of the probe that led to a setting."""
 
     key: str
     settings: dict[str, str] = {}
@@ -51,8 +51,9 @@ class CpuLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one run of the probe ended: the part that it died in, and of what; no part where it did not die.
-    `conclusive` is False where something else ended it, so that nothing is known."""
+    """How one run of the probe ended: the part that crashed and the signal; no part if none did. `conclusive` is False
+    if something else ended the probe, so that nothing is known.
+    """
 
     part: str = ""
     signal: str = ""
@@ -60,8 +61,9 @@ class ProbeOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CpuIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer depends on. `identity` tells virtual machines apart that share a home and look the same: the
-    hypervisor of one may forbid what that of another allows."""
+    """What the result depends on. `identity` distinguishes virtual machines that share a home directory and look the
+    same: the hypervisor of one may forbid what that of another allows.
+    """
 
     cpu: str
     flags: str
@@ -74,7 +76,7 @@ class CpuIdentity(msgspec.Struct, frozen=True, kw_only=True):
         cpu = _read_cpuinfo()
         try:
             torch = version("torch")
-        except PackageNotFoundError:  # on the path without having been installed
+        except PackageNotFoundError:  # importable but not installed
             torch = ""
         return cls(
             cpu=cpu.get("model name", ""),
@@ -91,25 +93,25 @@ class CpuIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 class InstructionProbe(Protocol):
     def __call__(self, settings: Mapping[str, str], *, compiled: bool) -> ProbeOutcome:
-        """One run under these variables; `compiled` is whether to compile, too."""
+        """Run the probe once with these variables; `compiled` also probes compiled code."""
         ...
 
 
 @cache
 def limit_instructions() -> CpuLimits:
-    """Called before this process loads torch, or starts one that does. Later calls cost nothing."""
-    # The levels are those of x86. Other CPUs have none of them, and no such machine is known.
+    """Call this before loading torch, or starting a process that does. Later calls cost nothing."""
+    # The levels are x86 levels. No CPU of another kind is known to need this.
     if find_spec("torch") is None or platform.machine() not in ("x86_64", "AMD64"):
         return CpuLimits(key="")
     return settle_limits(os.environ, CpuIdentity.here(), run_probe)
 
 
 def settle_limits(environ: MutableMapping[str, str], machine: CpuIdentity, probe: InstructionProbe) -> CpuLimits:
-    """Finds what must be set on this machine, by what is known or by asking, and sets it in `environ`."""
+    """Find what must be set on this machine, from the cache or by probing, and set it in `environ`."""
     inherited = _decode(environ.get(INHERITED, "").encode())
     if inherited is not None:
         for name, value in inherited.settings.items():
-            if environ.get(name) == value:  # set by us for another machine perhaps, and in no case by the user
+            if environ.get(name) == value:  # set by us, perhaps for another machine, and never by the user
                 del environ[name]
     own = read_limits(environ)
     key = machine.key(own)
@@ -122,7 +124,7 @@ def settle_limits(environ: MutableMapping[str, str], machine: CpuIdentity, probe
 
 
 def run_probe(settings: Mapping[str, str], *, compiled: bool) -> ProbeOutcome:
-    # -P, as for every worker: a stray `random.py` in the current folder must not break torch.
+    # -P, as for every worker: a stray `random.py` in the current directory must not break torch.
     command = [sys.executable, "-P", "-m", "stepscope.measure.instructions", *(["compiled"] if compiled else [])]
     try:
         done = subprocess.run(
@@ -140,13 +142,13 @@ def run_probe(settings: Mapping[str, str], *, compiled: bool) -> ProbeOutcome:
     if done.returncode == 0:
         return ProbeOutcome()
     begun = [line for line in done.stdout.decode(errors="replace").splitlines() if line in PARTS]
-    if -done.returncode not in _FAULTS or not begun:  # a torch that cannot be imported is reported by the first worker
+    if -done.returncode not in _FAULTS or not begun:  # the first worker reports a torch that cannot be imported
         return ProbeOutcome(conclusive=False)
     return ProbeOutcome(part=begun[-1], signal=signal.Signals(-done.returncode).name)
 
 
 def _find_limits(key: str, own: Mapping[str, str], probe: InstructionProbe) -> CpuLimits:
-    """Part by part: where one dies, the first setting under which it does not."""
+    """Go part by part: where one crashes, use the first setting under which it does not."""
     settings: dict[str, str] = {}
     deaths: list[str] = []
     outcome = probe(settings, compiled="ONEDNN_MAX_CPU_ISA" in _names(own))
@@ -169,8 +171,9 @@ def _find_limits(key: str, own: Mapping[str, str], probe: InstructionProbe) -> C
 
 
 def _candidates(part: str, settings: Mapping[str, str], own: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """One variable at a time, from the newest instructions to the oldest, and then the oldest of all together. None
-    where the user has set one of them: that is their decision."""
+    """One variable at a time, from the newest instructions to the oldest, then the oldest of all together. Nothing if
+    the user has set one of them: that is their decision.
+    """
     remedies = REMEDIES[part]
     if _names(own) & set(remedies):
         return
@@ -192,13 +195,13 @@ def _give_up(death: str, own: Mapping[str, str], tried: list[dict[str, str]]) ->
     if own:
         return StepscopeError(
             f"PyTorch crashes on this CPU under `{say_limits(own)}`: {death}",
-            detail=f"these variables were set before stepscope started, and are left as they are{said}",
+            detail=f"these variables were set before stepscope started and are not changed{said}",
             hint=f"unset {' '.join(own)}",
         )
     return StepscopeError(
         f"PyTorch crashes on this CPU: {death}",
         detail=f"limiting the instruction set did not help{said}",
-        hint="python -m stepscope.measure.instructions compiled    # to see it crash",
+        hint="python -m stepscope.measure.instructions compiled    # reproduces the crash",
     )
 
 
@@ -207,7 +210,7 @@ def _values(name: str, tried: list[dict[str, str]]) -> list[str]:
 
 
 def read_identity(places: Iterable[Path] = _IDENTITIES) -> str:
-    """Only ever hashed: a machine id is confidential."""
+    """Only used in a hash: a machine id is confidential."""
     for place in places:
         with suppress(OSError):
             if found := place.read_text(errors="replace").strip():
@@ -216,7 +219,7 @@ def read_identity(places: Iterable[Path] = _IDENTITIES) -> str:
 
 
 def _read_cpuinfo() -> dict[str, str]:
-    """Of the first CPU. All of a machine are the same for our purposes."""
+    """Reads the first CPU. All CPUs of a machine are the same for our purposes."""
     try:
         first, _, _ = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")
     except OSError:
@@ -225,7 +228,7 @@ def _read_cpuinfo() -> dict[str, str]:
 
 
 def _read_cache(key: str) -> CpuLimits | None:
-    """None where the entry is missing or damaged, or belongs to another machine."""
+    """Return None if the entry is missing, damaged, or from another machine."""
     try:
         limits = _decode(read_plain(_cache_path(key)))
     except OSError:
@@ -234,7 +237,7 @@ def _read_cache(key: str) -> CpuLimits | None:
 
 
 def _write_cache(limits: CpuLimits) -> None:
-    """A cache that cannot be written costs another probe and nothing else."""
+    """If the cache cannot be written, the only cost is another probe."""
     path = _cache_path(limits.key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
-"""What a sweep says to its worker processes and to its ranks, and they to it: one JSON line a message, over a pipe for
-each process.
+"""The messages between a sweep and its worker and rank processes: one JSON line per message, over one pipe per process.
 
-The standard output and error of a process are left to the model that runs there; they go to a log.
+The standard output and error of a process belong to the model that runs there; they go to a log.
 """
 
 import msgspec
@@ -16,7 +15,7 @@ from stepscope.spec import Case, Precision, Training
 
 
 class ProbeCases(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
-    """Look at the device and at the models, and run nothing. All cases name one device."""
+    """Probe the device and the models, and run nothing. All cases name one device."""
 
     cases: tuple[Case, ...]
 
@@ -26,7 +25,7 @@ class MeasureStep(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
-    """Record `steps` steps with PyTorch's profiler and leave the trace in `folder`. `functions` are annotated."""
+    """Record `steps` steps with PyTorch's profiler and write the trace to `folder`. `functions` are annotated."""
 
     case: Case
     folder: str
@@ -36,54 +35,55 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
 
 
 class ComparePrecisions(msgspec.Struct, frozen=True, kw_only=True, tag="compare-precisions"):
-    """Run one step in each of the precisions, and in float64."""
+    """Run one step in each precision, and in float64."""
 
     case: Case
     precisions: tuple[Precision, ...]
 
 
 class RecordMemory(msgspec.Struct, frozen=True, kw_only=True, tag="record-memory"):
-    """Record the memory of the case's steps, from the cold, and leave the snapshot in `folder`."""
+    """Record the memory of the case's steps, from the first, and write the snapshot to `folder`."""
 
     case: Case
     folder: str
 
 
 class MeasureAttention(msgspec.Struct, frozen=True, kw_only=True, tag="measure-attention"):
-    """Measure one implementation at each case in turn, all on one device, with a word after each."""
+    """Measure one implementation at each case in turn, all on one device, with a message after each."""
 
     cases: tuple[AttentionCase, ...]
 
 
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
-    """Say what torch sees of this machine."""
+    """Report what torch sees of this machine."""
 
 
 Request = ProbeCases | MeasureStep | Record | ComparePrecisions | RecordMemory | MeasureAttention | Inspect
 
 
 class StageReached(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
-    """The worker has come this far: for the progress bar, and for the reason if it goes no further."""
+    """The worker has reached this stage: for the progress bar, and for the reason if it gets no further."""
 
     name: str
 
 
 class AttentionMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="attention-measured"):
-    """The next of the cases is done, and the worker goes on."""
+    """One more case is done, and the worker continues."""
 
     outcome: AttentionOutcome
 
 
 class ProbedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """`source` is the digest of the files behind a model, None for the built-in one; `takes_context` is false where a
-    step has no tokens."""
+    """`source` is the digest of a model's files, None for the built-in one; `takes_context` is false if a step has no
+    tokens.
+    """
 
     source: str | None
     takes_context: bool
 
 
 class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
-    """`models` are those of the cases, one for each."""
+    """`models` has one entry per case."""
 
     environment: Environment
     models: tuple[ProbedModel, ...]
@@ -111,7 +111,7 @@ class MemoryRecorded(msgspec.Struct, frozen=True, kw_only=True, tag="memory-reco
 
 
 class AttentionDone(msgspec.Struct, frozen=True, kw_only=True, tag="attention-done"):
-    """Every case has had its word."""
+    """Every case has been reported."""
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):
@@ -119,7 +119,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """It raised. `bad_input` when the user can mend it: a wrong setting, or a model of theirs that does not build."""
+    """An exception. `bad_input` if the user can fix it: a wrong setting, or a custom model that does not build."""
 
     message: str
     detail: str = ""
@@ -145,18 +145,18 @@ Answer = StageReached | AttentionMeasured | Result
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks meet, and how they talk."""
+    """How the ranks meet and communicate."""
 
     world: int
     backend: str
     device: str
     timeout_s: float
     journal: str
-    meeting: str | None = None  # a file; without one, the environment says where
+    meeting: str | None = None  # a file; without one, the environment variables say where
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag="train"):
-    """Train to the end, or to a loss that is not finite, from the newest checkpoint in `folder` on."""
+    """Train to the last step, or to a loss that is not finite, resuming from the newest checkpoint in `folder`."""
 
     training: Training
     folder: str
@@ -166,7 +166,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag="train"):
 
 
 class MeasureComm(msgspec.Struct, frozen=True, kw_only=True, tag="measure-comm"):
-    """Measure the cases that rank 0 was given, with a word after each; other ranks may have been given none."""
+    """Measure the cases that rank 0 received, with a message after each; other ranks may receive none."""
 
     cases: tuple[CommCase, ...]
 
@@ -183,7 +183,7 @@ class BeRank(msgspec.Struct, frozen=True, kw_only=True, tag="be-rank"):
 
 
 class Resumed(msgspec.Struct, frozen=True, kw_only=True, tag="resumed"):
-    """Training goes on after this many steps."""
+    """Training resumes after this many steps."""
 
     step: int
 
@@ -201,13 +201,13 @@ class Accounted(msgspec.Struct, frozen=True, kw_only=True, tag="accounted"):
 
 
 class CommMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="comm-measured"):
-    """The next of the cases is done, and the ranks go on. Rank 0 alone says this."""
+    """One more case is done, and the ranks continue. Sent by rank 0 only."""
 
     outcome: CommOutcome
 
 
 class RankFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """It raised. `in_collective` when it may be another rank's fault."""
+    """An exception. `in_collective` if another rank may be the cause."""
 
     message: str
     detail: str = ""
@@ -216,7 +216,7 @@ class RankFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 class RankDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """All that was asked for is done."""
+    """Everything requested is done."""
 
 
 RankMessage = StageReached | Resumed | Stepped | Saved | Accounted | CommMeasured | RankFailed | RankDone

@@ -1,7 +1,7 @@
-"""Where workers and ranks are born: `python -m stepscope.jobs.workers.nursery SOCKET_FD PARENT_PID MODULE`.
+"""Forks workers and ranks: `python -m stepscope.jobs.workers.nursery SOCKET_FD PARENT_PID MODULE`.
 
-It imports torch and MODULE, then forks a process for each request that comes over its socket, tells its process id, and
-tells how it ended. It dies with the process that started it, and what it forked dies with it.
+It imports torch and MODULE, then forks a process per request on its socket, and reports its process id and how it
+ended. It dies with the process that started it, and the processes it forked die with it.
 """
 
 import ctypes
@@ -23,8 +23,8 @@ def main(arguments: list[str]) -> None:
     socket_fd, parent = (int(argument) for argument in arguments[:2])
     _die_with(parent)
     _import(arguments[2])
-    children: dict[int, int] = {}  # process ids by descriptors that are ready when the process has ended
-    # A broken pipe: whoever started it wants nothing more.
+    children: dict[int, int] = {}  # process ids by the descriptors that become ready when the process ends
+    # A broken pipe: the parent needs nothing more.
     with suppress(BrokenPipeError), socket.socket(fileno=socket_fd) as requests:
         while True:
             ready, _, _ = select.select([socket_fd, *children], [], [])
@@ -43,12 +43,12 @@ def main(arguments: list[str]) -> None:
 
 
 def _import(module: str) -> None:
-    """Where torch is missing or broken in a way that Python can tell, a worker meets the same error and reports it."""
+    """If torch is missing or its import raises, a worker hits the same error and reports it."""
     with suppress(ImportError):
         import torch._dynamo  # noqa: F401  # the optimizers' base class imports it when one is made; it takes as long as torch
 
         import_module(module)
-    # Nothing imported here is ever garbage: the collectors of processes need not look at it, nor copy its pages.
+    # Nothing imported here is ever garbage: the collectors of forked processes need not scan it, nor copy its pages.
     gc.collect()
     gc.freeze()
 
@@ -69,7 +69,7 @@ def _raise_one(requests: socket.socket, request: int, answer: int, output: int) 
 
 
 def _bury(child: int) -> tuple[int, int]:
-    # While it is not reaped its number cannot be another's, so this can only hit what it left behind.
+    # Until it is reaped its process id cannot be reused, so this can only hit what it left behind.
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)

@@ -1,8 +1,8 @@
-"""Processes for cases: started quickly, listened to, and explained when they end without a word.
+"""Processes for cases: started quickly, listened to, and explained when they die.
 
-Importing torch takes seconds, on a GPU host as long as many a case. So one process, the nursery
-(`jobs.workers.nursery`), imports it and nothing else, and every case runs in a process forked from there: its memory,
-its GPU context and its end are its own, and it is there at once. The nursery never touches a GPU, nor runs a model.
+Importing torch takes seconds, on a GPU machine as long as many cases. So one process, the nursery
+(`jobs.workers.nursery`), imports it and nothing else, and every case runs in a process forked from it: each has its own
+memory, GPU context and exit, and starts immediately. The nursery never touches a GPU or runs a model.
 """
 
 import os
@@ -29,10 +29,10 @@ from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.rows.bench import Status
 
 _LOG_TAIL = 20_000
-_LEAVE_S = 0.5  # for a worker that has answered to leave by itself
-_IMPORT_S = 300.0  # for the nursery to import torch, before it is taken to hang
+_LEAVE_S = 0.5  # for a worker that has answered to exit
+_IMPORT_S = 300.0  # for the nursery to import torch, before it counts as hanging
 
-OnStage = Callable[[str], None]  # what is told of a case while it runs
+OnStage = Callable[[str], None]  # what a case reports while it runs
 
 
 class Died(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,24 +50,24 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def require_torch() -> None:
-    """Said before the first worker starts, and without importing torch here."""
+    """Checked before the first worker starts, without importing torch in this process."""
     if find_spec("torch") is None:
         raise StepscopeError(
             "torch is not installed",
-            detail="reading and explaining recordings works without it; running a model does not",
+            detail="reading and explaining recordings works without torch; running a model requires it",
             hint="pip install 'stepscope[train]'",
         )
 
 
 class InputRefusedError(StepscopeError):
-    """A worker said that the user's input is at fault: a wrong setting, or a model of theirs that does not build."""
+    """A worker reports that the user's input is at fault: a wrong setting, or a custom model that does not build."""
 
     def __init__(self, answer: Failed) -> None:
         super().__init__(answer.message, detail=answer.detail, hint=answer.hint)
 
 
 class Workers:
-    """A source of worker processes, one at a time. Whatever runs ends when this does."""
+    """Starts worker processes, one at a time. Closing it ends whatever runs."""
 
     def __init__(self) -> None:
         self._nursery: Nursery | None = None
@@ -81,7 +81,7 @@ class Workers:
         self._close()
 
     def start(self) -> None:
-        """Begins to import torch, in the nursery, while the caller does something else."""
+        """Start importing torch in the nursery while the caller does something else."""
         if self._nursery is not None and not self._nursery.is_alive():
             self._close()
         if self._nursery is None:
@@ -95,7 +95,7 @@ class Workers:
         on_part: Callable[[AttentionMeasured], None] = lambda _: None,
         timeout_s: float | None = None,
     ) -> Ended:
-        """Runs one request in a process of its own. Where its answer comes in parts, each may take `timeout_s`."""
+        """Run one request in its own process. If its answer comes in parts, each may take `timeout_s`."""
         oom_kills = _kernel_oom_kills()
         self.start()
         assert self._nursery is not None
@@ -112,10 +112,10 @@ class Workers:
         if worker.timed_out:
             if worker.returncode is None:
                 self._close()
-            reason = f"not done after {timeout_s:g} s, while {worker.stage}"
+            reason = f"timed out after {timeout_s:g} s while {worker.stage}"
             return Ended(answer=Died(status="timeout", reason=reason), log=log)
         returncode = worker.returncode
-        if returncode is None:  # the nursery itself is gone: torch does not import, or somebody killed it
+        if returncode is None:  # the nursery itself is gone: importing torch failed, or it was killed
             log += self._nursery.log()
             returncode = self._close()
         oom_killed = _kernel_oom_kills() > oom_kills
@@ -128,15 +128,15 @@ class Workers:
 
 
 class Nursery:
-    """The process that others are forked from, with torch and `module` imported. `output` gets what it prints."""
+    """The process that others are forked from, with torch and `module` imported. Its output goes to `output`."""
 
     def __init__(self, module: str, output: IO[bytes]) -> None:
         limit_instructions()
         self._output = output
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = (str(theirs.fileno()), str(os.getpid()), module)
-        # -P: the current folder is put on the path when a factory is loaded, and not before: a stray `random.py` in it
-        # must not break torch. A session of its own: Ctrl-C reaches us alone, and we end it.
+        # -P: the current directory goes on the path only when a factory is loaded: a stray `random.py` in it must not
+        # break torch. A session of its own: Ctrl-C reaches only this process, which ends the nursery.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "stepscope.jobs.workers.nursery", *words],
             stdin=subprocess.DEVNULL,
@@ -157,7 +157,7 @@ class Nursery:
         self._process.kill()
 
     def close(self) -> int:
-        """Ends it, and says how it had ended where it was gone already."""
+        """Stop the nursery, and return its exit status if it was already gone."""
         self.socket.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_LEAVE_S)
@@ -167,10 +167,10 @@ class Nursery:
 
 
 def ask(nursery: socket.socket, request: msgspec.Struct, output: IO[bytes]) -> int:
-    """Has a process forked that serves `request` and prints to `output`; returns the pipe on which it answers."""
+    """Fork a process that serves `request` and prints to `output`; return the pipe on which it answers."""
     request_out, request_in = os.pipe()
     answer_out, answer_in = os.pipe()
-    # A pipe broken here means that it died; listening finds out how.
+    # A broken pipe here means that it died; listening finds out how.
     with suppress(BrokenPipeError, ConnectionResetError):
         socket.send_fds(nursery, [b"run"], [request_out, answer_in, output.fileno()])
     os.close(request_out)
@@ -181,8 +181,9 @@ def ask(nursery: socket.socket, request: msgspec.Struct, output: IO[bytes]) -> i
 
 
 def hear(nursery: socket.socket) -> tuple[bytes, list[int]]:
-    """The next news: `pid` of a process that was forked, in the order of requests; `end` of one, with its id and how;
-    nothing at all when the nursery died."""
+    """Return the next message: `pid` of a forked process, in request order; `end` of one, with its id and status;
+    nothing if the nursery died.
+    """
     try:
         word, *numbers = nursery.recv(64).split() or [b""]
     except ConnectionResetError:
@@ -197,7 +198,7 @@ class _Worker:
         self.stage = "starting"
         self.answer: Result | None = None
         self.timed_out = False
-        # The nursery tells the process id, and later how it ended. `gone` with no returncode: the nursery is gone.
+        # The nursery reports the process id, and later the exit. `gone` without a returncode: the nursery is gone.
         self.returncode: int | None = None
         self._gone = False
         self._pid: int | None = None
@@ -216,8 +217,9 @@ class _Worker:
             self._kill()
 
     def listen(self, timeout_s: float | None) -> Iterator[StageReached | AttentionMeasured]:
-        """The stages it comes to and the parts it is done with, until it has answered, has ended, or time is up. Time
-        counts from the fork: importing torch, which is slow on a busy machine, is not part of the case."""
+        """Yield the stages and parts the worker reports, until it has answered, ended or timed out. Time counts from
+        the fork: importing torch, which is slow on a busy machine, is not part of the case.
+        """
         sources = {self._answers, self._nursery.socket.fileno()}
         since = time.monotonic()
         while self.answer is None and not self._gone:
@@ -241,14 +243,14 @@ class _Worker:
                 if not is_born:
                     since = time.monotonic()
         while self.answer is None and select.select([self._answers], [], [], 0)[0]:
-            # It ended, and what it last said is still in the pipe.
+            # It has ended, and its last messages are still in the pipe.
             content = os.read(self._answers, 1 << 16)
             if not content:
                 return
             yield from self._read(content)
 
     def end(self) -> None:
-        """After an answer it is leaving by itself and gets a moment to; then it is made to."""
+        """After an answer the worker is exiting and gets a moment to finish; then it is killed."""
         if self.answer is not None and select.select([self._nursery.socket], [], [], _LEAVE_S)[0]:
             self._hear()
         if not self._gone:
@@ -277,18 +279,20 @@ class _Worker:
             self.returncode = numbers[1]
 
     def _kill(self) -> None:
-        """The process and whatever it started in its session. Before it was forked, the nursery: that takes so long."""
+        """The process and everything in its session. Before the fork, the nursery itself: importing torch is what takes
+        so long.
+        """
         if self._pid is None:
             self._nursery.kill()
         else:
             try:
                 os.killpg(self._pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has no group of its own yet, or is gone
+            except ProcessLookupError:  # it has no process group yet, or is gone
                 with suppress(ProcessLookupError):
                     os.kill(self._pid, signal.SIGKILL)
 
 
-_PROFILER_NOISE = "USDT:"  # what PyTorch's profiler says whenever it starts or stops
+_PROFILER_NOISE = "USDT:"  # printed by PyTorch's profiler whenever it starts or stops
 
 
 def _content(file: IO[bytes]) -> bytes:
@@ -300,13 +304,13 @@ def _explain_death(returncode: int, stage: str, log: bytes, *, oom_killed: bool)
     text = log[-_LOG_TAIL:].decode(errors="replace")
     lines = (line.strip()[:200] for line in reversed(text.splitlines()))
     last = next((line for line in lines if line and not line.startswith(_PROFILER_NOISE)), "")
-    said = f"; it last said: {last}" if last else ""
+    said = f"; last output: {last}" if last else ""
     if returncode == -signal.SIGKILL and oom_killed:
-        return Died(status="oom", reason=f"ended by the kernel's out-of-memory killer while {stage}")
+        return Died(status="oom", reason=f"killed by the kernel's out-of-memory killer while {stage}")
     if mentions_out_of_memory(text):
         return Died(status="oom", reason=f"out of memory while {stage}{said}")
     if returncode >= 0:
-        return Died(status="crash", reason=f"exited with {returncode} while {stage}{said}")
+        return Died(status="crash", reason=f"exited with status {returncode} while {stage}{said}")
     name = signal.Signals(-returncode).name
     if -returncode in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         return Died(status="killed", reason=f"killed by {name} while {stage}")
@@ -314,7 +318,7 @@ def _explain_death(returncode: int, stage: str, log: bytes, *, oom_killed: bool)
 
 
 def _kernel_oom_kills() -> int:
-    """How often the kernel has ended a process for want of memory since the machine started."""
+    """How many processes the kernel has killed for lack of memory since boot."""
     for line in Path("/proc/vmstat").read_text().splitlines():
         if line.startswith("oom_kill "):
             return int(line.split()[1])

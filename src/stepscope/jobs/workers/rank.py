@@ -1,4 +1,4 @@
-"""What a rank does: joins the others, serves one request, and says how it went."""
+"""What a rank does: join the others, serve one request, and report the outcome."""
 
 import os
 import traceback
@@ -35,8 +35,9 @@ Tell = Callable[[RankMessage], None]
 
 
 def serve_rank(birth: BeRank, tell: Tell) -> int:
-    """In a process of its own; returns what it exits with. The process boundary: whatever is raised here is told, and
-    becomes the parent's error."""
+    """Serve in a separate process; return its exit status. The process boundary: every exception is reported, and
+    becomes the parent's error.
+    """
     try:
         with _joined(birth.setup, birth.rank) as communicator:
             _serve(birth.request, birth.setup, communicator, tell)
@@ -56,8 +57,8 @@ def serve_rank(birth: BeRank, tell: Tell) -> int:
 
 
 def serve_here(setup: Setup, request: RankRequest, tell: Tell) -> None:
-    """In this process, which somebody started as a rank: `torchrun`, or Slurm."""
-    with _joined(setup, 0) as communicator:  # the environment says which
+    """Serve in this process, which an external launcher (`torchrun`, Slurm) started as a rank."""
+    with _joined(setup, 0) as communicator:  # the environment variables say which rank
         _serve(request, setup, communicator, tell)
 
 
@@ -99,7 +100,7 @@ def _serve(request: RankRequest, setup: Setup, communicator: "Communicator", tel
 
 
 class _Telling:
-    """A run's listener that passes on what it hears."""
+    """Forwards the progress of a run as messages."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell

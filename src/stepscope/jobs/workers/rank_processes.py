@@ -1,8 +1,8 @@
 """Ranks on this machine: started, listened to, and ended together.
 
-When one rank fails, the others fail after it for its sake. So the first failure is not always the one to tell of: what
-ranks say within a moment of each other is weighed, and a rank that died or raised by itself comes before those that
-waited for it.
+When one rank fails, the others fail because of it. So the first failure is not always the one to report: failures that
+arrive within a moment of each other are compared, and a rank that died or raised on its own comes before those that
+were waiting for it.
 """
 
 import os
@@ -24,13 +24,14 @@ from stepscope.jobs.workers.process import Nursery, ask, hear, require_torch
 from stepscope.parallel.journal import find_culprit, read_journals
 
 LOGS_NAME, JOURNAL_NAME = "logs", "journal"
-_GRACE_S = 3.0  # for the ranks that wait for a failed one to say so themselves
+_GRACE_S = 3.0  # for ranks that wait for a failed one to report it
 Heard = Callable[[int, RankMessage], None]
 
 
 def run_ranks(request: RankRequest, setup: Setup, folder: Path, on_message: Heard) -> None:
-    """All ranks to their end, with logs in `folder`, which is ours. A `StepscopeError` names the rank that failed and
-    its last collective; the others are ended before it is raised."""
+    """Run all ranks to their end, with logs in `folder`, which is ours. A `StepscopeError` names the rank that failed
+    and its last collective; the others are stopped before it is raised.
+    """
     require_torch()
     journal = Path(setup.journal)
     with writing(folder):
@@ -47,7 +48,7 @@ def run_ranks(request: RankRequest, setup: Setup, folder: Path, on_message: Hear
 
 
 class _RankProcesses:
-    """The processes, from their birth to their end."""
+    """The processes, from start to end."""
 
     def __init__(self, setup: Setup, request: RankRequest, logs: Path) -> None:
         self.failures: dict[int, RankFailed] = {}
@@ -55,7 +56,7 @@ class _RankProcesses:
         self._world = setup.world
         self._processes: list[int] = []
         self._unread: dict[int, bytes] = {}
-        self._ranks: dict[int, int] = {}  # of the pipes
+        self._ranks: dict[int, int] = {}  # ranks by pipe
         self._nursery = Nursery("stepscope.measure.training", (logs / "start.log").open("wb"))
         for rank in range(setup.world):
             with (logs / f"rank-{rank}.log").open("wb") as log:
@@ -76,7 +77,7 @@ class _RankProcesses:
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
-        # Until the nursery has seen the end of all: whoever comes next must not meet what is left of them.
+        # Until the nursery has seen all of them end: the next group must not meet leftovers of this one.
         deadline = time.monotonic() + _GRACE_S
         while len(self.codes) < len(self._processes):
             remaining = max(0.0, deadline - time.monotonic())
@@ -87,7 +88,7 @@ class _RankProcesses:
             os.close(pipe)
 
     def listen(self, on_message: Heard) -> None:
-        """Until all have ended, or a moment after the first failure."""
+        """Wait until all have ended, or until a moment after the first failure."""
         news = self._nursery.socket.fileno()
         sources = {news, *self._ranks}
         deadline: float | None = None
@@ -103,7 +104,7 @@ class _RankProcesses:
                 deadline = time.monotonic() + _GRACE_S
 
     def _hear(self) -> bool:
-        """News of the nursery; False when it is gone."""
+        """Read messages of the nursery; return False if it is gone."""
         word, numbers = hear(self._nursery.socket)
         if word == b"pid":
             self._processes += numbers
@@ -124,26 +125,27 @@ class _RankProcesses:
 
 
 def _explain(ranks: _RankProcesses, journal: Path, logs: Path) -> StepscopeError:
-    """A rank that died without a word comes first, then one that raised by itself, then those that waited."""
+    """A rank that died comes first, then one that raised on its own, then those that were waiting."""
     last = {entry.rank: entry.last_collective for entry in read_journals(journal)}
     died = [rank for rank, code in sorted(ranks.codes.items()) if code and rank not in ranks.failures]
     by_themselves = [rank for rank, failure in sorted(ranks.failures.items()) if not failure.in_collective]
     culprit = next(iter(died + by_themselves + sorted(ranks.failures)), None)
     if culprit is None:
-        return StepscopeError("the ranks ended before they began", hint=f"less {logs / 'start.log'}")
+        return StepscopeError("the ranks ended before they started", hint=f"less {logs / 'start.log'}")
     log = f"less {logs / f'rank-{culprit}.log'}"
-    at = last.get(culprit, "before it joined the others")
+    at = last.get(culprit, "before joining the other ranks")
     failure = ranks.failures.get(culprit)
     if failure is None:
         code = ranks.codes[culprit]
         behind = find_culprit(read_journals(journal)) if code == -signal.SIGABRT else None
-        if behind is not None and behind.rank not in died:  # a backend ends its process when another does not answer
+        # a backend aborts its process when another rank does not answer
+        if behind is not None and behind.rank not in died:
             return StepscopeError(
                 f"rank {behind.rank} fell behind, {behind.last_collective}",
-                detail=f"rank {culprit} was ended by its backend while it waited; the other ranks were stopped",
+                detail=f"the backend aborted rank {culprit} while it was waiting; the other ranks were stopped",
                 hint=f"less {logs / f'rank-{behind.rank}.log'}",
             )
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         return StepscopeError(f"rank {culprit} {how}, {at}", detail="the other ranks were stopped", hint=log)
     if failure.in_collective:
         return StepscopeError(failure.message, detail=failure.detail, hint=log)

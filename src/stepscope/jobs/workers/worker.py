@@ -1,7 +1,7 @@
-"""What a worker does: one request, answered, and the process is used up.
+"""What a worker does: serve one request, then exit.
 
-It is alone with its case, so whatever the case does (run out of memory, crash, hang, leave a GPU in a bad state) ends
-with it.
+It runs only one case, so whatever the case does (run out of memory, crash, hang, leave a GPU in a bad state) ends with
+it.
 """
 
 import os
@@ -64,13 +64,13 @@ def serve(request_fd: int, answer_fd: int) -> NoReturn:
         tell(_answer(request, tell))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not by way of the interpreter's own end: a GPU library that crashes while unloading would spoil a good result, and
-    # threads of a backend that waits for a dead peer would hold it up.
+    # Skip the interpreter's own shutdown: a GPU library that crashes while unloading would spoil a good result, and
+    # backend threads that wait for a dead peer would block it.
     os._exit(code)
 
 
 def _answer(request: Request, tell: Callable[[Answer], None]) -> Answer:
-    """The process boundary: whatever a model, a driver or a library raises becomes an answer. Nothing is swallowed."""
+    """The process boundary: every exception of a model, driver or library becomes an answer. Nothing is swallowed."""
     stage = "starting"
 
     def on_stage(name: str) -> None:
@@ -143,12 +143,12 @@ def _probe(request: ProbeCases, on_stage: Callable[[str], None]) -> Probed:
     check_torch()
     device = resolve_device(request.cases[0].workload.device)
     models = tuple(_check_model(case, on_stage) for case in request.cases)
-    on_stage("looking at the device")
+    on_stage("probing the device")
     return Probed(environment=describe(device, {case.workload.precision for case in request.cases}), models=models)
 
 
 def _check_model(case: Case, on_stage: Callable[[str], None]) -> ProbedModel:
-    """Everything about a model of the user's own that can be refused before it is built."""
+    """Check everything about a custom model that can be rejected before it is built."""
     from stepscope.step import hf, own
 
     on_stage(f"importing `{case.workload.model.name}`")
@@ -166,7 +166,7 @@ def _check_model(case: Case, on_stage: Callable[[str], None]) -> ProbedModel:
 def _explain_failure(error: BaseException, request: Request, stage: str) -> OutOfMemory | Failed:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return Failed(
-            message="torch does not import",
+            message="cannot import torch",
             detail=say_in_a_line(error),
             hint="pip install 'stepscope[train]'",
             bad_input=True,
@@ -186,7 +186,7 @@ def _explain_failure(error: BaseException, request: Request, stage: str) -> OutO
 
 
 def _blame(error: BaseException) -> str:
-    """The innermost line that is neither ours nor an installed package's: the user's, where there is one."""
+    """Return the innermost line that is neither ours nor an installed package's: the user's code, if there is any."""
     ours = Path(__file__).parents[2]
     frames = [
         frame
