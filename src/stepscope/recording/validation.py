@@ -18,6 +18,7 @@ import msgspec
 import polars as pl
 
 from stepscope.recording.tables import MOST_BYTES, ORDERED, TABLES, UNIQUE, ColumnRule
+from stepscope.units import count_noun
 
 _OF_EVENTS = ("kernels", "launches", "ops", "ranges", "links")
 _SINGULAR = {"kernels": "kernel", "launches": "launch", "ops": "op", "ranges": "range"}  # of tables with `absent`
@@ -27,11 +28,6 @@ _LIMITS: dict[type[pl.DataType], tuple[float | None, float | None]] = {pl.Int32:
 
 class MisfitError(Exception):
     """An invalid value in a table; the message says which, where, and what was expected."""
-
-
-def counted(count: int, one: str, many: str) -> str:
-    """Return `1 kernel has …` or `3 kernels have …`."""
-    return f"{count:,} {one if count == 1 else many}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +41,27 @@ class Repairs:
         notes = []
         events = sum(count for table, count in self.lost_rows.items() if table in _OF_EVENTS)
         if events:
-            had = counted(events, "event has invalid times and is", "events have invalid times and are")
+            had = count_noun(events, "event has invalid times and is", "events have invalid times and are")
             notes.append(f"{had} left out")
         for table, count in self.lost_rows.items():
             if table not in _OF_EVENTS:
                 outside = (f"row of `{table}` is out of range and is", f"rows of `{table}` are out of range and are")
-                notes.append(f"{counted(count, *outside)} left out")
+                notes.append(f"{count_noun(count, *outside)} left out")
         for (table, name), count in self.lost_values.items():
             column = TABLES[table][name]
             where = f"of `{name}` in `{table}`"
             if column.json is not None:
-                bad = counted(count, f"text {where} is invalid JSON and is", f"texts {where} are invalid JSON and are")
+                bad = count_noun(
+                    count, f"text {where} is invalid JSON and is", f"texts {where} are invalid JSON and are"
+                )
                 notes.append(f"{bad} left out")
             elif column.absent is None:
-                bad = counted(
+                bad = count_noun(
                     count, f"value {where} is out of range and is", f"values {where} are out of range and are"
                 )
                 notes.append(f"{bad} left out")
             else:
-                bare = counted(count, f"{_SINGULAR[table]} has no {name} and is", f"{table} have no {name} and are")
+                bare = count_noun(count, f"{_SINGULAR[table]} has no {name} and is", f"{table} have no {name} and are")
                 notes.append(f"{bare} counted as {name} {column.absent}")
         return notes
 

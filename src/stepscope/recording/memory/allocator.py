@@ -42,7 +42,7 @@ from stepscope.recording.memory.allocator_start import (
     piece_of,
 )
 from stepscope.recording.memory.snapshot import AllocatorSettings, Segment, Trace
-from stepscope.recording.validation import counted
+from stepscope.units import count_noun
 
 _CHUNK = 1 << 18  # events converted to Python integers at a time: they take 10× the memory
 _UNCOUNTED = -2  # end of a block whose free was requested before the start
@@ -363,7 +363,7 @@ def _tabulate(run: _Replay, trace: Trace, described: list[Held]) -> Replayed:
 
 def _note(name: str, count: int) -> str:
     one, many, what = _NOTES[name]
-    return f"{counted(count, one, many)} {what}"
+    return f"{count_noun(count, one, many)} {what}"
 
 
 def _intervals(

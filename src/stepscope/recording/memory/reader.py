@@ -21,7 +21,8 @@ from stepscope.recording.memory.allocator import Replayed, replay
 from stepscope.recording.memory.labels import NOBODY, SCHEMA, MemoryLabels
 from stepscope.recording.memory.snapshot import Snapshot, Trace, read_segments, read_snapshot
 from stepscope.recording.store import Manifest, MemoryFacts, Recording
-from stepscope.recording.validation import Repairs, counted, repair
+from stepscope.recording.validation import Repairs, repair
+from stepscope.units import count_noun
 
 # If several facts apply to an allocation, the first category in this list wins.
 RANKED = (
@@ -140,7 +141,7 @@ def _read_ours(path: Path, snapshot: Snapshot, labels: MemoryLabels) -> Recordin
     origin_ns = labels.marks[0].time_ns if labels.marks else 0
     notes, repairs = list(replayed.notes) if replayed else [], Repairs()
     if unmatched:
-        many = counted(len(unmatched), "step differs", "steps differ")
+        many = count_noun(len(unmatched), "step differs", "steps differ")
         notes.append(f"{many} from the profiled step: modules and operators of their allocations are unknown")
     by_name = {
         "allocations": _shift(allocations, origin_ns),

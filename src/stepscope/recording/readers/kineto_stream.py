@@ -11,7 +11,7 @@ import polars as pl
 from stepscope.recording.readers.json_blocks import Blocks
 from stepscope.recording.readers.kineto_events import NONE, Columns, Decoded, EventDecoder
 from stepscope.recording.readers.kineto_workers import decode_block, decode_in_processes
-from stepscope.recording.validation import counted
+from stepscope.units import count_noun
 
 # Starting processes takes as long as decoding this many blocks.
 _INLINE_BLOCKS = 3
@@ -71,10 +71,10 @@ class TraceStream:
     def notes(self) -> list[str]:
         notes = list(self.blocks.notes)
         if self.lost_events:
-            lost = counted(self.lost_events, "unreadable event", "unreadable events")
+            lost = count_noun(self.lost_events, "unreadable event")
             notes.append(f"{lost} left out ({self.lost_bytes:,} bytes)")
         if self.ignored:
-            notes.append(f"{counted(self.ignored, 'event of an unknown kind', 'events of unknown kinds')} left out")
+            notes.append(f"{count_noun(self.ignored, 'event of an unknown kind', 'events of unknown kinds')} left out")
         return notes
 
     def _decoded_in_order(self) -> Iterator[tuple[int, Decoded]]:

@@ -18,7 +18,8 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.recording import tables
 from stepscope.recording.store import Manifest, Recording
-from stepscope.recording.validation import Repairs, counted, repair
+from stepscope.recording.validation import Repairs, repair
+from stepscope.units import count_noun
 
 _GZIP = b"\x1f\x8b"
 _LINE_BYTES = 4 * 2**20
@@ -245,7 +246,7 @@ def _lay_out(rows: pl.DataFrame, counters: pl.DataFrame) -> tuple[pl.DataFrame, 
     if missing := duration.null_count():
         notes.append(f"{missing:,} of {count:,} kernels have no duration (gpu__time_duration) and count as 0 ns")
     if impossible := duration.filter(duration != lasts).len():
-        had = counted(
+        had = count_noun(
             impossible, "kernel has an invalid duration and counts as", "kernels have invalid durations and count as"
         )
         notes.append(f"{had} 0 ns")
@@ -283,9 +284,9 @@ def _first_of(counters: pl.DataFrame, kernels: int, metrics: tuple[str, ...], sc
 def _explain(seen: _Seen, counters: pl.DataFrame) -> list[str]:
     notes = []
     if seen.program_lines:
-        notes.append(f"{counted(seen.program_lines, 'line is', 'lines are')} not CSV, such as output of the program")
+        notes.append(f"{count_noun(seen.program_lines, 'line is', 'lines are')} not CSV, such as output of the program")
     if seen.bad_rows:
-        notes.append(f"{counted(seen.bad_rows, 'row', 'rows')} with too few or too many fields left out")
+        notes.append(f"{count_noun(seen.bad_rows, 'row')} with too few or too many fields left out")
     if seen.cut_short:
         notes.append(CUT_SHORT)
     if counters["text"].str.contains(_DECIMAL_COMMA).any():

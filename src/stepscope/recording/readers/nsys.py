@@ -20,7 +20,8 @@ from stepscope.recording import tables
 from stepscope.recording.readers.nsys_database import EXPORT_COMMAND, Database, drop_invalid, latest
 from stepscope.recording.readers.nsys_nvtx import read_nvtx
 from stepscope.recording.store import Manifest, Recording
-from stepscope.recording.validation import Repairs, counted, repair
+from stepscope.recording.validation import Repairs, repair
+from stepscope.units import count_noun
 
 REPORT_ENDINGS = (".nsys-rep", ".qdrep")  # current, and older versions
 _LAST_WORDS = 600  # characters of nsys output in the error
@@ -255,7 +256,7 @@ def _doubt(present: frozenset[str], kernels: pl.DataFrame, launches: pl.DataFram
     whole = kernels.filter(pl.col("name").str.starts_with("CUDA graph "))
     if whole.height:
         notes.append(
-            f"{counted(whole.height, 'CUDA graph was', 'CUDA graphs were')} traced as a whole, without kernels: "
+            f"{count_noun(whole.height, 'CUDA graph was', 'CUDA graphs were')} traced as a whole, without kernels: "
             "record with --cuda-graph-trace node to see them"
         )
     for column, what in (("process", "processes"), ("device", "devices")):

@@ -15,7 +15,8 @@ import polars as pl
 
 from stepscope.errors import StepscopeError
 from stepscope.recording.tables import FARTHEST_NS
-from stepscope.recording.validation import counted, fit_in_time
+from stepscope.recording.validation import fit_in_time
+from stepscope.units import count_noun
 
 NAME_BYTES = 16 * 1024  # longer texts are cut and end in an ellipsis, which makes them longer than this
 _MAGIC = b"SQLite format 3\0"
@@ -90,9 +91,9 @@ def drop_invalid(table: str, frame: pl.DataFrame, nouns: tuple[str, str], notes:
     """Return the rows with valid times, sorted by start; `notes` says how many were left out."""
     kept = frame.filter(fit_in_time(table)).sort("start_ns", maintain_order=True)
     if bad := frame.height - kept.height:
-        notes.append(f"{counted(bad, *nouns)} without a valid time left out")
+        notes.append(f"{count_noun(bad, *nouns)} without a valid time left out")
     if cut := kept.filter(pl.col("name").str.len_bytes() > NAME_BYTES).height:
-        notes.append(f"{counted(cut, *nouns)} with a name longer than {NAME_BYTES // 1024} KiB: the name was cut")
+        notes.append(f"{count_noun(cut, *nouns)} with a name longer than {NAME_BYTES // 1024} KiB: the name was cut")
     return kept
 
 

@@ -18,7 +18,7 @@ created a node with that number.
 import polars as pl
 
 from stepscope.recording.readers.nsys_database import Database, drop_invalid, latest
-from stepscope.recording.validation import counted
+from stepscope.units import count_noun
 
 # Push/pop and start/end, from the program itself and imported from text files.
 _RANGE_TYPES = (59, 60, 70, 71)
@@ -44,7 +44,7 @@ def read_nvtx(
     frame = _read_ranges(database, strings)
     if still_open := frame["end_ns"].null_count():
         notes.append(
-            f"{counted(still_open, 'NVTX range was', 'NVTX ranges were')} still open when the recording stopped"
+            f"{count_noun(still_open, 'NVTX range was', 'NVTX ranges were')} still open when the recording stopped"
         )
         last_ns = max(last_ns, latest(frame["start_ns"], frame["end_ns"]))
     frame = drop_invalid(
@@ -55,7 +55,7 @@ def read_nvtx(
     is_operator = pl.col("sequence").is_not_null() | pl.col("name").str.contains(_OPERATOR)
     ops, unmatched = _find_backward(parsed.filter(is_operator))
     if unmatched:
-        bare = counted(unmatched, "backward operator has", "backward operators have")
+        bare = count_noun(unmatched, "backward operator has", "backward operators have")
         notes.append(f"{bare} no unique forward operator in this file")
     others = parsed.filter(~is_operator).select(frame.columns)
     ranges = pl.concat([frame.filter(~from_pytorch), others]).sort("start_ns", maintain_order=True)

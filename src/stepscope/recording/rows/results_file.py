@@ -18,7 +18,7 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.files import Versioned, decode, lock_or_raise, read_plain, writing
 from stepscope.recording.rows.bench import Row
-from stepscope.recording.validation import counted
+from stepscope.units import count_noun
 
 R = TypeVar("R", bound=Row)
 # The messages of msgspec for an unknown value and for an unknown field.
@@ -47,7 +47,7 @@ def read_rows(path: Path, kind: type[R]) -> tuple[tuple[R, ...], tuple[str, ...]
     if cut_bytes := len(content) - parsed.good_bytes:
         left_out.append(f"skipped: a truncated last line ({cut_bytes:,} bytes)")
     if parsed.later:
-        left_out.append(f"skipped: {counted(parsed.later, 'row', 'rows')} of a later version of stepscope")
+        left_out.append(f"skipped: {count_noun(parsed.later, 'row')} of a later version of stepscope")
     if not parsed.rows:
         expected = f"expected rows of schema `{_schema_of(kind)}`"
         raise StepscopeError(f"no rows in `{path}`", detail="\n".join([expected, *left_out]), hint=_verb_of(kind))

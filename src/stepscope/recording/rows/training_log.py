@@ -16,8 +16,8 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.files import decode, read_document, read_plain, writing
 from stepscope.recording.rows.bench import Environment
-from stepscope.recording.validation import counted
 from stepscope.spec import Training
+from stepscope.units import count_noun
 
 LOG_NAME, RUN_NAME, MEMORY_NAME = "log.jsonl", "run.json", "memory.json"
 SCHEMA = "stepscope.train/1"
@@ -100,7 +100,7 @@ class LogFile:
         if steps[:after] != list(range(1, after + 1)):
             raise StepscopeError(
                 f"the log `{path}` does not match the checkpoint",
-                detail=f"expected steps 1 to {after}, got {counted(len(steps), 'line', 'lines')}",
+                detail=f"expected steps 1 to {after}, got {count_noun(len(steps), 'line')}",
                 hint="stepscope train --fresh, or --out DIR",
             )
         with writing(path, if_full=IF_FULL):

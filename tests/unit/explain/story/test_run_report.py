@@ -210,7 +210,7 @@ def test_the_bars_of_what_autograd_keeps_add_up() -> None:
     total = memory().summary.saved_bytes
     assert sum(size or 0 for part in bars.values for size in part) == total
     assert sum(row[2] for row in modules.rows if isinstance(row[2], int)) == total
-    assert bars.labels == ("blocks.0", "blocks.1", "(outside of blocks)")
+    assert bars.labels == ("blocks.0", "blocks.1", "(outside blocks)")
     assert {"attention", "ffn"} <= set(bars.series)
 
 
