@@ -265,7 +265,10 @@ def step_of(module: nn.Module, every: int, *, nested: bool = False) -> Step:
         (Model(in_turn(object(), object())), "different arguments"),
         (Model(leaves_the_last_out), "did not call `blocks.3` after `blocks.2`"),
         (Model(backwards), "the model called `blocks.3`; expected `blocks.2`"),
-        (Model(lambda blocks, x: in_turn(1.0)(blocks, x)[0] * 0 + x, Pair), "returns a tuple instead of a single tensor"),
+        (
+            Model(lambda blocks, x: in_turn(1.0)(blocks, x)[0] * 0 + x, Pair),
+            "returns a tuple instead of a single tensor",
+        ),
     ],
 )
 def test_what_a_group_would_compute_differently_is_refused(module: nn.Module, said: str) -> None:
