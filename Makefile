@@ -13,7 +13,7 @@ bin := $(VENV)/bin
 oldest := build/triton-3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test gpu fuzz aot check format clean
+.PHONY: help setup run test gpu fuzz aot check docs format clean
 
 help: ## this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -61,6 +61,10 @@ check: setup ## formatting, lint, types, and that imports point one way
 	"$(bin)/python" -m ruff check .
 	"$(bin)/python" -m mypy
 	"$(bin)/python" -c "from importlinter.cli import lint_imports_command as check; check()"
+
+# A dead link or a missing anchor is a warning, and -W makes it an error.
+docs: setup ## build the documentation as a website: build/docs/index.html
+	"$(bin)/python" -m sphinx -W --keep-going --quiet docs build/docs $(ARGS)
 
 format: setup ## format the code and fix what the linter can fix
 	"$(bin)/python" -m ruff check --fix --exit-zero --quiet .

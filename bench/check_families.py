@@ -33,7 +33,7 @@ from stepscope.recover.families.grids import take_apart
 
 COUNTERS = {metric.name: metric.key for metric in METRICS if metric.key}
 TYPE_BYTES = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "double": 8, "long int": 8, "bool": 1}
-NOT_HERE = ("gemm", "attention", "convolution", "communication")
+NOT_HERE = ("GEMM", "attention", "convolution", "communication")
 Key = tuple[str, tuple[int, int, int], tuple[int, int, int]]
 
 

@@ -34,7 +34,7 @@ NAMES = [
 SCALE = 1.6
 Kinds = dict[str, tuple[str, ...]]
 CLASSES: Kinds = {
-    "matrix products": ("gemm",),
+    "matrix products": ("GEMM",),
     "elementwise": ("elementwise",),
     "copies and casts": ("copy", "memcpy"),
     "reductions": ("reduction",),
@@ -155,7 +155,7 @@ def shares_by_phase(profiles: dict[str, Profile]) -> Table:
         if "train" not in name:
             continue
         parts = [in_phases(profile, "forward"), in_phases(profile, "backward"), stepped(profile)]
-        products = [time_of(part.filter(pl.col("class") == "gemm")) / time_of(part) for part in parts]
+        products = [time_of(part.filter(pl.col("class") == "GEMM")) / time_of(part) for part in parts]
         optimizer = time_of(in_phases(profile, "optimizer")) / time_of(parts[-1])
         other = profiles.get(name.replace("train", "inference"))
         inference = shares_of_classes(other)["matrix products"] if other else None

@@ -157,11 +157,14 @@ def install(python: Path, project: dict[str, Any], *, own_torch: str, deps: str)
 def list_requirements(project: dict[str, Any]) -> list[str]:
     """What the package, the group `dev` and the extras named there ask for, references to itself resolved."""
     name, extras = project["project"]["name"], project["project"].get("optional-dependencies", {})
-    waiting = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
+    groups = project["dependency-groups"]
+    waiting: list[str | dict[str, str]] = [*project["project"]["dependencies"], *groups["dev"]]
     found: list[str] = []
     while waiting:
         line = waiting.pop(0)
-        if name_of(line) != name:
+        if isinstance(line, dict):
+            waiting += groups[line["include-group"]]
+        elif name_of(line) != name:
             found.append(line)
         elif bracket := re.search(r"\[(.*?)\]", line):
             waiting += [entry for extra in bracket[1].split(",") for entry in extras[extra.strip()]]

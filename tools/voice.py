@@ -24,8 +24,6 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
 PLACES = ("src", "README.md", "CHANGELOG.md", "docs", "Makefile", "tests", "bench", "tools")
-# Text a user sees, as opposed to text a reader of the code sees.
-USER_KINDS = ("string", "prose", "script")
 
 # What is not written here, with what to write instead. Each was once in the product and made somebody stumble.
 PHRASES = {
@@ -170,7 +168,9 @@ def main() -> int:
     options = parser.parse_args()
     found = [one for one in list_sentences(options.places) if not options.kind or one.kind in options.kind]
     if options.check:
-        marks = [(one, said, instead) for one in found for said, instead in find_phrases(one)]
+        # What tests feed to the product is not what the product says.
+        said_by_us = [one for one in found if not (one.path.startswith("tests/") and one.kind == "string")]
+        marks = [(one, said, instead) for one in said_by_us for said, instead in find_phrases(one)]
         for one, said, instead in marks:
             print(f"{one.path}:{one.line}: {one.kind}: `{said}` (write: {instead}) in: {one.text[:160]}")
         return int(bool(marks))

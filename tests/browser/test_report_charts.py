@@ -45,7 +45,7 @@ def many_spans(count: int) -> Lanes:
         counts=(1,) * count,
     )
     track = Track(label="stream 7", kind="stream", spans=spans)
-    return Lanes(title="Many", span_ns=2 * length * count, tracks=(track,), names=("tiny",), groups=("gemm",))
+    return Lanes(title="Many", span_ns=2 * length * count, tracks=(track,), names=("tiny",), groups=("GEMM",))
 
 
 # --- all of them ----------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_every_chart_is_drawn_with_data_and_named(open_parts: Open) -> None:
             assert page.locator(f"figure.{kind} svg.drawing:visible .mark").count() >= 8
         labels[kind] = page.get_attribute(f"figure.{kind} [role=application]", "aria-label") or ""
         assert page.get_attribute(f"figure.{kind} [role=application]", "tabindex") == "0"
-    assert "12.9 ms in 3 tracks, 570 spans; most time: gemm 3.61 ms" in labels["lanes"]
+    assert "12.9 ms in 3 tracks, 570 spans; most time: GEMM 3.61 ms" in labels["lanes"]
     assert "mm 2048×768 · 768×3072 at 410.0 TFLOP/s" in labels["roofline"]
     assert "for plain, sdpa, ours" in labels["figure"]
     assert "Peak 19.1 GiB at 60.0 ms" in labels["timeline"]

@@ -99,12 +99,12 @@ def test_choosing_narrows_everything_else(open_page: Open) -> None:
     assert page.inner_text(".told") == "0.718 ms of 60.9 ms: attention kernels"
     assert bars_of(page, "phase") == ["forward", "backward"]
     # Its own dimension still shows the others.
-    assert "gemm" in bars_of(page, "class")
+    assert "GEMM" in bars_of(page, "class")
     assert len(kernels_of(page)) == 2
     choose(page, "phase", "forward")
     assert page.inner_text(".told") == "0.224 ms of 60.9 ms: attention kernels of forward"
     assert kernels_of(page) == ["flash attention forward bf16, head 64"]
-    assert bars_of(page, "class")[0] == "gemm"
+    assert bars_of(page, "class")[0] == "GEMM"
     chips = page.locator(".chip")
     assert chips.all_inner_texts() == ["class\nattention\n×", "phase\nforward\n×"]
     chips.first.click()

@@ -29,7 +29,7 @@ def document(folder: Path, *arguments: str) -> dict[str, Any]:
 
 def test_the_document_has_its_schema_and_adds_up(tmp_path: Path, trace: Path) -> None:
     found = document(tmp_path, trace.name)
-    assert found["schema"] == "stepscope.explain/1"
+    assert found["schema"] == "stepscope.explain/2"
     total = 40_125 + 10_001 + 3_000 + 80_000 + 1_500 + 20_000 + 7_000
     assert found["gpu_time_ns"] == total
     for part in ("classes", "phases", "modules", "kernels", "launched"):

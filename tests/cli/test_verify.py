@@ -49,7 +49,7 @@ def test_a_false_claim_is_refuted_by_a_kernel(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "verify", COUNTERS, "--claim", write_claim(tmp_path, d_ff=3072))
     assert done.returncode == Exit.GATE_FAILED, done.stdout + done.stderr
     assert "refuted" in done.stdout.splitlines()[0]
-    assert "#19 bf16 gemm 128×104" in done.stdout
+    assert "#19 bf16 GEMM 128×104" in done.stdout
     assert "expected 600 × 3,072, summed over 640" in done.stdout
     assert "tensor_ops 2,044,723,200" in done.stdout
     table = stepscope(tmp_path, "verify", COUNTERS, "--claim", "claim.json", "--format", "csv")

@@ -23,12 +23,12 @@ def test_a_grid_is_counted_and_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     short, long = (load(tmp_path / "runs/counters" / f"context-{length}") for length in (64, 128))
     kernels = counted_kernels(long)
-    products = kernels.filter(kernels["class"] == "gemm")
+    products = kernels.filter(kernels["class"] == "GEMM")
     assert products.height >= 7
     assert (products["tensor_ops"] + products["fp32_flops"] > 0).all()
     # Whole tiles, so never fewer operations than the textbook's.
     assert long.manifest.forward_flops is not None
-    assert products["tensor_ops"].sum() >= long.manifest.forward_flops["gemm"]
+    assert products["tensor_ops"].sum() >= long.manifest.forward_flops["GEMM"]
     assert {L1_HIT_RATE, L2_HIT_RATE} <= set(long.counters["metric"])
     assert (kernels["end_ns"] > kernels["start_ns"]).all()
     assert short.manifest.forward_flops != long.manifest.forward_flops

@@ -77,4 +77,4 @@ def count_operations(step: Step) -> dict[str, int]:
 
 
 def _class_of(operator: str) -> str:
-    return "attention" if "attention" in operator else "convolution" if "conv" in operator else "gemm"
+    return "attention" if "attention" in operator else "convolution" if "conv" in operator else "GEMM"

@@ -214,6 +214,7 @@ def load(folder: Path) -> Recording:
         raise StepscopeError(
             f"`{folder}` is a recording of another version: `{manifest.schema[:60]}`", detail=f"expected `{SCHEMA}`"
         )
+    manifest = _with_current_classes(manifest)
     paths = {name: folder / f"{name}.parquet" for name in TABLE_NAMES}
     present = {name: path for name, path in paths.items() if path.is_file()}
     # A later version may have written tables that this one does not know.
@@ -240,6 +241,15 @@ def load(folder: Path) -> Recording:
     settled = {name: settle(name, frame, repairs) for name, frame in frames.items()}
     notes = (*manifest.notes, *repairs.notes())
     return Recording(manifest=msgspec.structs.replace(recording.manifest, notes=notes), **settled)
+
+
+def _with_current_classes(manifest: Manifest) -> Manifest:
+    """Earlier versions wrote the class `GEMM` in lower case."""
+    flops = manifest.forward_flops
+    if not flops or "gemm" not in flops:
+        return manifest
+    renamed = {"GEMM" if name == "gemm" else name: value for name, value in flops.items()}
+    return msgspec.structs.replace(manifest, forward_flops=renamed)
 
 
 def _limits(recording: Recording, table: str) -> dict[str, int]:

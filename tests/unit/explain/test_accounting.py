@@ -16,24 +16,24 @@ def frame(*rows: tuple[str, int, int]) -> pl.DataFrame:
 
 
 def test_side_by_side_is_overlap_and_counted_once() -> None:
-    result = account(frame(("gemm", 10, 30), ("communication", 20, 50), ("copy", 60, 70)), (0, 100))
-    assert result.classes == {"gemm": 10, "communication": 20, "copy": 10}
+    result = account(frame(("GEMM", 10, 30), ("communication", 20, 50), ("copy", 60, 70)), (0, 100))
+    assert result.classes == {"GEMM": 10, "communication": 20, "copy": 10}
     assert (result.overlap_ns, result.idle_ns, result.busy_ns) == (10, 50, 50)
     assert (result.communication_hidden_ns, result.communication_exposed_ns) == (10, 20)
 
 
 def test_two_of_one_class_at_once_are_overlap_too() -> None:
-    result = account(frame(("gemm", 0, 10), ("gemm", 5, 15)), (0, 15))
-    assert (result.classes, result.overlap_ns, result.idle_ns) == ({"gemm": 10}, 5, 0)
+    result = account(frame(("GEMM", 0, 10), ("GEMM", 5, 15)), (0, 15))
+    assert (result.classes, result.overlap_ns, result.idle_ns) == ({"GEMM": 10}, 5, 0)
 
 
 def test_what_touches_does_not_overlap() -> None:
-    result = account(frame(("gemm", 0, 10), ("copy", 10, 20), ("copy", 10, 10)), (0, 20))
-    assert (result.classes, result.overlap_ns, result.idle_ns) == ({"gemm": 10, "copy": 10}, 0, 0)
+    result = account(frame(("GEMM", 0, 10), ("copy", 10, 20), ("copy", 10, 10)), (0, 20))
+    assert (result.classes, result.overlap_ns, result.idle_ns) == ({"GEMM": 10, "copy": 10}, 0, 0)
 
 
 kernels = st.lists(
-    st.tuples(st.sampled_from(["gemm", "copy", "communication"]), st.integers(0, 60), st.integers(0, 40)), max_size=12
+    st.tuples(st.sampled_from(["GEMM", "copy", "communication"]), st.integers(0, 60), st.integers(0, 40)), max_size=12
 )
 
 
@@ -53,12 +53,12 @@ def test_every_nanosecond_is_in_one_row(drawn: list[tuple[str, int, int]]) -> No
 
 
 def test_each_stream_adds_up_by_itself() -> None:
-    rows = frame(("gemm", 10, 30), ("communication", 20, 50)).with_columns(
+    rows = frame(("GEMM", 10, 30), ("communication", 20, 50)).with_columns(
         process=pl.lit(1), device=pl.lit(0), stream=pl.Series([7, 20])
     )
     (device,) = account_devices(rows, (0, 100))
     assert {stream: (one.classes, one.idle_ns) for stream, one in device.streams.items()} == {
-        7: ({"gemm": 20}, 80),
+        7: ({"GEMM": 20}, 80),
         20: ({"communication": 30}, 70),
     }
 

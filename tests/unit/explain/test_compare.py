@@ -70,7 +70,7 @@ def test_halves_of_nanoseconds_are_rounded_so_that_they_add_up() -> None:
     result = compare(tape.profile(), run_of(100, 100))
     assert result.wall.a_ns == sum(row.a_ns for row in result.parts)
     parts = {row.name: row.a_ns for row in result.parts}
-    assert parts["gemm"] + parts["elementwise"] == 151
+    assert parts["GEMM"] + parts["elementwise"] == 151
 
 
 def test_many_parts_end_in_a_rest() -> None:
@@ -96,7 +96,7 @@ def test_a_recording_against_itself() -> None:
 
 def test_what_changed_most_comes_first() -> None:
     result = compare(run_of(100, 100, 100), run_of(400, 400, 400, gemm=60), by="class")
-    assert [(row.name, row.difference_ns) for row in result.parts[:2]] == [("elementwise", 300), ("gemm", 10)]
+    assert [(row.name, row.difference_ns) for row in result.parts[:2]] == [("elementwise", 300), ("GEMM", 10)]
     assert result.parts[0].verdict == "slower"
     assert result.parts[0].ratio == 4
 
@@ -160,7 +160,7 @@ def test_what_runs_side_by_side_counts_once() -> None:
         tape.synchronise()
     result = compare(tape.profile(), tape.profile())
     parts = {row.name: row.a_ns for row in result.parts}
-    assert parts["gemm"] == parts[OVERLAP] == 500
+    assert parts["GEMM"] == parts[OVERLAP] == 500
     assert "elementwise" not in parts
 
 
@@ -242,4 +242,4 @@ def test_a_long_kernel_is_in_every_step_that_it_runs_in() -> None:
     assert sum(one.overlap_ns > 0 for one in busy.values()) == 3
     parts = {row.name: row.a_ns for row in compare(profile, profile).parts}
     assert parts[OVERLAP] == round(sum(one.overlap_ns for one in busy.values()) / len(busy))
-    assert parts["gemm"] == round(sum(one.classes["gemm"] for one in busy.values()) / len(busy))
+    assert parts["GEMM"] == round(sum(one.classes["GEMM"] for one in busy.values()) / len(busy))

@@ -9,15 +9,23 @@ import pytest
 
 from stepscope.api.run import Run
 from stepscope.errors import StepscopeError
-from stepscope.explain.trace.counters import CountedCase, cases_table, choose_classes, has_counters, kernels_table
+from stepscope.explain.trace.counters import (
+    CountedCase,
+    cases_table,
+    choose_classes,
+    counted_kernels,
+    has_counters,
+    kernels_table,
+)
 from stepscope.findings import Table
-from stepscope.recording import tables
+from stepscope.recording import store, tables
 from stepscope.recording.readers import ncu
 from stepscope.recording.readers.counter_metrics import L2_HIT_RATE
 from stepscope.recording.store import Recording
 from stepscope.spec import Scalar, build_case
 from tests.unit.ncu_files import COUNTED
 
+OLD = Path(__file__).parents[3] / "bench/results/counters_h200/context-64"
 ATTENTION = "mem-efficient attention fwd 64×64"
 
 
@@ -60,7 +68,7 @@ def test_a_kernel_says_what_it_did_on_which_units(recording: Recording) -> None:
 
 def test_memory_is_a_rate_and_a_share_of_the_peak(recording: Recording) -> None:
     head = rows(kernels_table(recording))[-1]
-    assert head["class"] == "gemm"
+    assert head["class"] == "GEMM"
     assert head["dram_gb_s"] == pytest.approx(head["dram_bytes"] / head["time_us"] / 1e3)
     assert head["dram_share"] == pytest.approx(head["dram_gb_s"] / 4800)
     unknown = kernels_table(recording.with_manifest(device="some card"))
@@ -123,18 +131,18 @@ def case(recording: Recording | None, *, passes: int = 1, reason: str = "", **se
     return CountedCase(name=f"context-{built.workload.context}", case=built, recording=recording, reason=reason)
 
 
-TEXTBOOK = {"attention": 2 * 12 * 4 * 128**2 * 64, "gemm": 10**10}
+TEXTBOOK = {"attention": 2 * 12 * 4 * 128**2 * 64, "GEMM": 10**10}
 
 
 def test_a_grid_is_counter_formula_and_ratio_by_case_and_class(recording: Recording) -> None:
     counted = recording.with_manifest(forward_flops=TEXTBOOK)
-    table = cases_table([case(counted), case(counted, context=64)], ["attention", "gemm"])
+    table = cases_table([case(counted), case(counted, context=64)], ["attention", "GEMM"])
     first, second, third, _ = rows(table)
     assert [(row["context"], row["class"]) for row in rows(table)] == [
         (128, "attention"),
-        (128, "gemm"),
+        (128, "GEMM"),
         (64, "attention"),
-        (64, "gemm"),
+        (64, "GEMM"),
     ]
     assert (first["launches"], first["textbook_flops"]) == (2, 100_663_296)
     assert (first["tensor_ops"], first["fp32_flops"]) == (2 * 113_246_208, 2 * 3_069_450)
@@ -190,15 +198,22 @@ def test_attention_that_is_written_out_is_pointed_at(recording: Recording) -> No
     kernels = recording.kernels.with_columns(pl.col("name").str.replace(r"^fmha.*", "nothing"))
     table = cases_table([case(replace(recording, kernels=kernels))])
     assert rows(table)[0]["launches"] == 0
-    assert "--kernel-class gemm" in table.notes[-1]
+    assert "--kernel-class GEMM" in table.notes[-1]
+
+
+def test_recordings_that_name_the_class_in_lower_case_are_read() -> None:
+    recording = store.load(OLD)
+    assert '"gemm"' in (OLD / "manifest.json").read_text()
+    assert recording.manifest.forward_flops == {"GEMM": 6752403456, "attention": 25165824}
+    assert counted_kernels(recording).filter(pl.col("class") == "GEMM").height
 
 
 def test_classes_are_known_words() -> None:
     assert choose_classes(None) == ("attention",)
-    assert choose_classes("gemm, attention,gemm") == ("gemm", "attention")
-    with pytest.raises(StepscopeError, match="unknown class of kernels: `gem`") as raised:
+    assert choose_classes("gemm, Attention,GEMM") == ("GEMM", "attention")
+    with pytest.raises(StepscopeError, match="unknown kernel class: `gem`") as raised:
         choose_classes("gem")
-    assert raised.value.hint == "--kernel-class gemm"
+    assert raised.value.hint == "--kernel-class GEMM"
 
 
 # --- Where else they are shown

@@ -154,7 +154,7 @@ def test_a_description_lists_parts_then_what_they_add_up_to() -> None:
     rows = [(row[0], row[2]) for row in table.rows]
     assert rows[:4] == [("ampere", "part"), ("sgemm", "part"), ("128x64", "part"), ("tn", "part")]
     fields = {row[2]: row[1] for row in table.rows}
-    assert fields["kernel_class"] == "gemm"
+    assert fields["kernel_class"] == "GEMM"
     assert fields["library"] == "cuBLAS"
     assert fields["tensor_cores"] == "no"
     assert any("TF32" in note for note in table.notes)

@@ -15,7 +15,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ("ampere_dgemm_64x64_nt", "dgemm 64×64 nt (cuBLAS)", "sm_80", "fp64", (64, 64), None, "nt", False),
         (
             "ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn",
-            "bf16 gemm 128×64 tn (cuBLAS)",
+            "bf16 GEMM 128×64 tn (cuBLAS)",
             "sm_80",
             "bf16",
             (128, 64, 64),
@@ -25,7 +25,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ),
         (
             "turing_fp16_s1688gemm_fp16_128x128_ldg8_f2f_tn",
-            "fp16 gemm 128×128 tn (cuBLAS)",
+            "fp16 GEMM 128×128 tn (cuBLAS)",
             "sm_75",
             "fp16",
             (128, 128),
@@ -35,7 +35,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ),
         (
             "turing_h1688gemm_128x128_ldg8_nn",
-            "fp16 gemm 128×128 nn (cuBLAS)",
+            "fp16 GEMM 128×128 nn (cuBLAS)",
             "sm_75",
             "fp16",
             (128, 128),
@@ -46,7 +46,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         (
             "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x64x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_e"
             "xecute_kernel__5x_cublas",
-            "fp32 gemm 128×64 tn (cuBLAS)",
+            "fp32 GEMM 128×64 tn (cuBLAS)",
             "sm_80",
             "fp32",
             (128, 64, 8),
@@ -57,7 +57,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         (
             "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16_stage4_warpsize2x2x1_tensor16x8x8_execut"
             "e_kernel__5x_cublas",
-            "tf32 gemm 128×128 tn (cuBLAS)",
+            "tf32 GEMM 128×128 tn (cuBLAS)",
             "sm_80",
             "tf32",
             (128, 128, 16),
@@ -68,7 +68,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         (
             "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_o"
             "ff_kernel__5x_cublas",
-            "bf16 gemm 128×128 tn (cuBLAS)",
+            "bf16 GEMM 128×128 tn (cuBLAS)",
             "sm_90",
             "bf16",
             (128, 128, 64),
@@ -78,7 +78,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ),
         (
             "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
-            "bf16 gemm 128×256 nn (cuBLAS nvjet)",
+            "bf16 GEMM 128×256 nn (cuBLAS nvjet)",
             None,
             "bf16",
             (128, 256, 64),
@@ -88,7 +88,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ),
         (
             "nvjet_hsh_192x192_64x3_2x1_v_bz_coopB_NTN",
-            "fp16 gemm 192×192 nt (cuBLAS nvjet)",
+            "fp16 GEMM 192×192 nt (cuBLAS nvjet)",
             None,
             "fp16",
             (192, 192, 64),
@@ -98,7 +98,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ),
         (
             "nvjet_qqtst_128x256_128x6_2x1_2cta_v_bz_TNT",
-            "fp8 gemm 128×256 tn (cuBLAS nvjet)",
+            "fp8 GEMM 128×256 tn (cuBLAS nvjet)",
             None,
             "fp8",
             (128, 256, 128),
@@ -108,7 +108,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ),
         (
             "nvjet_sm90_tss_128x256_64x4_1x2_h_bz_coopA_TNT",
-            "bf16 gemm 128×256 tn (cuBLAS nvjet)",
+            "bf16 GEMM 128×256 tn (cuBLAS nvjet)",
             "sm_90",
             "bf16",
             (128, 256, 64),
@@ -128,7 +128,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ),
         (
             "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x64_16x4_nt_align4>(x::Params)",
-            "tf32 gemm 256×64 nt (CUTLASS)",
+            "tf32 GEMM 256×64 nt (CUTLASS)",
             "sm_80",
             "tf32",
             (256, 64, 16),
@@ -138,7 +138,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ),
         (
             "void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_bf16_256x128_32x3_nn_align8>(x::Params)",
-            "bf16 gemm 256×128 nn (CUTLASS)",
+            "bf16 GEMM 256×128 nn (CUTLASS)",
             "sm_80",
             "bf16",
             (256, 128, 32),
@@ -148,7 +148,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ),
         (
             "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8",
-            "bf16 gemm 32×32 tn (CUTLASS)",
+            "bf16 GEMM 32×32 tn (CUTLASS)",
             "sm_80",
             "bf16",
             (32, 32, 128),
@@ -159,7 +159,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         (
             "cutlass3x_sm90_tensorop_s64x128x16gemm_bf16_bf16_f32_void_f32_128x128x64_2x1x1_0_tnn_align8_warpsp"
             "ecialized",
-            "bf16 gemm 128×128 tn (CUTLASS)",
+            "bf16 GEMM 128×128 tn (CUTLASS)",
             "sm_90",
             "bf16",
             (128, 128, 64),
@@ -180,8 +180,8 @@ def test_a_matrix_product_tells_its_shape(
     tensor_cores: bool,
 ) -> None:
     found = decode(name)
-    assert found.kernel_class == "gemm"
-    assert found.operation == "matrix product"
+    assert found.kernel_class == "GEMM"
+    assert found.operation == "GEMM"
     assert found.short == short
     assert (found.architecture, found.dtype, found.tile) == (architecture, dtype, tile)
     assert (found.stages, found.layout, found.tensor_cores) == (stages, layout, tensor_cores)
@@ -192,8 +192,8 @@ def test_a_split_products_second_kernel_is_a_sum() -> None:
     found = decode(
         "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_ffma_execute_split_k_kernel__5x_cublas"
     )
-    assert found.operation == "adds up the partial results of a split matrix product"
-    assert found.short == "split-K sum of fp32 gemm 64×64 tn (cuBLAS)"
+    assert found.operation == "adds up the partial results of a split GEMM"
+    assert found.short == "split-K sum of fp32 GEMM 64×64 tn (cuBLAS)"
 
 
 @pytest.mark.parametrize(
@@ -213,34 +213,34 @@ def test_a_split_products_second_kernel_is_a_sum() -> None:
 def test_a_split_sum_is_seen(name: str, library: str) -> None:
     found = decode(name)
     assert found.split_k
-    assert found.kernel_class == "gemm"
+    assert found.kernel_class == "GEMM"
     assert found.library == library
 
 
 @pytest.mark.parametrize(
     ("name", "kernel_class", "operation"),
     [
-        ("void gemmSN_TN_kernel<float, 128, 16, cublasGemvTensor<float const> >(x)", "gemm", "matrix product"),
-        ("void gemv2T_kernel_val<int, int, float, float>(cublasGemvParamsEx<int>)", "gemm", "matrix times vector"),
-        ("void gemvNSP_kernel<float, float>(x)", "gemm", "matrix times vector"),
+        ("void gemmSN_TN_kernel<float, 128, 16, cublasGemvTensor<float const> >(x)", "GEMM", "GEMM"),
+        ("void gemv2T_kernel_val<int, int, float, float>(cublasGemvParamsEx<int>)", "GEMM", "matrix times vector"),
+        ("void gemvNSP_kernel<float, float>(x)", "GEMM", "matrix times vector"),
         (
             "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, __nv_bfloat16>(x)",
-            "gemm",
+            "GEMM",
             "matrix times vector",
         ),
         ("void dot_kernel<float, 128, 0, cublasDotParams<float> >(x)", "reduction", "dot product"),
         ("void reduce_1Block_kernel<float, 128, 7, cublasGemvTensor<float> >(x)", "reduction", "dot product"),
-        ("nvjet_something_new", "gemm", "matrix product"),
+        ("nvjet_something_new", "GEMM", "GEMM"),
         (
             "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int>, cutlass::bfloat"
             "16_t> >(x)",
-            "gemm",
-            "matrix product",
+            "GEMM",
+            "GEMM",
         ),
         (
             "void cutlass::Kernel<cutlass::gemm::kernel::GemmGrouped<cutlass::half_t> >(x)",
-            "gemm",
-            "grouped matrix product",
+            "GEMM",
+            "grouped GEMM",
         ),
         ("Kernel2", "other", "CUTLASS kernel, short name"),
     ],

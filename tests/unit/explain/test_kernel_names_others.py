@@ -79,7 +79,7 @@ def test_copies_and_fills_by_the_runtime_are_recognised(name: str, kernel_class:
 )
 def test_the_formula_of_a_tensile_kernel_is_read(factors: str, layout: str, code: str, dtype: str) -> None:
     found = decode(TENSILE.format(factors, code))
-    assert (found.library, found.kernel_class) == ("rocBLAS", "gemm")
+    assert (found.library, found.kernel_class) == ("rocBLAS", "GEMM")
     assert (found.layout, found.dtype, found.tile) == (layout, dtype, (64, 32, 128))
     assert (found.architecture, found.tensor_cores, found.split_k) == ("gfx942", True, False)
 
@@ -113,7 +113,7 @@ def test_long_tensile_names_are_read_to_their_end() -> None:
         ("batched_transpose_32x32_half", "MIOpen", "copy", None),
         ("SubTensorOpWithCastTensor1d", "MIOpen", "copy", None),
         ("SubTensorOpWithScalar1d", "MIOpen", "elementwise", None),
-        ("void ck::kernel_gemm_xdl_cshuffle_v1<ck::GridwiseGemm_xdl<_Float16> >(x)", "CK", "gemm", None),
+        ("void ck::kernel_gemm_xdl_cshuffle_v1<ck::GridwiseGemm_xdl<_Float16> >(x)", "CK", "GEMM", None),
         (
             "_ZN2ck16tensor_operation6device37kernel_batched_gemm_xdlops_bwd_weightINS_4GridILi64EttftE",
             "CK",
@@ -127,7 +127,7 @@ def test_long_tensile_names_are_read_to_their_end() -> None:
             "forward",
         ),
         ("_ZN7ck_tile6kentryILi1ENS_12Rmsnorm2dFwdINS_7ProblemIDF16bDF16bf", "CK", "norm", "forward"),
-        ("rocblas_gemvn_kernel<64, 4, float>(x)", "rocBLAS", "gemm", None),
+        ("rocblas_gemvn_kernel<64, 4, float>(x)", "rocBLAS", "GEMM", None),
     ],
 )
 def test_amd_kernels_have_their_class(
@@ -146,9 +146,9 @@ def test_amd_kernels_have_their_class(
         ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, __nv_bfloat16>(x)", "vLLM", "copy"),
         ("void vllm::scaled_fp8_quant_kernel<c10::BFloat16>(x)", "vLLM", "elementwise"),
         ("void vllm::moe::topkGatingSoftmax<8, 64, 4, 16, int>(x)", "vLLM", "sort"),
-        ("_matmul_ogs_NNT_bf16xbf16xmxfp4_128x128x128x1_swiglu", "Triton", "gemm"),
+        ("_matmul_ogs_NNT_bf16xbf16xmxfp4_128x128x128x1_swiglu", "Triton", "GEMM"),
         ("_finalize_matmul_scatter_bf16", "Triton", "reduction"),
-        ("fused_moe_kernel", "unknown", "gemm"),
+        ("fused_moe_kernel", "unknown", "GEMM"),
         ("void transformer_engine::normalization::rmsnorm_bwd_general_kernel<X>(x)", "Transformer Engine", "norm"),
         ("void transformer_engine::detail::cast_transpose_fused_kernel<true>(x)", "Transformer Engine", "copy"),
         ("void scaled_upper_triang_masked_softmax_warp_forward<__half, __half, float, 10>(x)", "unknown", "softmax"),
@@ -160,8 +160,8 @@ def test_amd_kernels_have_their_class(
         ),
         ("void kOptimizer32bit2State<float, 1>(x)", "bitsandbytes", "optimizer"),
         ("void kDequantizeBlockwise<__half, 512, 64, 8, 1>(x)", "bitsandbytes", "elementwise"),
-        ("void marlin::Marlin<__half, 1, 256>(x)", "Marlin", "gemm"),
-        ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<1, 2>(x)", "DeepGEMM", "gemm"),
+        ("void marlin::Marlin<__half, 1, 256>(x)", "Marlin", "GEMM"),
+        ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<1, 2>(x)", "DeepGEMM", "GEMM"),
         ("_rms_norm_backward_kernel", "Triton", "norm"),
         ("liger_cross_entropy_kernel", "Liger", "loss"),
         ("_swiglu_forward_kernel", "Triton", "elementwise"),
@@ -171,7 +171,7 @@ def test_amd_kernels_have_their_class(
         ("topk_gating_softmax_kernel", "unknown", "sort"),
         ("void at::native::(anonymous namespace)::_assert_async_cuda_kernel<bool>(bool*)", "ATen", "other"),
         ("void gsplat::intersect_tile_kernel<float>(bool)", "unknown", "other"),
-        ("matmul_kernel", "unknown", "gemm"),
+        ("matmul_kernel", "unknown", "GEMM"),
         ("softmax_kernel", "unknown", "softmax"),
         ("myFusedLayerNormKernel", "unknown", "norm"),
     ],
@@ -198,7 +198,7 @@ def test_a_word_inside_of_another_does_not_count(name: str, not_this: KernelClas
 def test_mixed_types_of_an_expert_product_are_told() -> None:
     found = decode("_matmul_ogs_NNT_bf16xbf16xmxfp4_128x128x128x4_swiglu")
     assert (found.dtype, found.tile, found.split_k) == ("bf16", (128, 128, 128), True)
-    assert found.short == "MoE gemm bf16 × mxfp4 128×128 (Triton)"
+    assert found.short == "MoE GEMM bf16 × mxfp4 128×128 (Triton)"
 
 
 def test_the_unsigned_short_of_ck_is_bf16() -> None:

@@ -275,7 +275,7 @@ def test_foreach_kernels_are_the_optimizer(functor: str, operation: str) -> None
         ("triton_per_fused_add_native_layer_norm_2", "norm", ("add", "native_layer_norm")),
         ("triton_red_fused__log_softmax_nll_loss_forward_9", "loss", ("_log_softmax", "nll_loss_forward")),
         ("triton_red_fused__log_softmax_addmm_9", "loss", ("_log_softmax", "addmm")),
-        ("triton_tem_fused_addmm_relu_4", "gemm", ("addmm", "relu")),
+        ("triton_tem_fused_addmm_relu_4", "GEMM", ("addmm", "relu")),
         ("triton_poi_fused_addmm_gelu_8", "elementwise", ("addmm", "gelu")),
         ("triton_tem_fused_flex_attention_backward_3", "attention", ("flex_attention_backward",)),
         ("triton_tem_fused_convolution_1", "convolution", ("convolution",)),
@@ -287,7 +287,7 @@ def test_foreach_kernels_are_the_optimizer(functor: str, operation: str) -> None
         ("triton_red_fused_sum_11", "reduction", ("sum",)),
         ("triton_poi_fused_constant_pad_nd_moe_forward_0", "copy", ("constant_pad_nd", "moe_forward")),
         ("triton_poi_fused_0", "elementwise", ()),
-        ("triton_mm", "gemm", ()),
+        ("triton_mm", "GEMM", ()),
         ("triton_flex_attention", "attention", ()),
     ],
 )

@@ -72,7 +72,7 @@ def test_forward_time_is_held_against_the_plain_clock() -> None:
 
 def test_the_leading_kernel_is_counted_per_step() -> None:
     found = ask("top-kernel", model_profile(steps=3))
-    assert found.sentence.startswith("`sgemm 128×64 tn (cuBLAS)` leads forward: 19 times a step, 1.9 µs, 95.0 %")
+    assert found.sentence.startswith("`sgemm 128×64 tn (cuBLAS)` leads forward: 19 times a step, 1.9 µs, 95.0%")
     assert "it also leads forward and backward together" in found.sentence
     forward = evidence(found)[0]
     assert (forward["scope"], forward["per_step"]) == ("forward", 19)
@@ -90,7 +90,7 @@ def test_another_kernel_may_lead_the_whole_step() -> None:
 
 def test_what_matters_besides_products() -> None:
     found = ask("besides-products", model_profile())
-    assert found.figure == "5 %"
+    assert found.figure == "5%"
     assert [(row["scope"], row["share"]) for row in evidence(found)] == [("class", 0.05), ("kernel", 0.05)]
 
 
@@ -98,10 +98,10 @@ def test_share_of_products_from_forward_or_inference_to_the_whole_step() -> None
     train, inference = model_profile(), model_profile(mode="inference", gemm_ns=50)
     within = ask("share-of-products", train)
     # Forward 1900 of 2000; the step 1900 + 3800 of 2000 + 3800 + 50 + 300.
-    assert within.figure == "95.0 % → 92.7 %"
+    assert within.figure == "95.0% → 92.7%"
     assert "optimizer (+4.9 points)" in within.sentence
     both = ask("share-of-products", inference, train)
-    assert both.figure == "90.5 % → 92.7 %"
+    assert both.figure == "90.5% → 92.7%"
     assert both.command == ""
     alone = ask("share-of-products", inference)
     assert alone.status == "not in this recording"
@@ -244,7 +244,7 @@ def test_roles(module: str, role: str | None) -> None:
 
 def test_copies_in_backward_have_reasons() -> None:
     found = ask("copies", model_profile())
-    assert found.figure == "1.3 % of backward"  # 50 of 3850
+    assert found.figure == "1.3% of backward"  # 50 of 3850
     assert [(row["reason"], row["per_step_ms"]) for row in evidence(found)] == [
         ("layout", 4e-5),
         ("accumulation", 1e-5),
@@ -264,7 +264,7 @@ def test_small_and_large() -> None:
     large = model_profile(parameters=1000, gemm_ns=1000)
     for profiles in ((small, large), (large, small)):
         found = ask("small-and-large", *profiles)
-        assert found.figure == "92.7 % → 99.2 % in matrix products"
+        assert found.figure == "92.7% → 99.2% in matrix products"
     assert ask("small-and-large", small, small).status == "not in this recording"
     assert ask("small-and-large", small, model_profile(mode="inference")).status == "not in this recording"
 
@@ -274,7 +274,7 @@ def test_idle_of_small_and_large_is_by_the_clock_without_the_recorder() -> None:
     overhead = Overhead(plain_ns=round(2 * small.busy_step_ns), recorded_ns=1, annotated_ns=1)
     manifest = msgspec.structs.replace(small.recording.manifest, overhead=overhead)
     small = make_profile(replace(small.recording, manifest=manifest))
-    assert f"idle from {small.idle_share * 100:.1f} % to" in ask("small-and-large", small, large).sentence
+    assert f"idle from {small.idle_share * 100:.1f}% to" in ask("small-and-large", small, large).sentence
     assert small.idle_share == pytest.approx(0.5, abs=0.001)
 
 

@@ -53,7 +53,7 @@ def test_both_steps_do_the_same() -> None:
 
 
 def test_backward_of_a_layer_has_twice_the_products_of_its_forward() -> None:
-    kernels = load("sdpa").kernels.filter((pl.col("class") == "gemm") & (pl.col("step") == 0))
+    kernels = load("sdpa").kernels.filter((pl.col("class") == "GEMM") & (pl.col("step") == 0))
     inside = kernels.filter(pl.col("layer").is_not_null())
     counts = dict(inside.group_by("phase").len().rows())
     assert counts == {"forward": 7 * LAYERS, "backward": 14 * LAYERS}
@@ -72,7 +72,7 @@ def test_checkpointed_blocks_are_seen_to_run_again() -> None:
     again = kernels.filter("recomputed")
     assert set(again["phase"]) == {"backward"}
     assert set(again["layer"]) == set(range(LAYERS))
-    products = kernels.filter((pl.col("class") == "gemm") & pl.col("layer").is_not_null())
+    products = kernels.filter((pl.col("class") == "GEMM") & pl.col("layer").is_not_null())
     assert products.filter(pl.col("phase") == "forward")["op_row"].n_unique() == 9 * LAYERS
     # The last product of a block is not run again: by then all that backward needs is there.
     assert products.filter("recomputed")["op_row"].n_unique() == 8 * LAYERS

@@ -56,7 +56,7 @@ def test_names_are_decoded_into_columns() -> None:
     kernels = two_steps().kernels
     assert set(NAME_COLUMNS) <= set(kernels.columns)
     product = kernels.row(0, named=True)
-    assert (product["class"], product["dtype"], product["tensor_cores"]) == ("gemm", "bf16", True)
+    assert (product["class"], product["dtype"], product["tensor_cores"]) == ("GEMM", "bf16", True)
     assert product["tile_m"]
     assert product["tile_n"]
     assert not kernels["is_fused"].any()

@@ -31,7 +31,7 @@ ANSWER = NcuCounted(
     environment=ENVIRONMENT,
     parameters=1000,
     optimizer="adamw",
-    forward_flops={"gemm": 10**9, "attention": 10**6},
+    forward_flops={"GEMM": 10**9, "attention": 10**6},
 )
 REFUSED = TargetFailed(message="out of memory", detail="tried to allocate 1 TiB")
 

@@ -47,14 +47,14 @@ _FULL = "void at::native::vectorized_elementwise_kernel<4, at::native::{}<float>
 # Class, module, name for people, time in the forward pass and its number.
 _LAYER = (
     ("norm", "norm1", "layer norm forward bf16", 6_100, 1),
-    ("gemm", "attention.qkv", "gemm bf16 128×128×64 tn", 21_400, 1),
+    ("GEMM", "attention.qkv", "GEMM bf16 128×128×64 tn", 21_400, 1),
     ("copy", "attention", "cast to bf16, vectorized ×8", 2_390, 4),
     ("attention", "attention", "flash attention forward bf16, head 64", 18_700, 1),
-    ("gemm", "attention.out", "gemm bf16 128×64×64 tn", 9_800, 1),
+    ("GEMM", "attention.out", "GEMM bf16 128×64×64 tn", 9_800, 1),
     ("norm", "norm2", "layer norm forward bf16", 6_100, 1),
-    ("gemm", "mlp.up", "gemm bf16 128×256×64 tn", 26_300, 1),
+    ("GEMM", "mlp.up", "GEMM bf16 128×256×64 tn", 26_300, 1),
     ("elementwise", "mlp", "gelu bf16, vectorized ×8", 7_900, 1),
-    ("gemm", "mlp.down", "gemm bf16 128×128×64 tn", 25_900, 1),
+    ("GEMM", "mlp.down", "GEMM bf16 128×128×64 tn", 25_900, 1),
     ("elementwise", "", "add bf16, vectorized ×8", 3_300, 2),
 )
 
@@ -73,7 +73,7 @@ def kernels_of_step() -> list[Kernel]:
     ends = [
         Kernel(kind="embedding", phase="forward", layer="", module="embedding", name="embedding bf16", length_ns=4_400),
         Kernel(
-            kind="gemm", phase="forward", layer="", module="head", name="gemm bf16 256×128×64 tn", length_ns=412_000
+            kind="GEMM", phase="forward", layer="", module="head", name="GEMM bf16 256×128×64 tn", length_ns=412_000
         ),
         Kernel(kind="loss", phase="loss", layer="", module="", name="cross entropy fp32", length_ns=105_000),
     ]
@@ -175,9 +175,9 @@ def _spans(spans: Sequence[tuple[int, int, int, int, int]]) -> Spans:
 
 def draw_roofline(runs: tuple[str, ...] = ("",)) -> Roofline:
     cases = (
-        ("mm 2048×768 · 768×3072", "gemm", 341.0, 4.1e14, 0.62, "compute"),
-        ("mm 2048×768 · 768×2304", "gemm", 307.0, 3.6e14, 0.51, "compute"),
-        ("mm 2048×768 · 768×50257", "gemm", 502.0, 5.9e14, 0.41, "compute"),
+        ("mm 2048×768 · 768×3072", "GEMM", 341.0, 4.1e14, 0.62, "compute"),
+        ("mm 2048×768 · 768×2304", "GEMM", 307.0, 3.6e14, 0.51, "compute"),
+        ("mm 2048×768 · 768×50257", "GEMM", 502.0, 5.9e14, 0.41, "compute"),
         ("flash attention 4×12×512×64", "attention", 128.0, 1.3e14, 0.44, "compute"),
         ("layer norm 2048×768", "norm", 1.6, 2.1e12, 0.29, "memory"),
         ("gelu 2048×3072", "elementwise", 2.1, 3.3e12, 0.19, "memory"),
@@ -258,7 +258,7 @@ def ask() -> Questions:
             ),
             Question(
                 question="Which kernel takes most of the forward pass?",
-                figure="gemm, 48%",
+                figure="GEMM, 48%",
                 answer="It runs 49 times a step; in the backward pass it is the same one.",
             ),
             Question(
@@ -274,29 +274,36 @@ def ask() -> Questions:
 
 def advise() -> tuple[Advice, ...]:
     cases = (
-        ("SS001", "The GPU waits for the host to launch kernels", 27_890_000, "--compile, or a larger --batch"),
-        ("SS003", "Chains of small operations that could be one kernel", 21_300_000, "--compile"),
-        ("SS008", "Casts between data types", 12_130_000, "--compile"),
-        ("SS004", "The optimizer launches a kernel for every tensor", 6_020_000, "torch.optim.AdamW(..., fused=True)"),
-        ("SS012", "Weights are read in fp32", None, "--precision bf16"),
+        ("SS001", "Launch-bound: the GPU is idle 79% of the step", 27_890_000, "Run with `--compile`"),
+        ("SS003", "1,832 small kernels per step could be fused", 21_300_000, "Run with `--compile`"),
+        ("SS008", "Dtype conversions: 511 casts per step", 12_130_000, "Run with `--compile`"),
+        ("SS007", "Optimizer launches 888 kernels per step", 6_020_000, "Use `fused=True`"),
+        ("SS015", "Memory-bound GEMMs take 2.1 ms per step", None, "Run with `--batch 8`"),
     )
-    return tuple(
+    remark = Finding(
+        code="SS019",
+        title="CPU stalls: the GPU sits idle for over 1 ms",
+        evidence="3 times per step the CPU launches nothing for over 1 ms",
+        saving_ns=1_950_000,
+        share=1_950_000 / WALL_NS,
+        action="Find out what the CPU does during the stalls",
+    )
+    command = Copyable(label="measure it", text=f"{COMMAND} --compile")
+    code = Copyable(label="in your own code", text="model = torch.compile(model)\nfor batch in data:\n    step(batch)")
+    cards = tuple(
         Advice(
             finding=Finding(
-                code=code,
+                code=name,
                 title=title,
-                evidence="The GPU is idle 79% of the step: 2,400 of 3,292 kernels start late because they were "
-                "launched late; a kernel runs for 3.8 µs on average.",
-                fix=fix,
+                evidence="2,400 of 3,292 kernels per step start late because the CPU launched them late; a kernel runs "
+                "for 3.8 µs on average.",
+                action=action,
+                fix=f"{COMMAND} --compile",
                 saving_ns=saving,
                 share=saving / WALL_NS if saving is not None else None,
             ),
-            fixes=(
-                Copyable(label="measure it", text=f"{COMMAND} --compile"),
-                Copyable(
-                    label="in your own code", text="model = torch.compile(model)\nfor batch in data:\n    step(batch)"
-                ),
-            ),
+            fixes=(command, code) if saving is not None else (command,),
         )
-        for code, title, saving, fix in cases
+        for name, title, saving, action in cases
     )
+    return (*cards, Advice(finding=remark))

@@ -141,7 +141,7 @@ def two_runs() -> Report:
     changes = Bars(
         title="The step by class",
         kind="ms",
-        labels=("gemm", "elementwise", "copy"),
+        labels=("GEMM", "elementwise", "copy"),
         series=runs,
         values=((2.9, 1.4, 0.7), (2.9, 0.5, 0.1)),
     )

@@ -108,12 +108,12 @@ def test_the_timeline_names_phases_layers_and_classes(folder: Path) -> None:
     texts = texts_of((folder / "figures/step-timeline.svg").read_bytes())
     assert {"One step as it ran", "forward", "backward", "optimizer", "time (ms)", "stream 7"} <= set(texts)
     assert {"5", "7"} <= set(texts)  # layers, by their numbers: their names have no room
-    assert any(re.fullmatch(r"gemm \d+\.\d%", text) for text in texts)
+    assert any(re.fullmatch(r"GEMM \d+\.\d%", text) for text in texts)
 
 
 def test_bars_carry_their_values(folder: Path) -> None:
     texts = texts_of((folder / "figures/breakdown-class.svg").read_bytes())
-    own = sum(kernel.length_ns * kernel.count for kernel in kernels_of_step() if kernel.kind == "gemm") / 1e6
+    own = sum(kernel.length_ns * kernel.count for kernel in kernels_of_step() if kernel.kind == "GEMM") / 1e6
     assert any(text.startswith(f"{own:.2f} ms, ") for text in texts)
     assert {"3.90 ms", "2.90 ms", "hidden", "exposed"} <= set(texts_of((folder / "figures/ranks.svg").read_bytes()))
 
@@ -179,7 +179,7 @@ def test_two_runs_have_a_file_each() -> None:
 
 
 def test_a_breakdown_of_two_runs_says_what_changed() -> None:
-    before = [Kernel(kind="gemm", phase="forward", layer="layers.0", module="m", name="mm", length_ns=3_000_000)]
+    before = [Kernel(kind="GEMM", phase="forward", layer="layers.0", module="m", name="mm", length_ns=3_000_000)]
     tables = dict(tabulate_dimensions(break_down([before, before * 2], [4e6, 8e6])))
     columns = [column.key for column in tables["class"].columns]
     row = dict(zip(columns, tables["class"].rows[0], strict=True))
@@ -197,7 +197,7 @@ def test_layers_stand_by_number_and_modules_by_time() -> None:
 
 
 def test_short_kernels_are_as_high_as_their_share_of_the_time() -> None:
-    kernels = [Kernel(kind="gemm", phase="forward", layer="", module="", name="mm", length_ns=1_000, count=2000)]
+    kernels = [Kernel(kind="GEMM", phase="forward", layer="", module="", name="mm", length_ns=1_000, count=2000)]
     lanes = lay_lanes(kernels, gap_ns=3_000)
     boxes = place_spans(lanes, lanes.tracks[-1], 600.0, 1.5)
     assert 300 < len(boxes) <= 400
@@ -306,7 +306,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
         check_folder(tmp_path)
     with pytest.raises(StepscopeError, match="is a file"):
         check_folder(tmp_path / "README.md")
-    with pytest.raises(StepscopeError, match="there is no folder") as caught:
+    with pytest.raises(StepscopeError, match="directory not found") as caught:
         check_folder(tmp_path / "a" / "b")
     assert caught.value.hint == f"mkdir -p {tmp_path / 'a'}"
 

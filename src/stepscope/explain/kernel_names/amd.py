@@ -69,14 +69,14 @@ _CK: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     (r"(?i)layernorm", "norm", "layer norm"),
     (r"(?i)batchnorm|groupnorm|normalization", "norm", "norm"),
     (r"(?i)moe.?sorting|moesorting", "sort", "sort tokens by expert"),
-    (r"(?i)gemm|matmul|fused_?moe", "gemm", "matrix product"),
+    (r"(?i)gemm|matmul|fused_?moe", "GEMM", "GEMM"),
     (r"(?i)transpose|permute", "copy", "copy between layouts"),
     (r"(?i)reduce|reduction|pool", "reduction", "reduction"),
     (r"(?i)elementwise|smoothquant|quant", "elementwise", "elementwise"),
 )
 
 
-_SHORTER = {"gradient of a convolution's filter": "conv filter", "convolution": "conv", "matrix product": "gemm"}
+_SHORTER = {"gradient of a convolution's filter": "conv filter", "convolution": "conv"}
 
 
 def recognise(anatomy: Anatomy) -> KernelName | None:
@@ -91,7 +91,11 @@ def _decode_igemm(anatomy: Anatomy, match: re.Match[str]) -> KernelName:
     """`igemm_fwd_gtcx3_nhwc_bf16_bx0_ex1_bt128x128x32_wt32x32x8_…`"""
     operation, direction = _WAYS.get(match["way"], ("convolution", "backward"))
     rest = match["rest"]
-    parts = [part(f"igemm_{match['way']}", f"{operation}, as a matrix product that is never written out")]
+    parts = [
+        part(
+            f"igemm_{match['way']}", f"{operation}, as an implicit GEMM whose first operand is never written to memory"
+        )
+    ]
     tensor_cores = None
     if match["engine"].startswith("gtc"):
         tensor_cores = True
@@ -227,8 +231,8 @@ _PARAMETERS = compile_rows(
 
 # rocBLAS's own kernels, by a piece of the name.
 _HANDWRITTEN: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
-    (r"gemv|ger_|symv", "gemm", "matrix times vector"),
-    (r"gemm|trsm|syrk|symm|trmm", "gemm", "matrix product"),
+    (r"gemv|ger_|symv", "GEMM", "matrix times vector"),
+    (r"gemm|trsm|syrk|symm|trmm", "GEMM", "GEMM"),
     (r"dot|nrm2|asum|reduction|iamax", "reduction", "dot product or vector norm"),
     (r"axpy|scal", "elementwise", "scale and add vectors"),
     (r"copy|transpose", "copy", "copy"),
@@ -281,9 +285,9 @@ def _decode_product(anatomy: Anatomy, match: re.Match[str]) -> KernelName:
     return build(
         anatomy,
         library,
-        "gemm",
-        "matrix product",
-        join(dtype, "gemm", spell_tile(tile), layout, "split-K" if split else None, f"({library})"),
+        "GEMM",
+        "GEMM",
+        join(dtype, "GEMM", spell_tile(tile), layout, "split-K" if split else None, f"({library})"),
         architecture=architecture,
         dtype=dtype,
         tile=tile,
@@ -310,15 +314,13 @@ def _decode_afterwork(anatomy: Anatomy, match: re.Match[str]) -> KernelName | No
     if "GSU" not in match["step"] and match["step"] not in ("GA", "GB", "B", "A") and "Beta" not in match["step"]:
         return None
     operation = (
-        "adds up the partial results of a split matrix product"
-        if "GSU" in match["step"]
-        else "scales the result beforehand"
+        "adds up the partial results of a split GEMM" if "GSU" in match["step"] else "scales the result beforehand"
     )
     parts = (type_part, part(match["step"], operation))
     return build(
         anatomy,
         "rocBLAS",
-        "gemm",
+        "GEMM",
         operation,
         "split-K sum (Tensile)",
         dtype=dtype,

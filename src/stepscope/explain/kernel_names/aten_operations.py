@@ -220,7 +220,7 @@ BASES: tuple[tuple[re.Pattern[str], KernelClass, str, Direction | None], ...] = 
     ),
     (r"softmax\w*backward|SoftMax\w*Backward|masked_softmax\w*backward", "softmax", "softmax backward", "backward"),
     (r"softmax|SoftMax|host_softmax|transform_bias_rescale_qkv\w*", "softmax", "softmax forward", "forward"),
-    (r"gemm|_mm_kernel|tinygemm\w*|int4_mm|int8mm|bmm|addmm|dot_kernel", "gemm", "matrix product", None),
+    (r"gemm|_mm_kernel|tinygemm\w*|int4_mm|int8mm|bmm|addmm|dot_kernel", "GEMM", "GEMM", None),
     (
         r"reduce_kernel|reduction|norm_reduce|cdist|pdist|histogram|kernelHistogram\w*|bincount"
         r"|logcumsumexp|aminmax|trace|searchsorted",

@@ -66,12 +66,12 @@ def _decode_tuned(anatomy: Anatomy) -> KernelName:
     is_sum = "execute_split_k_kernel" in anatomy.base
     if is_sum:
         # By its counters: additions alone, after a kernel of the same name without these words, which multiplied.
-        reading.note("execute_split_k_kernel", "second half of a split matrix product: adds up the parts")
+        reading.note("execute_split_k_kernel", "second half of a split GEMM: adds up the parts")
     return build(
         anatomy,
         "cuBLAS",
-        "gemm",
-        "adds up the partial results of a split matrix product" if is_sum else "matrix product",
+        "GEMM",
+        "adds up the partial results of a split GEMM" if is_sum else "GEMM",
         join(
             "split-K sum of" if is_sum else None,
             _product_word(reading),
@@ -87,14 +87,14 @@ def _decode_tuned(anatomy: Anatomy) -> KernelName:
 def _product_word(reading: GemmReading) -> str:
     if reading.letter and not reading.tensor_cores:
         return f"{reading.letter}gemm"
-    return join(reading.dtype, "gemm")
+    return join(reading.dtype, "GEMM")
 
 
 def _decode_nvjet(anatomy: Anatomy) -> KernelName:
     """`nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT`"""
     match = _NVJET.match(anatomy.base)
     if match is None:
-        return build(anatomy, "cuBLAS", "gemm", "matrix product", "gemm (cuBLAS nvjet)")
+        return build(anatomy, "cuBLAS", "GEMM", "GEMM", "GEMM (cuBLAS nvjet)")
     types, rest = match["types"], match["rest"].split("_")
     architecture = None
     meaning = "cuBLAS's kernels for Hopper and newer. The naming is not published: this is its common reading"
@@ -126,9 +126,9 @@ def _decode_nvjet(anatomy: Anatomy) -> KernelName:
     return build(
         anatomy,
         "cuBLAS",
-        "gemm",
-        "matrix product",
-        join(dtype, "gemm", spell_tile(tile), layout, "split-K" if split else None, "(cuBLAS nvjet)"),
+        "GEMM",
+        "GEMM",
+        join(dtype, "GEMM", spell_tile(tile), layout, "split-K" if split else None, "(cuBLAS nvjet)"),
         architecture=architecture,
         dtype=dtype,
         tile=tile,
@@ -165,15 +165,15 @@ def _decode_split_k_sum(anatomy: Anatomy) -> KernelName:
     return build(
         anatomy,
         library,
-        "gemm",
-        "adds up the partial results of a split matrix product",
+        "GEMM",
+        "adds up the partial results of a split GEMM",
         f"split-K sum ({library})",
         dtype=find_dtype(anatomy.template),
         split_k=True,
         parts=(
             part(
                 anatomy.base,
-                "second half of a matrix product whose summed dimension was split among blocks: adds up the parts",
+                "second half of a GEMM whose summed dimension was split among blocks: adds up the parts",
             ),
         ),
     )
@@ -186,7 +186,7 @@ def _decode_small(anatomy: Anatomy) -> KernelName | None:
     if "gemv" in text:
         parts = (part(anatomy.base, "matrix times vector: reads each element once, so memory sets the pace"),)
         fields = {"dtype": dtype, "tensor_cores": False, "parts": parts}
-        return build(anatomy, "cuBLAS", "gemm", "matrix times vector", "gemv (cuBLAS)", **fields)
+        return build(anatomy, "cuBLAS", "GEMM", "matrix times vector", "gemv (cuBLAS)", **fields)
     if found := first_match(_VECTORS, anatomy.base):
         _, kernel_class, operation = found
         parts = (part(anatomy.base, f"{operation}: memory sets the pace"),)
@@ -195,13 +195,13 @@ def _decode_small(anatomy: Anatomy) -> KernelName | None:
         layout = re.search(r"_([NT]{2})_", anatomy.base)
         spelled = layout[1].lower() if layout else None
         explained = (explain_layout(layout[1]),) if layout else ()
-        parts = (part(anatomy.base, "a general matrix product for small or unusual shapes"), *explained)
+        parts = (part(anatomy.base, "a general GEMM for small or unusual shapes"), *explained)
         return build(
             anatomy,
             "cuBLAS",
-            "gemm",
-            "matrix product",
-            join("small gemm", spelled, "(cuBLAS)"),
+            "GEMM",
+            "GEMM",
+            join("small GEMM", spelled, "(cuBLAS)"),
             dtype=dtype,
             layout=spelled,
             parts=parts,

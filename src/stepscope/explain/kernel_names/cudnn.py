@@ -55,7 +55,7 @@ _AROUND: tuple[tuple[re.Pattern[str], KernelClass, str, str], ...] = compile_row
         "elementwise",
     ),
     (r"(?i)reduce|Reduction", "reduction", "reduction", "reduction"),
-    (r"rnn_|RNN|lstm|LSTM|gru_|GRU", "gemm", "recurrent layer", "recurrent layer"),
+    (r"rnn_|RNN|lstm|LSTM|gru_|GRU", "GEMM", "recurrent layer", "recurrent layer"),
     (r"(?i)transpose|copy|convertTensor|cast", "copy", "copy between layouts", "layout change"),
 )
 
@@ -86,7 +86,7 @@ def _decode_tuned(anatomy: Anatomy) -> KernelName:
         letters = {"s": None if reading.tensor_cores else "fp32", "h": "fp16", "i": "int8"}
         reading.dtype = reading.dtype or letters.get(scudnn[1][-1])
         how = "on tensor cores" if reading.tensor_cores else "on the CUDA cores: no tensor cores"
-        reading.note(scudnn[0].strip("_"), f"convolution as a matrix product, {how}")
+        reading.note(scudnn[0].strip("_"), f"convolution as a GEMM, {how}")
     split = "split-K" if reading.split_k else None
     return build(
         anatomy,

@@ -33,10 +33,8 @@ _SHORTER = {
     "gradient of a convolution's input": "conv dgrad",
     "gradient of a convolution's filter": "conv wgrad",
     "convolution": "conv",
-    "matrix product": "gemm",
-    "grouped matrix product": "grouped gemm",
     "adds up the partial results of a split convolution": "split-K sum of conv",
-    "adds up the partial results of a split matrix product": "split-K sum of gemm",
+    "adds up the partial results of a split GEMM": "split-K sum of GEMM",
 }
 
 
@@ -58,16 +56,16 @@ def _decode_generated(anatomy: Anatomy, name: str) -> KernelName:
     reading = read(name)
     convolution = _CONVOLUTIONS.get(reading.operation)
     library = "cuDNN" if "cudnn" in anatomy.scope else "CUTLASS"
-    operation, direction = convolution or ("matrix product", None)
-    word = reading.operation or "gemm"
-    if word == "gemm" and reading.letter and not reading.tensor_cores:
+    operation, direction = convolution or ("GEMM", None)
+    is_gemm = reading.operation in ("", "gemm")
+    if is_gemm and reading.letter and not reading.tensor_cores:
         word = f"{reading.letter}gemm"
     else:
-        word = join(reading.dtype, word)
+        word = join(reading.dtype, "GEMM" if is_gemm else reading.operation)
     return build(
         anatomy,
         library,
-        "convolution" if convolution else "gemm",
+        "convolution" if convolution else "GEMM",
         operation,
         join(word, spell_tile(reading.tile), reading.layout, "split-K" if reading.split_k else None, f"({library})"),
         direction=direction,
@@ -118,9 +116,9 @@ def _classify(text: str) -> tuple[KernelClass, str, Direction | None]:
     if "reducesplitk" in lower:
         if "cudnn" in lower:
             return "convolution", "adds up the partial results of a split convolution", None
-        return "gemm", "adds up the partial results of a split matrix product", None
+        return "GEMM", "adds up the partial results of a split GEMM", None
     if "gemm" in lower or "collectivemma" in lower or "collective_mma" in lower:
-        return "gemm", "grouped matrix product" if "grouped" in lower else "matrix product", None
+        return "GEMM", "grouped GEMM" if "grouped" in lower else "GEMM", None
     return "other", "CUTLASS kernel of unknown kind", None
 
 

@@ -67,7 +67,7 @@ def _notes(decoded: KernelName) -> tuple[str, ...]:
 
 
 def _advise(decoded: KernelName) -> list[str]:
-    products = decoded.kernel_class in ("gemm", "convolution")
+    products = decoded.kernel_class in ("GEMM", "convolution")
     if products and decoded.tensor_cores is False and decoded.dtype == "fp32" and "vector" not in decoded.operation:
         return [
             "what would change it: fp32 without tensor cores. TF32 (torch.set_float32_matmul_precision('high')) or"

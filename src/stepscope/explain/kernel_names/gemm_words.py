@@ -1,4 +1,4 @@
-"""The dialect of hand-tuned matrix products: `ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn`.
+"""The vocabulary of hand-tuned GEMM names: `ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn`.
 
 cuBLAS, CUTLASS and cuDNN name kernels by the same words joined with underscores, in differing order. So the words are
 read one by one, whatever their order, into one `GemmReading`; what the families add is who the kernel belongs to.
@@ -49,14 +49,14 @@ _NOTES = {
     "nchw": "channels-first tensors (batch, channel, height, width)",
     "nhwckrsc": "channels-last input (NHWC) and filter (KRSC)",
     "indexed": "input positions are looked up in a table",
-    "implicit": "convolution as a matrix product whose first factor is never written out",
+    "implicit": "implicit GEMM: a convolution computed as a GEMM whose first operand is never written to memory",
     "optimized": "index arithmetic worked out beforehand",
     "analytic": "index arithmetic done on the way",
     "winograd": "Winograd's method: fewer multiplications for small filters",
     "fprop": "forward convolution",
     "dgrad": "gradient of the convolution's input",
     "wgrad": "gradient of the convolution's filter",
-    "gemm": "matrix product",
+    "gemm": "general matrix multiplication",
     "cublas": "compiled into cuBLAS",
     "cudnn": "compiled into cuDNN",
     "xmma": "a family of matrix kernels that NVIDIA's libraries share",
@@ -142,7 +142,7 @@ def _read_architecture(reading: GemmReading, text: str, number: str) -> None:
 def _read_operation(reading: GemmReading, word: str, match: re.Match[str]) -> None:
     letter, instruction, operation = match[2], match[3], match[4]
     reading.operation, reading.letter = operation, letter
-    what = {"gemm": "matrix product"}.get(operation, _NOTES.get(operation, operation))
+    what = {"gemm": "GEMM"}.get(operation, _NOTES.get(operation, operation))
     accumulator = BLAS_LETTERS[letter]
     if instruction:
         reading.tensor_cores = True

@@ -22,7 +22,7 @@ _KINDS = {
     "poi": "pointwise: each element on its own",
     "red": "a reduction that loops over its dimension",
     "per": "a persistent reduction: the reduced dimension fits into one block at once",
-    "tem": "from a template: a matrix product, convolution or attention, with what could be fused onto it",
+    "tem": "from a template: a GEMM, convolution or attention, with what could be fused onto it",
     "for": "one kernel for a list of tensors (foreach)",
     "foreach": "one kernel for a list of tensors (foreach)",
     "combo": "several independent kernels in one launch",
@@ -226,7 +226,7 @@ def _classify_template(held: set[str]) -> tuple[KernelClass, str]:
         return "attention", "attention"
     if held & _CONVOLUTION:
         return "convolution", "convolution"
-    return "gemm", "matrix product"
+    return "GEMM", "GEMM"
 
 
 def _find_direction(operations: tuple[str, ...]) -> Direction | None:

@@ -79,15 +79,15 @@ _KERNELS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     (
         r"fused_moe_kernel\w*|_?p?_?matmul_ogs|fused_marlin_moe|moe_mmk|bmm_\w*E\dm\d"
         r"|bmm_(?:Bfloat16|E\dm\d|Fp\d+)\w*",
-        "gemm",
-        "grouped matrix product",
+        "GEMM",
+        "grouped GEMM",
     ),
     (
         r"Marlin\b|marlin_gemm|gptq_marlin\w*|awq_gemm\w*|gemm_half_q_half|kgemm_4bit\w*|fp8_gemm\w*"
         r"|gemm_fp8\w*|sm\d+_\w*gemm|deep_gemm::|w8a8_block\w*matmul|_w8a8_\w*|int8_gemm"
         r"|scaled_mm_kernel|wvSplitK\w*|LLGemm\w*|gemm_a8w8\w*|gemv_\w*|_gemm_\w+|tgv_gemm\w*",
-        "gemm",
-        "matrix product",
+        "GEMM",
+        "GEMM",
     ),
     (
         r"liger_cross_entropy|cross_entropy\w*|_cross_entropy|fused_linear_cross_entropy|_kldiv_kernel"
@@ -206,7 +206,7 @@ def find_direction(text: str) -> Direction | None:
 
 def _decode_matmul_ogs(anatomy: Anatomy) -> KernelName:
     """`_matmul_ogs_NNT_bf16xbf16xmxfp4_128x128x128x1_swiglu`: result, activations and weights of experts."""
-    parts = [part("matmul_ogs", "matrix product of Triton's own library that gathers and scatters tokens for experts")]
+    parts = [part("matmul_ogs", "GEMM of Triton's own library that gathers and scatters tokens for experts")]
     if layouts := re.search(r"_([NT]{3})_", anatomy.base):
         parts.append(part(layouts[1], "innermost stride of result, activations and weights: N is one, T is not"))
     types = _MATMUL_TYPES.search(anatomy.base)
@@ -227,9 +227,9 @@ def _decode_matmul_ogs(anatomy: Anatomy) -> KernelName:
     return build(
         anatomy,
         "Triton",
-        "gemm",
-        "grouped matrix product",
-        join("MoE gemm", dtype, f"× {weights}" if weights else None, spell_tile(tile), "(Triton)"),
+        "GEMM",
+        "grouped GEMM",
+        join("MoE GEMM", dtype, f"× {weights}" if weights else None, spell_tile(tile), "(Triton)"),
         dtype=dtype,
         tile=tile,
         split_k=split,
@@ -256,7 +256,7 @@ _RULES: tuple[tuple[KernelClass, str, tuple[str, ...]], ...] = (
     ("norm", "norm", ("layernorm", "rmsnorm", "batchnorm", "groupnorm", "norm", "welford")),
     ("optimizer", "optimizer update", ("adam", "adamw", "adagrad", "lamb", "sgd", "muon", "lion", "optimizer")),
     ("convolution", "convolution", ("conv", "convolution", "wgrad", "dgrad", "fprop", "im+col")),
-    ("gemm", "matrix product", ("gemm", "matmul", "bmm", "gemv", "mm", "sgemm", "hgemm", "wgmma")),
+    ("GEMM", "GEMM", ("gemm", "matmul", "bmm", "gemv", "mm", "sgemm", "hgemm", "wgmma")),
     ("embedding", "embedding", ("embedding", "embed")),
     ("random", "random numbers", ("dropout", "philox", "curand", "rand", "random", "bernoulli", "sampling")),
     ("sort", "sort or top-k", ("sort", "topk", "argsort", "radix")),

@@ -9,7 +9,7 @@ import msgspec
 from stepscope.explain.kernel_names.anatomy import Anatomy
 
 KernelClass = Literal[
-    "gemm",
+    "GEMM",
     "attention",
     "softmax",
     "norm",

@@ -62,7 +62,7 @@ def copies_in_backward(profile: Profile) -> Answer:
     share, steps = time_of(copies) / max(1, time_of(backward)), profile.num_steps
     if not copies.height:
         return Answer(
-            key=_KEY, question=_QUESTION, figure="0 %", sentence="There are none: no copy is launched in backward."
+            key=_KEY, question=_QUESTION, figure="0%", sentence="There are none: no copy is launched in backward."
         )
     explained = _explain(profile, copies)
     reasons = share_by(explained, "reason")

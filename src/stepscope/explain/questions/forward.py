@@ -212,12 +212,12 @@ def what_else_matters(profile: Profile) -> Answer:
     if not forward.height:
         return missing(key, question, _NO_FORWARD, _RECORD)
     steps, classes = profile.num_steps, share_by(forward, "class")
-    products = float(classes.filter(pl.col("class") == "gemm")["share"].sum())
-    others = classes.filter((pl.col("class") != "gemm") & (pl.col("share") >= _MATTERS))
+    products = float(classes.filter(pl.col("class") == "GEMM")["share"].sum())
+    others = classes.filter((pl.col("class") != "GEMM") & (pl.col("share") >= _MATTERS))
     named = [f"{row['class']} {say_share(row['share'])}" for row in others.iter_rows(named=True)]
-    rest = forward.filter(pl.col("class") != "gemm")
+    rest = forward.filter(pl.col("class") != "GEMM")
     if not others.height:
-        sentence = f"Nothing else takes 1 % of forward: matrix products are {say_share(products)} of it."
+        sentence = f"Nothing else takes 1% of forward: matrix products are {say_share(products)} of it."
     else:
         name, _, count, _ = _leader(rest)
         share = time_of(rest.filter(pl.col("name") == name)) / max(1, time_of(forward))
@@ -236,7 +236,7 @@ def what_else_matters(profile: Profile) -> Answer:
             rows.append(
                 ("kernel", row["short"], row["count"] / steps, row["time_ns"] / steps / 1e6, share, row["name"])
             )
-    table = _kernel_table("What is not a matrix product and takes 1 % of forward or more, per step", tuple(rows), "")
+    table = _kernel_table("What is not a matrix product and takes 1% of forward or more, per step", tuple(rows), "")
     hidden = [kind for kind in ("attention", "convolution") if kind in others["class"].to_list()]
     notes = [f"{kind}: its kernels hold matrix products of their own, which a name cannot separate" for kind in hidden]
     return Answer(

@@ -187,7 +187,7 @@ def idle_time(profile: Profile) -> Answer:
     idle = int(gaps["time_ns"].sum())
     share, devices = idle / max(1, wall), len(profile.devices)
     if not idle:
-        return Answer(key=key, question=question, figure="0 %", sentence=f"Nowhere: the {word} is busy all the time.")
+        return Answer(key=key, question=question, figure="0%", sentence=f"Nowhere: the {word} is busy all the time.")
     causes = share_by(gaps, "cause")
     said = [f"{row['cause']} {say_share(row['share'])}" for row in causes.head(3).iter_rows(named=True)]
     first = causes["cause"][0]

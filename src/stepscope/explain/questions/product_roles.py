@@ -69,7 +69,7 @@ class Extent:
 def find_products(profile: Profile) -> pl.DataFrame:
     """Rows: phase, recomputed, step, layer, module, op, op_row, role, kernels (short names), time_ns, launch_ns."""
     kernels = _order(stepped(profile))
-    products = kernels.filter(pl.col("class") == "gemm").filter(
+    products = kernels.filter(pl.col("class") == "GEMM").filter(
         ~pl.col("op").str.contains("conv").fill_null(value=False)
     )
     # What a graph started has no operator of its own: each kernel counts by itself.
@@ -103,7 +103,7 @@ def _order(kernels: pl.DataFrame) -> pl.DataFrame:
 
 def _around_softmax(ordered: pl.DataFrame) -> pl.DataFrame:
     """In forward, the batched product right before a softmax makes the scores, the one right after mixes the values."""
-    batched = pl.col("op").is_in(_BATCHED).fill_null(value=False) & (pl.col("class") == "gemm")
+    batched = pl.col("op").is_in(_BATCHED).fill_null(value=False) & (pl.col("class") == "GEMM")
     softmax = pl.col("class") == "softmax"
     line = ordered.filter((pl.col("phase") == "forward") & (batched | softmax)).with_columns(soft=softmax)
     before, after = pl.col("soft").shift(-1), pl.col("soft").shift(1)
@@ -187,7 +187,7 @@ def products_by_role(profile: Profile) -> Answer:
         sentence = f"Counted {counted} a step; {_per_layer(products, steps)}"
         if known.height < products.height:
             share = 1 - known.height / products.height
-            sentence += f", and the role of {share * 100:.0f} % of them is not told by the names of modules"
+            sentence += f", and the role of {share * 100:.0f}% of them is not told by the names of modules"
     else:
         layers, roles, passes = expected
         per_layer = [role for role in roles if role != "head"]

@@ -44,8 +44,8 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
         return missing(key, question, "no kernel is known to be of forward", "stepscope profile --mode train")
     shares = {name: _class_shares(kernels) for name, _, kernels in scopes}
     base = "inference" if inference is not None else "forward"
-    before, after = shares[base].get("gemm", 0.0), shares["step"].get("gemm", 0.0)
-    gains = {kind: shares["step"][kind] - shares[base].get(kind, 0.0) for kind in shares["step"] if kind != "gemm"}
+    before, after = shares[base].get("GEMM", 0.0), shares["step"].get("GEMM", 0.0)
+    gains = {kind: shares["step"][kind] - shares[base].get(kind, 0.0) for kind in shares["step"] if kind != "GEMM"}
     risen = [kind for kind in sorted(gains, key=lambda kind: -gains[kind]) if gains[kind] >= 0.01][:3]
     moves = "falls" if after < before - 0.005 else "rises" if after > before + 0.005 else "stays"
     where = "inference" if inference is not None else "the forward pass (of this same step)"
@@ -105,14 +105,14 @@ def small_against_large(profiles: Sequence[Profile]) -> Answer:
         return missing(key, question, reason, _TWO_SIZES)
     small, large, ordered = sized
     a, b = _traits(small), _traits(large)
-    products = [f"{say_share(float(one['gemm share'] or 0))}" for one in (a, b)]
-    tiles = f", the commonest tile of a matrix product from {a['gemm tiles']} to {b['gemm tiles']}"
+    products = [f"{say_share(float(one['GEMM share'] or 0))}" for one in (a, b)]
+    tiles = f", the commonest tile of a matrix product from {a['GEMM tiles']} to {b['GEMM tiles']}"
     idle = [say_share(float(one["idle"] or 0)) for one in (a, b)]
     kernel = [say_time(float(one["kernel us"] or 0) * 1e3) for one in (a, b)]
     sentence = (
         f"From {name_profile(small)} to {name_profile(large)}, matrix products go from {products[0]} to {products[1]} "
         f"of {device_word(small)} time, idle from {idle[0]} to {idle[1]} of wall time, and the mean kernel from "
-        f"{kernel[0]} to {kernel[1]}" + (tiles if a["gemm tiles"] and b["gemm tiles"] else "")
+        f"{kernel[0]} to {kernel[1]}" + (tiles if a["GEMM tiles"] and b["GEMM tiles"] else "")
     )
     if not ordered:
         sentence += "; which one is larger is not recorded: they stand in the order given"
@@ -144,19 +144,19 @@ def _traits(profile: Profile) -> dict[str, Cell]:
     kernels, steps = stepped(profile), profile.num_steps
     shares = _class_shares(kernels)
     return {
-        "gemm share": shares.get("gemm", 0.0),
-        "gemm tiles": _tiles(kernels),
+        "GEMM share": shares.get("GEMM", 0.0),
+        "GEMM tiles": _tiles(kernels),
         "idle": profile.idle_share,
         "kernel us": time_of(kernels) / max(1, kernels.height) / 1e3,
         "kernels a step": kernels.height / steps,
         "step ms": profile.step_ns / 1e6,
-        **{f"share of {kind}": share for kind, share in shares.items() if kind != "gemm" and share >= 0.01},
+        **{f"share of {kind}": share for kind, share in shares.items() if kind != "GEMM" and share >= 0.01},
     }
 
 
 def _tiles(kernels: pl.DataFrame) -> str | None:
     """The commonest tiles of matrix products by time. None where names tell no tile."""
-    tiled = kernels.filter((pl.col("class") == "gemm") & pl.col("tile_m").is_not_null())
+    tiled = kernels.filter((pl.col("class") == "GEMM") & pl.col("tile_m").is_not_null())
     tiles = share_by(tiled, "tile_m", "tile_n").select("tile_m", "tile_n")
     return "×".join(map(str, tiles.row(0))) if tiles.height else None
 
@@ -175,8 +175,8 @@ def _traits_table(small: Profile, large: Profile, a: dict[str, Cell], b: dict[st
 
 
 _LABELS = {
-    "gemm share": "share of gemm",
-    "gemm tiles": "commonest gemm tile, by time",
+    "GEMM share": "GEMM share",
+    "GEMM tiles": "top GEMM tile, by time",
     "idle": "idle, of wall time",
     "kernel us": "mean kernel",
     "kernels a step": "kernels a step",
@@ -190,7 +190,7 @@ def _label(name: str) -> str:
 
 def _say_trait(name: str, value: Cell) -> Cell:
     if not isinstance(value, float | int):
-        return value if value is not None else ("–" if name == "gemm tiles" else "under 1 %")
+        return value if value is not None else ("–" if name == "GEMM tiles" else "under 1%")
     match name:
         case "kernel us":
             return say_time(value * 1e3)

@@ -118,7 +118,7 @@ def _find(profile: Profile) -> _Attention | None:
         softmax = forward.filter(pl.col("class") == "softmax")
     if not softmax.height or not products.height:
         return None
-    other = in_parts.filter((pl.col("part") != SOFTMAX) & (pl.col("class") != "gemm"))
+    other = in_parts.filter((pl.col("part") != SOFTMAX) & (pl.col("class") != "GEMM"))
     by_role = {role: _extents(profile, products.filter(pl.col("role") == role), role) for role in (SCORES, VALUES)}
     return _Attention(
         products_ns=time_of(products) / steps,
@@ -172,7 +172,7 @@ def _precision(profile: Profile, forward: pl.DataFrame) -> str | None:
     case = profile.recording.manifest.case
     if case is not None:
         return case.workload.precision
-    dtypes = share_by(forward.filter(pl.col("class") == "gemm"), "name", "dtype")["dtype"].drop_nulls()
+    dtypes = share_by(forward.filter(pl.col("class") == "GEMM"), "name", "dtype")["dtype"].drop_nulls()
     return dtypes[0] if dtypes.len() else None
 
 

@@ -178,7 +178,7 @@ def _say_memory(opening: Opening, memory: MemoryProfile) -> str:
 
 
 def say_peak(memory: MemoryProfile) -> str:
-    """`2.77 GiB at its peak, first in backward of step 2, 48 % of it activations`."""
+    """`2.77 GiB at its peak, first in backward of step 2, 48% of it activations`."""
     summary = memory.summary
     step = f" of step {summary.peak_step + 1}" if summary.peak_step is not None else ""
     first = "first " if step else ""
@@ -200,7 +200,7 @@ def _step(opening: Opening) -> Fact | None:
     if opening.timed is not None and opening.row and opening.row.measurement:
         steps = len(opening.row.measurement.step_ns)
         low, high = (say_time(value * _MS) for value in (opening.timed.p20, opening.timed.p80))
-        note = f"median of {steps} steps; middle 60 %: {low} to {high}" if steps > 1 else "one step"
+        note = f"median of {steps} steps; middle 60%: {low} to {high}" if steps > 1 else "one step"
         return Fact(key="step", label="step", value=opening.timed.median, kind="ms", note=note)
     profile = opening.materials.profile
     if profile is None:

@@ -10,7 +10,7 @@ from stepscope.spec import Case, Workload
 MOST_ROWS = 50
 
 _CLASSES = {
-    "gemm": "matrix products",
+    "GEMM": "GEMMs",
     "attention": "attention",
     "softmax": "softmax",
     "norm": "normalisation",
@@ -42,7 +42,7 @@ def name_class(kernel_class: str) -> str:
 
 
 def say_class_takes(kernel_class: str) -> str:
-    """`matrix products take`, `attention takes`."""
+    """`GEMMs take`, `attention takes`."""
     name = name_class(kernel_class)
     return f"{name} {'take' if name.endswith('s') and name != 'the loss' else 'takes'}"
 

@@ -57,7 +57,7 @@ def _say_sound(opening: Opening) -> str:
         return "Nothing was seen that disturbed the measurement."
     steps = len(opening.row.measurement.step_ns)
     return (
-        f"{steps} steps were timed, the middle 60 % of them within {say_percent(opening.timed.spread)} of the median, "
+        f"{steps} steps were timed, the middle 60% of them within {say_percent(opening.timed.spread)} of the median, "
         "and nothing was seen that disturbed them."
     )
 
@@ -162,7 +162,7 @@ def _timing(opening: Opening) -> Iterator[str]:
     clock = "CUDA events" if row.measurement.clock == "cuda events" else "the host's clock"
     low, high = say_time(timed.min * 1e6), say_time(timed.max * 1e6)
     width = say_percent(timed.spread)
-    yield f"{steps} steps by {clock} after {warmup} to warm up: {low} to {high}, the middle 60 % {width} wide"
+    yield f"{steps} steps by {clock} after {warmup} to warm up: {low} to {high}, the middle 60% {width} wide"
 
 
 def _recording(opening: Opening) -> Iterator[str]:

@@ -40,17 +40,18 @@ class CountedCase:
 
 
 def choose_classes(asked: str | None) -> tuple[str, ...]:
-    """Classes of kernels, with commas between several."""
+    """Kernel classes from a comma-separated list, in any case."""
+    by_word = {name.lower(): name for name in CLASSES}
     words = [word.strip() for word in (asked or DEFAULT_CLASS).split(",")]
     for word in words:
-        if word not in CLASSES:
-            close = nearest(word, CLASSES)
+        if word.lower() not in by_word:
+            close = nearest(word.lower(), by_word)
             raise StepscopeError(
-                f"unknown class of kernels: `{word}`",
+                f"unknown kernel class: `{word}`",
                 detail=f"expected one of {', '.join(CLASSES)}",
-                hint=f"--kernel-class {close or DEFAULT_CLASS}",
+                hint=f"--kernel-class {by_word[close] if close else DEFAULT_CLASS}",
             )
-    return tuple(dict.fromkeys(words))
+    return tuple(dict.fromkeys(by_word[word.lower()] for word in words))
 
 
 def has_counters(recording: Recording) -> bool:
@@ -91,7 +92,7 @@ def _triple(what: str) -> pl.Expr:
 def kernels_table(recording: Recording, *, top: int | None = None) -> Table:
     """One row for kernels that did the same thing, in the order in which the first of them ran; figures are of one
     launch. `top` keeps those that take most of the time."""
-    product_flops = pl.when(pl.col("class") == "gemm").then("fp32_flops").alias("product_flops")
+    product_flops = pl.when(pl.col("class") == "GEMM").then("fp32_flops").alias("product_flops")
     kernels = counted_kernels(recording).with_columns(product_flops)
     values = ("fp32_flops", "fp64_flops", "dram_bytes", "l1_hit", "l2_hit", "time_ns")
     grouped = kernels.group_by(_SHAPE, maintain_order=True).agg(
@@ -278,6 +279,6 @@ def _case_notes(cases: Sequence[CountedCase], totals: Sequence[tuple[CountedCase
     notes = ["all launches of a class; textbook: 2 operations a multiply-add, attention as B·H·4L²·d a layer"]
     absent = {kind for _, kind, total in totals if total["launches"] == 0}
     if "attention" in absent:
-        notes.append("no fused attention ran: written out it is products and a softmax; --kernel-class gemm")
+        notes.append("no fused attention ran: written out it is products and a softmax; --kernel-class GEMM")
     notes.extend(f"{case.name}: {case.reason}" for case in cases if case.recording is None)
     return tuple(notes)

@@ -21,7 +21,7 @@ _OPERATORS: tuple[tuple[KernelClass, str], ...] = (
     ("attention", r"scaled_dot_product|flash_attention|efficient_attention"),
     ("loss", r"cross_entropy|nll_loss|log_softmax|mse_loss|l1_loss|kl_div|binary_cross_entropy|huber|ctc_loss"),
     (
-        "gemm",
+        "GEMM",
         r"^_?(?:add)?(?:mm|bmm|baddbmm|addmv|mv|dot|vdot|linear|matmul|addmm|addbmm)(?:_|$)|mkldnn_linear|_scaled_mm|sgemm",
     ),
     ("softmax", r"softmax"),

@@ -26,7 +26,7 @@ from stepscope.spec import ModelShape
 LAUNCH_NS = 5_000
 FAR_FROM_LIMIT = 0.3
 COUNTED_ENOUGH = 0.95  # of the time in products, attention and convolutions
-COSTLY = ("gemm", "attention", "convolution")
+COSTLY = ("GEMM", "attention", "convolution")
 
 
 class Utilisation(msgspec.Struct, frozen=True, kw_only=True):

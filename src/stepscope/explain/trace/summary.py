@@ -15,7 +15,7 @@ from stepscope.explain.trace.accounting import Account
 from stepscope.explain.trace.profile import UNKNOWN, Profile
 from stepscope.findings import Finding
 
-SCHEMA = "stepscope.explain/1"
+SCHEMA = "stepscope.explain/2"
 
 
 class ClassTime(msgspec.Struct, frozen=True, kw_only=True, rename={"kernel_class": "class"}):

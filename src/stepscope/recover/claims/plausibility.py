@@ -67,7 +67,7 @@ def _check_instructions(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
     usual: dict[str, float] = {}
     for one in sightings:
         operations, instructions = one.counters.get("tensor_ops"), one.counters.get("tensor_instructions")
-        if not operations or instructions is None or one.name.kernel_class not in ("gemm", "attention"):
+        if not operations or instructions is None or one.name.kernel_class not in ("GEMM", "attention"):
             continue
         if instructions == 0:
             yield Complaint(

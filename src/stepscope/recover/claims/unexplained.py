@@ -27,7 +27,7 @@ from stepscope.recover.shape import (
 )
 
 Kind = Literal["multiplies", "unknown", "count"]
-_MULTIPLYING = ("gemm", "attention", "convolution")
+_MULTIPLYING = ("GEMM", "attention", "convolution")
 _PADDED = 8  # what a compiler rounds a vocabulary up to
 
 

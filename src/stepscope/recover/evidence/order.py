@@ -138,7 +138,7 @@ def breaks_feed_forward(kernels: Sequence[Sighting]) -> bool:
 
 def is_product(sighting: Sighting) -> bool:
     name = sighting.name
-    return name.kernel_class == "gemm" and _SUM_OF_PARTS not in name.operation
+    return name.kernel_class == "GEMM" and _SUM_OF_PARTS not in name.operation
 
 
 def is_of_training(sighting: Sighting) -> bool:
@@ -170,7 +170,7 @@ def is_softmax(sighting: Sighting) -> bool:
 
 def adds_parts(sighting: Sighting) -> bool:
     """Whether it is the second kernel of a product whose sum was split."""
-    return sighting.name.kernel_class == "gemm" and _SUM_OF_PARTS in sighting.name.operation
+    return sighting.name.kernel_class == "GEMM" and _SUM_OF_PARTS in sighting.name.operation
 
 
 def is_lookup(sighting: Sighting) -> bool:

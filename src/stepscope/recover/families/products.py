@@ -139,7 +139,7 @@ _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 def read_product(sighting: Sighting, processors: int) -> Product | None:
     """`processors`: how many SMs the GPU has."""
     text = sighting.name.name
-    if sighting.name.kernel_class != "gemm":
+    if sighting.name.kernel_class != "GEMM":
         return None
     if found := _SUM_OF_PARTS.search(text):
         return _read_sum_of_parts(sighting, Tiling(rows=int(found[2]), columns=int(found[1])))

@@ -54,7 +54,7 @@ def _pale(pair: Pair) -> Pair:
 
 
 _KNOWN: dict[str, Pair] = {
-    "gemm": _BLUE,
+    "GEMM": _BLUE,
     "attention": _VERMILION,
     "softmax": _pale(_VERMILION),
     "norm": _GREEN,

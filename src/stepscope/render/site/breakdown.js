@@ -72,7 +72,7 @@ function makeBreakdown(part) {
   return { part, numRuns, numRows, classes, totals, chosen, areParallel, rowsLeft, sumBy, timeLeft, isNarrowed, classOf };
 }
 
-// "gemm kernels of backward in layers.3"
+// "GEMM kernels of backward in layers.3"
 function describeChoice(model) {
   const { part, chosen } = model;
   const links = { phase: "of", layer: "in", module: "in", kernel: "named" };

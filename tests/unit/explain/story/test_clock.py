@@ -7,7 +7,7 @@ from stepscope.explain.story.run import list_advice
 from stepscope.findings import Breakdown, Fact, Report, Table
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
-from stepscope.units import say_flops, say_percent, say_share, say_size, say_time
+from stepscope.units import clip, count_noun, say_flops, say_parameters, say_percent, say_share, say_size, say_time
 from tests.unit.explain.story.story_materials import addition, product, record_ours, section, small_row
 
 MS = 1_000_000
@@ -38,7 +38,7 @@ def test_all_shares_are_of_the_step_that_bench_timed() -> None:
     assert fact(report, "step").value == 100
     assert fact(report, "busy").value == pytest.approx(profile.busy_step_ns / (100 * MS))
     assert "takes 100 ms and 1 GiB; the GPU " in report.sentence
-    assert "the GPU is idle 100 % of it" in report.sentence
+    assert "the GPU is idle 100% of it" in report.sentence
     assert section(report, "timeline").lead.startswith(
         f"A step runs 2 kernels in 100 ms; drawn is one as recorded, when a step took "
         f"{say_time(profile.recorded_step_ns)}."
@@ -82,5 +82,34 @@ def test_units_are_chosen_by_what_is_shown() -> None:
         "1 GiB",
     ]
     assert say_flops(999.9e9) == "1 TFLOP"
-    assert say_percent(1e-9) == say_share(1e-9) == "under 0.01 %"
-    assert say_percent(0) == say_share(0) == "0 %"
+    assert say_percent(1e-9) == say_share(1e-9) == "under 0.01%"
+    assert say_percent(0) == say_share(0) == "0%"
+
+
+def test_nouns_agree_with_their_count() -> None:
+    assert [count_noun(count, "kernel") for count in (0, 1, 1.0, 2.5, 1265)] == [
+        "0 kernels",
+        "1 kernel",
+        "1 kernel",
+        "2.5 kernels",
+        "1,265 kernels",
+    ]
+    assert count_noun(2, "matrix", "matrices") == "2 matrices"
+
+
+def test_parameters_are_counted_as_in_the_names_of_models() -> None:
+    assert [say_parameters(count) for count in (12, 950_000, 128_625_408, 999_999_999, 1_235_814_400)] == [
+        "12",
+        "950K",
+        "129M",
+        "1B",
+        "1.24B",
+    ]
+
+
+def test_clipped_text_keeps_both_ends() -> None:
+    assert clip("short", 5) == "short"
+    long = clip("a-long-name-of-a-run-before", 14)
+    assert len(long) <= 14
+    assert long.startswith("a-long")
+    assert long.endswith("before")

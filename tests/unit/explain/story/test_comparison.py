@@ -92,7 +92,7 @@ def both() -> Report:
         (
             (20_000_000,) * 5,
             (19_000_000,) * 5,
-            "B's step takes 19 ms instead of 20 ms, 5 % less, with 1 GiB as before.",
+            "B's step takes 19 ms instead of 20 ms, 5% less, with 1 GiB as before.",
         ),
         ((20_000_000,) * 5, (20_000_000,) * 5, "B's step takes 20 ms, as A's does, with 1 GiB as before."),
         (
@@ -121,7 +121,7 @@ def test_other_work_is_said_beside_the_factor() -> None:
 
 def test_memory_alone_has_a_sentence() -> None:
     a, b = (Opening(Materials(name="a", memory=one)) for one in (memory(), half_of(memory())))
-    assert "50 % less, at its peak; how long their steps take is not recorded" in say_change(a, b)
+    assert "50% less, at its peak; how long their steps take is not recorded" in say_change(a, b)
     assert "2 times as much, at its peak" in say_change(b, a)
     assert ", as A does, at its peak" in say_change(a, a)
 
@@ -216,7 +216,7 @@ def test_bars_and_tables_of_time_add_up_to_the_steps() -> None:
     assert not set(first.notes) & set(kernels.notes)
     lead = section(report, "changes").lead
     assert "communication 900 µs more" in lead
-    assert "matrix products 250 µs less" in lead
+    assert "GEMMs 250 µs less" in lead
     assert "idle" not in lead
 
 
@@ -231,7 +231,7 @@ def test_idle_time_is_not_the_recorders() -> None:
     assert [sum(value or 0 for value in column) for column in bars.values] == pytest.approx([1.5, 2.25], rel=1e-12)
     assert "recorded" not in bars.title
     lead = section(report, "changes").lead
-    assert lead == "B's step takes 2.25 ms where A's takes 1.5 ms: idle 500 µs more and matrix products 250 µs more."
+    assert lead == "B's step takes 2.25 ms where A's takes 1.5 ms: idle 500 µs more and GEMMs 250 µs more."
     taken_apart = part_of(report, "breakdown")
     assert isinstance(taken_apart, Breakdown)
     assert taken_apart.walls_ns == (1_500_000, 2_250_000)
@@ -240,7 +240,7 @@ def test_idle_time_is_not_the_recorders() -> None:
 def test_recorded_idle_time_is_said_to_be_stretched_and_leads_nothing() -> None:
     a, b = record(product, steps=3), record(product, steps=3, host_us=4000)
     report = tell_both(Materials(name="a", profile=a), Materials(name="b", profile=b))
-    assert section(report, "changes").lead == "No class of kernels changed by more than noise and 2 % of the step."
+    assert section(report, "changes").lead == "No class of kernels changed by more than noise and 2% of the step."
     bars = part_of(report, "changes-time")
     assert isinstance(bars, Bars)
     assert "while recorded" in bars.title
@@ -282,14 +282,14 @@ def test_what_is_noise_is_not_said_to_have_changed() -> None:
     said = section(tell_both(steps_of(100, 900, 500), steps_of(200, 1000, 500)), "changes").lead
     assert said.startswith("No class of kernels changed")
     clear = section(tell_both(steps_of(500, 500, 500), steps_of(600, 600, 600)), "changes").lead
-    assert "matrix products 100 µs more" in clear
+    assert "GEMMs 100 µs more" in clear
 
 
 def test_a_run_against_itself_did_not_change() -> None:
     run = Materials(name="a", profile=record(product, steps=4), memory=memory())
     changes = section(tell_both(run, run), "changes")
     assert changes.lead == (
-        "No class of kernels changed by more than noise and 2 % of the step. "
+        "No class of kernels changed by more than noise and 2% of the step. "
         "What memory holds at the peak is about the same."
     )
 

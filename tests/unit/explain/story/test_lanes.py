@@ -186,7 +186,7 @@ def test_a_step_of_many_kernels_keeps_its_busy_time(monkeypatch: pytest.MonkeyPa
     said = [note for note in drawn.notes if "are drawn as" in note]
     assert any(f"{profile.kernels.height:,} kernels are drawn as {len(after.counts)} blocks" in note for note in said)
     assert any("stretches of phases, layers and modules" in note for note in said)
-    assert any(name.startswith("kernels, mostly gemm") for name in drawn.names)
+    assert any(name.startswith("kernels, mostly GEMM") for name in drawn.names)
     assert "several modules" in drawn.names
     assert not any(note for note in plain.notes if "are drawn as" in note)
 
@@ -237,7 +237,7 @@ def test_threads_and_operators_on_a_cpu() -> None:
     drawn = draw_step(tape.profile())
     assert [track.label for track in drawn.tracks] == ["phases", "thread 1"]
     assert [name for _, _, name in spans_of(drawn, "thread 1")] == ["aten::mm", "aten::exp"]
-    assert [drawn.groups[group] for group in track_of(drawn, "thread 1").spans.groups] == ["gemm", "elementwise"]
+    assert [drawn.groups[group] for group in track_of(drawn, "thread 1").spans.groups] == ["GEMM", "elementwise"]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.99])

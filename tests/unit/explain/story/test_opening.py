@@ -43,7 +43,7 @@ def keys(report: Report) -> list[str]:
 def test_a_step_that_waits_for_its_host() -> None:
     profile = record_ours(*[product] * 6, host_us=2000)
     report = tell(Materials(name="a", profile=profile))
-    idle = f"{100 * profile.idle_share:.0f} %"
+    idle = f"{100 * profile.idle_share:.0f}%"
     assert report.sentence.startswith("A training step of small (batch 4, context 256, bf16) takes ")
     assert f"; the GPU waits for the host {idle} of it, and arithmetic reaches" in report.sentence
     assert fact(report, "bound").value == "the host"
@@ -107,23 +107,23 @@ def test_operators_of_a_cpu_wait_for_nobody() -> None:
     kernels = recording.kernels.with_columns(kind=pl.lit("cpu"), name=pl.lit("aten::mm"))
     profile = make_profile(replace(recording, kernels=kernels))
     report = tell(Materials(name="a", profile=profile))
-    assert "matrix products take 100 % of the operators' time" in report.sentence
+    assert "GEMMs take 100% of the operators' time" in report.sentence
     assert "GPU" not in report.sentence
     assert "busy" not in keys(report)
-    assert fact(report, "bound").note == "100 % of the operators' time"
+    assert fact(report, "bound").note == "100% of the operators' time"
 
 
 def test_a_trace_without_steps_claims_none() -> None:
     report = tell(Materials(name="trace.json.gz", profile=traced()))
-    assert report.sentence.startswith("trace.json.gz marks no steps: 88 kernels in 5.52 ms; the GPU is idle 90 % of it")
+    assert report.sentence.startswith("trace.json.gz marks no steps: 88 kernels in 5.52 ms; the GPU is idle 90% of it")
     assert fact(report, "step").label == "recorded"
-    assert "90 % of the recording" in fact(report, "bound").note
+    assert "90% of the recording" in fact(report, "bound").note
     assert "mfu" not in keys(report)
 
 
 def test_counters_have_no_gaps_and_no_step() -> None:
     report = tell(Materials(name="a.csv", profile=counted()))
-    assert "one after another under Nsight Compute; matrix products take" in report.sentence
+    assert "one after another under Nsight Compute; GEMMs take" in report.sentence
     assert "idle" not in report.sentence
     assert "busy" not in keys(report)
 
@@ -131,7 +131,7 @@ def test_counters_have_no_gaps_and_no_step() -> None:
 def test_memory_alone_says_nothing_of_time() -> None:
     report = tell(Materials(name="a.pickle", memory=memory()))
     assert report.sentence == (
-        "a.pickle holds 66.1 MiB at its peak, first in backward of step 2, 97 % of it workspaces; how long a "
+        "a.pickle holds 66.1 MiB at its peak, first in backward of step 2, 97% of it workspaces; how long a "
         "step takes is not recorded."
     )
     assert keys(report) == ["memory"]
@@ -164,11 +164,11 @@ def test_the_timing_gives_the_headline_and_the_profile_the_bound() -> None:
     report = tell(all_there())
     assert "takes 100 ms and" in report.sentence
     assert fact(report, "step").value == 100
-    assert fact(report, "step").note == "median of 10 steps; middle 60 %: 100 ms to 100 ms"
+    assert fact(report, "step").note == "median of 10 steps; middle 60%: 100 ms to 100 ms"
     assert fact(report, "tokens").value == 10_240
     # Three times the forward pass's 10¹² operations in 0.1 s, of 500 · 10¹².
     assert fact(report, "mfu").value == pytest.approx(0.06)
-    assert "arithmetic reaches 6 % of the bf16 peak" in report.sentence
+    assert "arithmetic reaches 6% of the bf16 peak" in report.sentence
 
 
 def test_a_recording_without_its_own_timing_names_its_clock() -> None:

@@ -43,7 +43,7 @@ def test_a_point_is_all_calls_of_one_shape() -> None:
     assert large.share == pytest.approx(1 / 3)
     assert large.reached == pytest.approx(large.flops_per_s / 989.4e12)
     assert large.bound == "compute"
-    assert large.group == "gemm"
+    assert large.group == "GEMM"
     assert "[[4096,4096],[4096,4096]]" in large.detail
     assert "1 calls a step, 100 µs each" in large.detail
 
@@ -59,7 +59,7 @@ def test_labels_tell_points_apart_and_join_runs() -> None:
     labels = {point.label for point in drawn(timeline.profile()).points}
     assert len(labels) == 3
     assert "mm 512×256 · 256×256" in labels
-    assert any(label.startswith("mm 256×256 · 256×256, bf16 gemm") for label in labels)
+    assert any(label.startswith("mm 256×256 · 256×256, bf16 GEMM") for label in labels)
 
 
 def test_roofs_are_those_of_the_precisions_that_occur() -> None:

@@ -10,7 +10,7 @@ from tests.unit.attention_rows import attend
 from tests.unit.explain.story.story_materials import memory, product, record_ours, small_row, traced
 from tests.unit.rows import ENVIRONMENT
 
-SPREAD = Doubt(code="spread", text="the middle 60 % of steps spread over 30% of the median")
+SPREAD = Doubt(code="spread", text="the middle 60% of steps spread over 30% of the median")
 HOST = Doubt(code="host-bound", text="it waited for the host")
 MS = 1_000_000
 
@@ -28,7 +28,7 @@ def timed_again(plain_ms: float) -> Soundness:
 def test_a_quiet_timing_is_sound() -> None:
     found = judged(bench=(small_row(step_ns=(99 * MS, 100 * MS, 101 * MS, 100 * MS, 100 * MS)),))
     assert found.verdict == "sound"
-    assert found.sentence.startswith("5 steps were timed, the middle 60 % of them within ")
+    assert found.sentence.startswith("5 steps were timed, the middle 60% of them within ")
     assert any("99 ms to 101 ms" in line for line in found.details)
 
 
@@ -59,10 +59,10 @@ def test_two_clocks_that_disagree_are_told() -> None:
     assert not any("timed again" in line for line in timed_again(103).details)
     apart = timed_again(110)
     assert apart.verdict == "sound"
-    assert any("the step took 100 ms when it was timed and 110 ms, 10 % more" in line for line in apart.details)
+    assert any("the step took 100 ms when it was timed and 110 ms, 10% more" in line for line in apart.details)
     far = timed_again(70)
     assert far.verdict == "doubtful"
-    assert "30 % less" in far.sentence
+    assert "30% less" in far.sentence
 
 
 def test_a_stranger_s_file_is_neither_sound_nor_doubtful() -> None:
@@ -73,7 +73,7 @@ def test_a_stranger_s_file_is_neither_sound_nor_doubtful() -> None:
 
 def test_what_is_not_known_of_the_kernels_is_said() -> None:
     found = judged(profile=traced())
-    assert "known of the kernels' time: class 100 %, phase 0 %, module 0 %" in found.details
+    assert "known of the kernels' time: class 100%, phase 0%, module 0%" in found.details
     assert "recorded by PyTorch's profiler; no steps are marked" in found.details
 
 

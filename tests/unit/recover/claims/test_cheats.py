@@ -154,16 +154,16 @@ def test_swapped_names_contradict_the_work() -> None:
     assert against[29] == "tensor_ops 0"
 
 
-@pytest.mark.parametrize("kind", ["gemm", "norm", "elementwise"])
+@pytest.mark.parametrize("kind", ["GEMM", "norm", "elementwise"])
 def test_names_that_nobody_knows_never_pass(kind: str) -> None:
-    chosen = find(read_evidence(TRACE), kind)[{"gemm": 6, "norm": 3, "elementwise": 20}[kind]]
+    chosen = find(read_evidence(TRACE), kind)[{"GEMM": 6, "norm": 3, "elementwise": 20}[kind]]
     answer = spoil(TRACE, lambda all_: [rename(one, "kernel_7f") if one.index == chosen else one for one in all_])
     assert answer.verdict is ClaimVerdict.UNDECIDED
     assert "unknown name" in answer.why
 
 
 def test_a_run_without_attention_or_products_is_no_decoder() -> None:
-    for kind in ("attention", "gemm"):
+    for kind in ("attention", "GEMM"):
         hidden = set(find(read_evidence(GPT2), kind))
         with pytest.raises(NoTransformerError, match=r"no (attention|matrix product)"):
             spoil(GPT2, lambda all_, hidden=hidden: [one for one in all_ if one.index not in hidden])  # type: ignore[misc]

@@ -46,7 +46,7 @@ def test_grids_of_a_gpu_of_unknown_size_refute_nothing_true(file: str) -> None:
 
 def test_the_head_alone_does_not_tell_the_data_type() -> None:
     file = "gpt2_fp32_efficient.forward.json.gz"
-    *inside, _ = find(read_evidence(file), "gemm")
+    *inside, _ = find(read_evidence(file), "GEMM")
 
     def hide(kernels: list[Sighting]) -> list[Sighting]:
         nameless = [msgspec.structs.replace(one, name=msgspec.structs.replace(one.name, dtype=None)) for one in kernels]
@@ -224,7 +224,7 @@ def test_steps_of_one_token_are_said_not_to_be_compared() -> None:
 
     def generate(kernels: list[Sighting]) -> list[Sighting]:
         """The pass again, with the grids of a single token."""
-        single = {"index", "norm", "gemm", "attention"}
+        single = {"index", "norm", "GEMM", "attention"}
         again = [
             msgspec.structs.replace(one, grid=(1, 1, 1)) if one.name.kernel_class in single else one for one in kernels
         ]

@@ -32,7 +32,7 @@ ATTENTION = "attn_fwd"
 def short_prompt(context: int = 5) -> KernelEvidence:
     """A prompt of few tokens through products and attention that say nothing of their sizes."""
     made = launch(replace(model_of(GPT2), batch=1, context=context), GPT2, counted=False)
-    names = {"gemm": decode(PRODUCT), "attention": decode(ATTENTION)}
+    names = {"GEMM": decode(PRODUCT), "attention": decode(ATTENTION)}
     kernels = [msgspec.structs.replace(one, name=names.get(one.name.kernel_class, one.name)) for one in made.sightings]
     return replace(with_kernels(made, kernels), device_sms=None)
 

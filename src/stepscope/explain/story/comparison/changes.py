@@ -191,7 +191,7 @@ def _say_time_changes(taken: _Taken) -> str:
     known = [row for row in taken.parts if row.name != IDLE or not taken.is_recorded]
     changed = [row for row in known if abs(row.difference_ns) >= least and row.verdict not in ("same", "noise")]
     if not changed:
-        return "No class of kernels changed by more than noise and 2 % of the step."
+        return "No class of kernels changed by more than noise and 2% of the step."
     named = say_list(
         f"{_name(row)} {say_time(abs(row.difference_ns))} {'less' if row.difference_ns < 0 else 'more'}"
         for row in changed[:_NAMED]
