@@ -1,7 +1,7 @@
 """Fills in the tables that docs/worked-example.md quotes from commands: `python tools/quoted_output.py`.
 
-A quote follows the fence with its command, between `<!-- output N -->` and `<!-- end of output -->`. N is the number in a
-table's title, or the position of the table where titles have no numbers. A test checks that the page is up to date.
+A quote follows the fence with its command, between `<!-- output N -->` and `<!-- end of output -->`. N is the number in
+a table's title, or the table's position where titles have no numbers. A test checks that the page is up to date.
 """
 
 import re
