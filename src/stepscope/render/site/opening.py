@@ -1,6 +1,7 @@
 """The first screen: the step in one sentence, its figures, what would save most, and how far to trust it."""
 
 import re
+from collections.abc import Sequence
 
 from stepscope.findings import Advice, Cell, Copyable, Fact, Report, Soundness
 from stepscope.render.formats import COPYABLE
@@ -77,15 +78,22 @@ def _write_soundness(soundness: Soundness) -> str:
 
 def _write_advice(advice: tuple[Advice, ...] | None) -> str:
     if advice is None:
-        return '<p class="quiet">What could be faster was not looked for.</p>'
+        return '<p class="quiet">No findings: this run has no kernel trace.</p>'
     if not advice:
-        return '<p class="quiet">No rule found anything that would make the step faster; most of them look at GPUs.</p>'
+        return '<p class="quiet">No findings. Most rules need a GPU trace.</p>'
+    cards = [one for one in advice if not one.finding.is_remark]
+    remarks = [one for one in advice if one.finding.is_remark]
+    return (_write_cards(cards) if cards else "") + (_write_remarks(remarks) if remarks else "")
+
+
+def _write_cards(advice: Sequence[Advice]) -> str:
     first, rest = advice[:_CARDS], advice[_CARDS:]
     cards = "".join(map(_write_card, first))
     others = f'<div class="cards">{"".join(map(_write_card, rest))}</div>'
-    more = f'<details class="more-advice"><summary>{len(rest)} more</summary>{others}</details>' if rest else ""
+    more = f'<details class="more-advice"><summary>Show {len(rest)} more</summary>{others}</details>' if rest else ""
     return (
-        f'<section class="advice" aria-labelledby="advice-title"><h2 id="advice-title">What would save most</h2>'
+        '<section class="advice" aria-labelledby="advice-title">'
+        '<h2 id="advice-title">Findings, largest saving first</h2>'
         f'<div class="cards">{cards}</div>{more}</section>'
     )
 
@@ -93,9 +101,9 @@ def _write_advice(advice: tuple[Advice, ...] | None) -> str:
 def _write_card(advice: Advice) -> str:
     finding = advice.finding
     share = finding.share or 0.0
-    saving = '<p class="saving"><span class="unsure">saving not estimated</span></p>'
+    saving = '<p class="saving"><span class="unsure">Saving not estimated</span></p>'
     if finding.saving_ns == 0:
-        saving = '<p class="saving"><span class="unsure">no time gained by it alone</span></p>'
+        saving = '<p class="saving"><span class="unsure">No saving on its own</span></p>'
     elif finding.saving_ns is not None:
         per_cent = f" · {format_value('share', finding.share)} of the step" if finding.share is not None else ""
         saving = (
@@ -105,15 +113,35 @@ def _write_card(advice: Advice) -> str:
     fixes = "".join(map(write_copyable, advice.fixes[:1]))
     if advice.fixes[1:]:
         others = "".join(map(write_copyable, advice.fixes[1:]))
-        fixes += f'<details class="others"><summary>other ways</summary>{others}</details>'
+        fixes += f'<details class="others"><summary>Other fixes</summary>{others}</details>'
+    action = f'<p class="fix">{prose(finding.action)}</p>' if finding.action else ""
     return f"""<article class="card">
 <h3>{markup(finding.title)}</h3>
 {saving}
 <p class="evidence">{prose(finding.evidence)}</p>
-<p class="fix"><span>Fix</span> {prose(finding.fix)}</p>
+{action}
 {fixes}
 <p class="rule"><code>stepscope rule {markup(finding.code, 20)}</code></p>
 </article>"""
+
+
+def _write_remarks(advice: Sequence[Advice]) -> str:
+    """Return the findings that cannot be fixed by pasting something, as a list."""
+    return (
+        '<section class="remarks" aria-labelledby="remarks-title"><h2 id="remarks-title">Remarks</h2>'
+        f"<ul>{''.join(map(_write_remark, advice))}</ul></section>"
+    )
+
+
+def _write_remark(advice: Advice) -> str:
+    finding = advice.finding
+    saving = f" (up to {format_value('ms', finding.saving_ns / 1e6)} per step)" if finding.saving_ns else ""
+    action = f" {prose(finding.action)}." if finding.action else ""
+    more = "".join(map(write_copyable, advice.fixes))
+    return (
+        f"<li><strong>{markup(finding.title)}</strong>{saving}: {prose(finding.evidence)}.{action} "
+        f'<code class="rule">stepscope rule {markup(finding.code, 20)}</code>{more}</li>'
+    )
 
 
 def write_copyable(copyable: Copyable) -> str:
