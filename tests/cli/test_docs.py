@@ -67,7 +67,7 @@ def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_python_of_its_page_runs(tmp_path: Path) -> None:
+def test_python_page_runs_as_one_script(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs/examples", tmp_path / "docs/examples")
     page = (ROOT / "docs/python.md").read_text()
     script = "\n".join(body for kind, title, body in FENCE.findall(page) if kind == "python" and not title)
