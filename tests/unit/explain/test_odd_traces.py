@@ -191,7 +191,12 @@ def test_counters_beyond_any_number_are_not_known(scratch: Path, value: str) -> 
     [
         ("nsight systems", "a.sqlite", "", "nsys export --type sqlite"),
         ("nsight compute", "my a.csv", "", "stepscope explain 'my a.csv' --table counters"),
-        ("pytorch profiler", "a.json", "", "torch.profiler.profile(activities=[CPU, CUDA])"),
+        (
+            "pytorch profiler",
+            "a.json",
+            "",
+            "torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])",
+        ),
         ("pytorch profiler", "", "stepscope profile --size small", "stepscope profile --size small"),
         ("nsight systems", "", "stepscope profile --nsys", "stepscope profile --nsys"),
     ],

@@ -118,7 +118,7 @@ def test_what_was_fitted_is_kept_for_others_and_beside_the_rows(
         ("rank 1: RuntimeError: something", "error"),
         ("rank 1: MemoryError", "oom"),
         ("rank 1 was killed by SIGKILL, in collective 3", "killed"),
-        ("rank 0 could not finish the all-reduce: Timed out waiting 1000ms for recv", "timeout"),
+        ("rank 0 could not complete the all-reduce: Timed out waiting 1000ms for recv", "timeout"),
     ],
 )
 def test_ranks_that_fail_are_a_row_and_others_go_on_behind_it(
