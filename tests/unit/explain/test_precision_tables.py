@@ -166,7 +166,7 @@ def test_dtypes_table_names_its_device_and_every_kind_of_tensor() -> None:
         "norm": "bf16",
         "logits": "bf16",
         "loss": "fp32",
-        "gradients of outputs": "same",
+        "gradients of outputs": "as output",
         "gradients of parameters": "fp32",
     }
 
