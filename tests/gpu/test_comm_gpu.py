@@ -27,6 +27,6 @@ def test_nccl_with_more_ranks_than_gpus_is_an_error_that_says_what_to_do(tmp_pat
     many = torch.cuda.device_count() + 1
     done = stepscope(tmp_path, "comm", "--device", "cuda", "--ranks", str(many))
     assert done.returncode == 2
-    assert f"`{many}` ranks over nccl" in done.stderr
+    assert f"`{many}` ranks with NCCL" in done.stderr
     assert "--backend gloo" in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -34,4 +34,4 @@ def test_a_grid_is_counted_and_goes_on(tmp_path: Path) -> None:
     assert short.manifest.forward_flops != long.manifest.forward_flops
     again = stepscope(tmp_path, *arguments, "--format", "csv")
     assert again.stdout == done.stdout
-    assert again.stderr.count("there already") == 2
+    assert again.stderr.count("already counted") == 2
