@@ -53,7 +53,7 @@ def test_ranges_are_user_annotations_in_the_trace(tmp_path: Path) -> None:
     assert not [event for event in events(tmp_path, "cpu_op") if event["name"].startswith(("module:", "phase:"))]
 
 
-def test_every_operator_is_in_a_step_and_gemms_in_their_modules(tmp_path: Path) -> None:
+def test_every_operator_is_in_a_step_and_every_matmul_in_its_module(tmp_path: Path) -> None:
     run(tmp_path)
     ranges = events(tmp_path, "user_annotation")
     steps = [span(event) for event in ranges if event["name"].startswith("step:")]
