@@ -155,7 +155,7 @@ def test_error_of_the_program_is_reported(stand_in: StandIn, tmp_path: Path) -> 
         ({"answer": None}, "nsys exited with status 0, before the case ran"),
         ({"answer": "{"}, "nsys exited with status 0, before the case ran"),
         ({"code": 4}, "nsys exited with status 4"),
-        ({"export_fails": True}, "nsys could not export"),
+        ({"export_fails": True}, "nsys failed to export"),
     ],
 )
 def test_failure_of_nsys_has_its_own_message(
