@@ -169,8 +169,8 @@ def test_bad_calls_are_rejected_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("<html>my own</html>")
     calls = {
         ("--out", "mine.html"): "stepscope did not write it",
-        ("--out", "report.pdf"): "a report is a page, not `.pdf`",
-        ("--without", "memroy"): "there is no stage `memroy`",
+        ("--out", "report.pdf"): "unsupported file extension `.pdf`",
+        ("--without", "memroy"): "unknown stage `memroy`",
         ("--size", "nano,small"): "one case to record, got 2",
         ("nothing.json",): "no such file: `nothing.json`",
         (str(TRACE), "--fresh"): "`--fresh` has no effect here",

@@ -1,5 +1,4 @@
-"""A report while it is made, with stages that run nothing: what is kept, what is told, and what is left when it ends
-early."""
+"""Making a report with fake stages: what is kept, what is reported, and what an early end leaves."""
 
 import fcntl
 import io
@@ -404,8 +403,10 @@ def test_display_has_a_line_per_stage() -> None:
     display.doing("warming up \x1b[31m" + "and on " * 20)
     console.print(display.render())
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0] == "bench      95.1 ms per step (reused; --fresh runs it again)"[:59] + "…"
+    assert lines[0] == "bench      95.1 ms per step (reused; --fresh runs it again)"
     assert lines[1].startswith(r"profile    warming up \u001b[31mand on")
+    assert len(lines[1]) == 60
+    assert lines[1].endswith("…")
     assert lines[2] == "memory     waiting"
     assert lines[3] == "0 s elapsed, about 11 s left"
     display.finish("profile", Ending.FAILED, "oom")
