@@ -260,7 +260,7 @@ def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(t
         (["--model", "mine.py:trained", "--optimizer", "sgd"], ["`--optimizer sgd`", "its own Adagrad"]),
         (["--hf", "acme/Llama-8B"], ["on the Hugging Face Hub", "hint: --hf llama", "hf download acme/Llama-8B"]),
         (["--hf", "gone/config.json"], ["not found: `gone/config.json`"]),
-        (["--device", "cuda:7"], ["no device `cuda:7`", "hint: stepscope doctor"]),
+        (["--device", "cuda:7"], ["device not found: `cuda:7`", "hint: stepscope doctor"]),
         (["--config", "none.toml"], ["settings file: `none.toml`"]),
         (["--out", "mine.py/x"], ["cannot write to", "hint: stepscope bench --out FOLDER"]),
         (["--out", "old"], ["not a results file of this version", "stepscope.bench/0"]),

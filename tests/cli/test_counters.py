@@ -34,7 +34,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     StandIn(tmp_path)
     done = stepscope(tmp_path, "profile", "--counters", PATH=f"{tmp_path}:/usr/bin:/bin")
     assert done.returncode == 2
-    assert "hardware counters are a GPU's, and device `auto` here is the CPU" in done.stderr
+    assert "hardware counters require a GPU; device `auto` is the CPU" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -172,7 +172,7 @@ def test_bad_calls_are_rejected_before_anything_runs(tmp_path: Path) -> None:
         ("--out", "report.pdf"): "unsupported file extension `.pdf`",
         ("--without", "memroy"): "unknown stage `memroy`",
         ("--size", "nano,small"): "one case to record, got 2",
-        ("nothing.json",): "no such file: `nothing.json`",
+        ("nothing.json",): "file not found: `nothing.json`",
         (str(TRACE), "--fresh"): "`--fresh` has no effect here",
     }
     for words, says in calls.items():

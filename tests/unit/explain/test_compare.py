@@ -180,7 +180,7 @@ def test_percent(text: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "%", "three", "-1%", "nan", "inf%", "3%%"])
 def test_bad_percent_is_refused(text: str) -> None:
-    with pytest.raises(StepscopeError, match="not a percentage"):
+    with pytest.raises(StepscopeError, match="invalid percentage"):
         parse_percent(text)
 
 
@@ -202,7 +202,7 @@ def test_circumstances_that_differ_are_said() -> None:
 
 def test_kernels_run_one_at_a_time_are_no_step() -> None:
     said = compare(run_of(100), run_of(100, source="nsight compute")).remarks
-    assert [line.split(":")[1] for line in said] == [" after", " the recorders differ, and so does their overhead"]
+    assert [line.split(":")[1] for line in said] == [" after", " the profilers differ, and so does their overhead"]
 
 
 def test_layers_are_one_module() -> None:

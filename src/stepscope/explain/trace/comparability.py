@@ -1,4 +1,4 @@
-"""Whether two recordings may be compared at all: what of their circumstances differs, in words."""
+"""Warnings about a comparison: differences between two recordings in device, workload and software."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from stepscope.units import count_noun
 
 
 def compare_circumstances(a: Profile, b: Profile, labels: tuple[str, str]) -> tuple[str, ...]:
-    """Remarks, the gravest first: another device, another workload, other software, doubts about either."""
+    """Return warnings, the most serious first: devices, workloads, software, and unreliable measurements."""
     left, right = a.recording.manifest, b.recording.manifest
     return (
         *_devices(a, b, labels),
@@ -32,15 +32,15 @@ def _devices(a: Profile, b: Profile, labels: tuple[str, str]) -> Iterator[str]:
         yield f"warning: {one} has {counts[0]}, {other} has {counts[1]}; times are means over devices"
     for name, manifest in ((one, left), (other, right)):
         if manifest.source == "nsight compute":
-            yield f"warning: {name}: Nsight Compute runs one kernel at a time, so wall and idle time are not a step's"
+            yield f"warning: {name}: Nsight Compute serializes kernels; wall and idle time are not those of a step"
     if left.source != right.source:
-        yield f"warning: the recorders differ, and so does their overhead: {left.source} → {right.source}"
+        yield f"warning: the profilers differ, and so does their overhead: {left.source} → {right.source}"
 
 
 def _workloads(a: Manifest, b: Manifest) -> Iterator[str]:
     if a.case is None or b.case is None:
         if a.file != b.file:
-            yield "at least one recording does not include its workload: check that both run the same one"
+            yield "workload unknown: check that both run the same model and settings"
         return
     left, right = list_settings(a.case, a.optimizer), list_settings(b.case, b.optimizer)
     differ = [name for name in dict.fromkeys((*left, *right)) if left.get(name) != right.get(name)]
@@ -50,8 +50,8 @@ def _workloads(a: Manifest, b: Manifest) -> Iterator[str]:
 
 
 def list_settings(case: Case, optimizer: str | None) -> dict[str, str]:
-    """What a workload is set to, in words, but for where it runs and its seed. `optimizer` is the one that ran, where
-    the workload leaves it to a factory."""
+    """Return the settings of a workload as text, without its device and seed. `optimizer` is the one that ran, for
+    workloads whose factory brings it."""
     workload = case.workload
     settings = {"model": workload.model.name}
     for name, setting in RUN_SETTINGS.items():
