@@ -17,23 +17,13 @@ from typing import Any
 from stepscope.findings import Cell, Column, Table
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.evidence.recording import gather
+from stepscope.recover.shape import SIZES
 from stepscope.recover.solve.recovery import Field, Recovery, recover
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures" / "evidence"
-COLUMNS = {
-    "num_layers": "layers",
-    "d_model": "width",
-    "num_heads": "heads",
-    "num_kv_heads": "kv",
-    "d_head": "head",
-    "d_ff": "ff",
-    "vocab_size": "vocabulary",
-    "batch": "batch",
-    "context": "context",
-    "dtype": "dtype",
-}
+COLUMNS = (*SIZES, "dtype")
 
 
 def truth_of(path: Path, truths: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +78,7 @@ def main() -> None:
     columns = (
         Column(key="run", label="run"),
         Column(key="evidence", label="evidence"),
-        *(Column(key=key, label=label) for key, label in COLUMNS.items()),
+        *(Column(key=key, label=key) for key in COLUMNS),
         Column(key="parameters", label="parameters"),
         Column(key="ms", label="time", kind="ms"),
     )

@@ -65,7 +65,7 @@ def test_every_chart_is_drawn_with_data_and_named(open_parts: Open) -> None:
             assert page.locator(f"figure.{kind} svg.drawing:visible .mark").count() >= 8
         labels[kind] = page.get_attribute(f"figure.{kind} [role=application]", "aria-label") or ""
         assert page.get_attribute(f"figure.{kind} [role=application]", "tabindex") == "0"
-    assert "12.9 ms in 3 tracks, 570 spans; most time: GEMM 3.61 ms" in labels["lanes"]
+    assert "12.9 ms, 3 tracks, 570 spans. Most time: GEMM 3.61 ms" in labels["lanes"]
     assert "mm 2048×768 · 768×3072 at 410.0 TFLOP/s" in labels["roofline"]
     assert "for plain, sdpa, ours" in labels["figure"]
     assert "Peak 19.1 GiB at 60.0 ms" in labels["timeline"]
@@ -267,7 +267,7 @@ def test_a_long_span_keeps_its_name_far_in(open_parts: Open) -> None:
 
 def test_the_axis_says_where_one_is_in_its_unit(open_parts: Open) -> None:
     page = open_parts(one_step())
-    assert page.inner_text("figure.lanes .status") == "the whole step, 12.9 ms"
+    assert page.inner_text("figure.lanes .status") == "Whole step, 12.9 ms"
     ask(page, "lanes", "chart.setView(2000000, 2000800)")
     wait_for_frame(page)
     assert page.inner_text("figure.lanes .status") == "800 ns of 12.9 ms, from 2.000000 ms"
@@ -300,14 +300,14 @@ def test_a_click_narrows_the_breakdown_to_its_class(open_parts: Open) -> None:
     point_at_time(page, 2, 15_000)
     page.mouse.down()
     page.mouse.up()
-    assert page.inner_text("figure.lanes .linked") == "The time below is narrowed to norm."
+    assert page.inner_text("figure.lanes .linked") == "The breakdown is narrowed to norm."
     assert "norm" in page.inner_text("figure.breakdown .chip")
     # A drag is no click.
     point_at_time(page, 2, 1_000)
     page.mouse.down()
     point_at_time(page, 2, 11_000)
     page.mouse.up()
-    assert page.inner_text("figure.lanes .linked") == "The time below is narrowed to norm."
+    assert page.inner_text("figure.lanes .linked") == "The breakdown is narrowed to norm."
     assert page.locator("figure.breakdown .chip").count() == 1
 
 

@@ -13,7 +13,7 @@ import pytest
 from stepscope.findings import Breakdown, Exhibit, Report, Section
 from stepscope.render.site import write_site
 from tests.browser.conftest import OpenFile, wait_for_frame
-from tests.unit.render.report_parts import WALL_NS, break_down, kernels_of_step
+from tests.unit.render.report_parts import WALL_NS, break_down, categories_table, kernels_of_step
 from tests.unit.render.report_samples import HOSTILE, empty, hostile, huge, one_run, partial, two_runs
 from tests.unit.render.test_site import contrast
 
@@ -55,6 +55,10 @@ def bars_of(page: "Page", dimension: str) -> list[str]:
 
 def choose(page: "Page", dimension: str, name: str) -> None:
     page.locator(f"[data-dimension={dimension}] .choice", has_text=name).first.click()
+
+
+def show_all_kernels(page: "Page") -> None:
+    page.locator(".kernels").get_by_role("button", name="Show all").click()
 
 
 def kernels_of(page: "Page") -> list[str]:
@@ -110,7 +114,7 @@ def test_choosing_narrows_everything_else(open_page: Open) -> None:
     chips.first.click()
     assert page.locator(".chip").count() == 1
     assert len(kernels_of(page)) > 5
-    page.get_by_role("button", name="clear").click()
+    page.get_by_role("button", name="Clear all").click()
     assert page.inner_text(".told") == "8.03 ms of 60.9 ms: all kernels"
 
 
@@ -207,13 +211,14 @@ def test_what_is_not_known_is_said_and_not_offered(open_page: Open) -> None:
     nowhere = [replace(kernel, layer="unknown", module="") for kernel in kernels_of_step()]
     page = open_breakdown(open_page, break_down([nowhere], [WALL_NS]))
     assert page.locator(".dimension h4").all_text_contents() == ["Class", "Phase"]
-    assert page.inner_text(".dimensions + .help") == "Not known from this recording: layer, module."
+    assert page.inner_text(".dimensions + .help") == "Not in this recording: layer, module."
 
 
 def test_choosing_a_kernel_says_what_it_is_and_where_it_runs(open_page: Open) -> None:
     page = open_page(one_run(), width=1440)
     show(page, "figure.breakdown")
     show(page, ".kernels")
+    show_all_kernels(page)
     page.locator(".kernels tbody tr", has_text="gelu").click()
     assert bars_of(page, "class")[0] == "elementwise"
     assert len(bars_of(page, "class")) == 1
@@ -226,9 +231,12 @@ def test_more_bars_on_request(open_page: Open) -> None:
     page = open_page(one_run(), width=1440)
     show(page, "figure.breakdown")
     before = len(bars_of(page, "module"))
-    page.locator("[data-dimension=module] .quiet").click()
+    button = page.locator("[data-dimension=module] .quiet")
+    assert button.inner_text() == "Show all 111"
+    button.click()
     assert before == 12
-    assert len(bars_of(page, "module")) > 90
+    assert len(bars_of(page, "module")) == 111
+    assert button.inner_text() == "Show fewer"
 
 
 def test_kernels_are_searched_and_sorted(open_page: Open) -> None:
@@ -257,6 +265,7 @@ def test_a_kernel_under_the_pointer_or_in_focus_shows_its_full_name(open_page: O
     page = open_page(one_run(), width=1440)
     show(page, "figure.breakdown")
     show(page, ".kernels")
+    show_all_kernels(page)
     page.locator(".kernels tbody tr", has_text="gelu").hover()
     assert "vectorized_elementwise_kernel" in page.inner_text("#tip")
     page.mouse.move(5, 5)
@@ -303,7 +312,7 @@ def test_two_runs_show_their_difference(open_page: Open) -> None:
 
 def test_a_table_is_sorted_by_value_and_searched(open_page: Open) -> None:
     page = open_page(one_run())
-    # A long table that is not the first thing of its section waits to be opened.
+    # A long table that does not come first in its section is closed.
     assert page.locator("#memory-largest table").is_hidden()
     page.click("#memory-largest > summary")
     table = show(page, "#memory-largest")
@@ -320,19 +329,97 @@ def test_a_table_is_sorted_by_value_and_searched(open_page: Open) -> None:
     page.keyboard.press("Escape")
     assert table.locator("tbody tr:visible").count() == 60
     assert not table.get_by_role("button", name="where").is_visible()
-    table.get_by_role("button", name="more column").click()
+    table.get_by_role("button", name="Show more columns").click()
     assert table.get_by_role("button", name="where").is_visible()
+    table.get_by_role("button", name="Show fewer columns").click()
+    assert not table.get_by_role("button", name="where").is_visible()
+
+
+def open_table(open_page: Open, num_rows: int, **options: Any) -> "Page":
+    exhibits = (Exhibit(key="rows", part=categories_table(num_rows)),)
+    section = Section(key="memory", title="Memory", exhibits=exhibits)
+    return open_page(msgspec.structs.replace(one_run(), sections=(section,)), **options)
+
+
+def test_long_table_shows_eight_rows_until_all_are_asked_for(open_page: Open) -> None:
+    page = open_table(open_page, 37)
+    rows = page.locator("#rows tbody tr:visible")
+    button = page.locator("#rows .all-rows")
+    assert rows.count() == 8
+    button.click()
+    assert button.inner_text() == "Show fewer"
+    assert rows.count() == 37
+    button.press("Enter")
+    assert button.inner_text() == "Show all 37 rows"
+    assert rows.count() == 8
+    # A search finds folded rows too, and sorting brings others to the top.
+    page.fill("#rows .search", "part 3")
+    assert rows.count() == 7
+    assert rows.last.locator("td").first.inner_text() == "part 36"
+    assert button.is_hidden()
+    page.keyboard.press("Escape")
+    page.locator("#rows").get_by_role("button", name="tensors").click()
+    assert rows.count() == 8
+    assert rows.first.locator("td").first.inner_text() == "part 36"
+    page.emulate_media(media="print")
+    assert rows.count() == 37
+    assert button.is_hidden()
+
+
+def test_short_table_has_no_button_and_no_script_hides_no_rows(open_page: Open) -> None:
+    assert open_table(open_page, 8).locator("#rows .all-rows").count() == 0
+    page = open_table(open_page, 37, java_script_enabled=False)
+    assert page.locator("#rows tbody tr:visible").count() == 37
+    assert page.locator("#rows .all-rows").is_hidden()
+
+
+@pytest.mark.parametrize("has_script", [True, False])
+def test_hint_opens_by_keyboard_with_or_without_a_script(open_page: Open, has_script: bool) -> None:
+    page = open_page(one_run(), width=1440, java_script_enabled=has_script)
+    hint = page.locator("#section-roofline .hint")
+    lines = hint.locator("li:not(.for-touch)")
+    assert hint.locator("li:visible").count() == 0
+    mark = hint.locator("summary")
+    # The mark keeps its place next to the title.
+    script = "(mark) => mark.getBoundingClientRect().top - mark.closest('section').getBoundingClientRect().top"
+    before = mark.evaluate(script)
+    assert before < 10
+    mark.focus()
+    page.keyboard.press("Enter")
+    assert hint.locator("li:visible").count() == lines.count() > 2
+    assert mark.evaluate(script) == before
+    page.emulate_media(media="print")
+    assert hint.locator("li:visible").count() == 0
+    page.emulate_media(media="screen")
+    mark.focus()
+    page.keyboard.press("Escape" if has_script else "Enter")
+    assert hint.locator("li:visible").count() == 0
+
+
+@pytest.mark.parametrize("sample", [one_run, two_runs])
+def test_every_chart_but_bars_has_one_hint_next_to_its_title(open_page: Open, sample: Any) -> None:
+    page = open_page(sample(), width=1440)
+    script = """(figures) => figures.map((figure) => [figure, figure.closest(".pair"), figure.closest(".section")]
+      .filter((place) => place?.querySelector(":scope > .titled .hint, :scope > figcaption .hint")).length)"""
+    counts = page.eval_on_selector_all("figure.chart:not(.bars)", script)
+    assert counts == [1] * len(counts)
+    assert len(counts) > 4
+    assert page.locator(".bars .hint").count() == 0
 
 
 def test_a_thousand_kernels_come_in_portions(open_page: Open) -> None:
     page = open_page(huge())
     show(page, "figure.breakdown")
     show(page, ".kernels")
+    assert page.locator(".kernels tbody tr").count() == 8
+    show_all_kernels(page)
     assert page.locator(".kernels tbody tr").count() == 200
-    page.get_by_role("button", name="show 200 more").click()
+    page.get_by_role("button", name="Show 200 more").click()
     assert page.locator(".kernels tbody tr").count() == 400
+    page.get_by_role("button", name="Show fewer").click()
+    assert page.locator(".kernels tbody tr").count() == 8
     page.fill(".kernels .search", "variant 39")
-    assert 0 < page.locator(".kernels tbody tr").count() <= 200
+    assert 8 < page.locator(".kernels tbody tr").count() <= 200
 
 
 def test_the_theme_goes_round_and_follows_the_system(open_page: Open) -> None:
@@ -348,7 +435,7 @@ def test_the_theme_goes_round_and_follows_the_system(open_page: Open) -> None:
     assert dark_dot != light_dot
     for name, expected in (("light", light), ("dark", dark), ("auto", dark)):
         page.click("#theme")
-        assert page.inner_text("#theme") == f"theme: {name}"
+        assert page.inner_text("#theme") == f"Theme: {name}"
         assert page.evaluate(paper) == expected
     assert page.evaluate(dot) == dark_dot
 
@@ -357,7 +444,7 @@ def test_a_fix_is_copied(open_page: Open) -> None:
     page = open_page(one_run(), permissions=["clipboard-read", "clipboard-write"])
     card = page.locator(".card").first
     card.locator(".copy").first.click()
-    page.wait_for_function("() => document.querySelector('.card .copy').textContent === 'copied'")
+    page.wait_for_function("() => document.querySelector('.card .copy').textContent === 'Copied'")
     text = page.evaluate("() => navigator.clipboard.readText()")
     assert text == one_run().advice[0].fixes[0].text  # type: ignore[index]
 
@@ -366,7 +453,7 @@ def test_a_fix_is_marked_where_there_is_no_clipboard(open_page: Open) -> None:
     page = open_page(one_run())
     page.evaluate("() => { delete Navigator.prototype.clipboard; document.execCommand = () => false; }")
     page.locator(".card .copy").first.click()
-    page.wait_for_function("() => document.querySelector('.card .copy').textContent.startsWith('marked')")
+    page.wait_for_function("() => document.querySelector('.card .copy').textContent.includes('Ctrl+C')")
     assert page.evaluate("() => getSelection().toString()") == one_run().advice[0].fixes[0].text  # type: ignore[index]
 
 

@@ -21,10 +21,10 @@ def test_a_point_of_the_roofline_tells_its_numbers(open_parts: Open) -> None:
     text = page.inner_text("#tip")
     for expected in (
         "flash attention 4×12×512×64",
-        "0.440 ms a step, 16.1% of all kernels",
-        "130.0 TFLOP/s at 128.0 FLOP a byte",
-        "21.2% of what the device allows",
-        "bound by compute",
+        "0.440 ms per step, 16.1% of the time of all kernels",
+        "130.0 TFLOP/s at 128.0 FLOP/byte",
+        "21.2% of the device's limit",
+        "compute-bound",
         "12 calls a step",
     ):
         assert expected in text

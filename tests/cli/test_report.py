@@ -170,7 +170,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
         ("--out", "report.pdf"): "a report is a page, not `.pdf`",
         ("--without", "memroy"): "there is no stage `memroy`",
         ("--size", "nano,small"): "one case to record, got 2",
-        ("nothing.json",): "no such file: `nothing.json`",
+        ("nothing.json",): "file not found: `nothing.json`",
         (str(TRACE), "--fresh"): "`--fresh` does nothing here",
     }
     for words, says in calls.items():

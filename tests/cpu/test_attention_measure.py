@@ -190,7 +190,7 @@ def test_what_cannot_fit_by_far_is_not_tried() -> None:
     case = make_case(length=2**20, batch=8, head_dim=1)
     (outcome,) = measure_cases([case], on_stage=lambda _: pytest.fail("it was tried"))
     assert outcome.status == "oom"
-    assert outcome.reason.startswith("not tried: it takes 197,632 GiB")
+    assert outcome.reason.startswith("not tried: needs an estimated 197,632 GiB")
 
 
 class Launched:

@@ -103,7 +103,7 @@ def test_the_driver_answers() -> None:
 
 
 def test_more_memory_than_there_is_cannot_be_asked_for() -> None:
-    with pytest.raises(Exception, match="more than the device has"):
+    with pytest.raises(Exception, match="exceeds the device's memory"):
         limit_memory(CUDA, 10**15)
 
 

@@ -1,7 +1,7 @@
-"""A report as files for a paper or a write-up: figures as PNG, SVG and PDF, tables as Markdown, LaTeX and CSV.
+"""A report as files for a paper: figures as PNG, SVG and PDF, tables as Markdown, LaTeX and CSV.
 
-The folder is built beside its place and moved there when it is whole. What it replaces is only ever an earlier export
-in which nothing else lies: a list of its own files is kept in it, and whatever is not on it is somebody's work.
+The directory is built next to its target and moved there once it is complete. It replaces only an earlier export
+without other files: an export keeps a list of its files, and anything else is somebody's work.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,37 +21,38 @@ from stepscope.render.tables import render
 
 _LIST = ".stepscope-export"
 _FIGURES, _TABLES, _README = "figures", "tables", "README.md"
-# A float longer than a page is cut off by LaTeX without a word, and nobody reads more rows than that in Markdown.
+# LaTeX silently cuts off a float longer than a page, and nobody reads more rows than this in Markdown.
 _MOST_ROWS = {Format.LATEX: 40, Format.MD: 200}
-# Where cells are as long as this, LaTeX sets them in several lines, and fewer rows fill the page.
+# LaTeX breaks cells of this length into several lines, so fewer rows fill the page.
 _LONG_CELL, _MOST_LONG_ROWS = 45, 16
 _SUFFIXES = {Format.MD: ".md", Format.LATEX: ".tex", Format.CSV: ".csv"}
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what could not be written after minutes of measuring. An earlier export is replaced, nothing else."""
+    """Raise now for an export that could not be written after minutes of measuring. Only an earlier export is
+    replaced."""
     folder = folder.resolve()
     restore(folder)
     if find_spec("vl_convert") is None:
         raise StepscopeError(
-            "figures cannot be drawn on this machine: vl-convert is not installed", hint="pip install vl-convert-python"
+            "drawing figures requires vl-convert, which is not installed", hint="pip install vl-convert-python"
         )
     require_parent(folder)
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise StepscopeError(f"`{folder}` is a file, not a folder", hint="--export with another folder")
+        raise StepscopeError(f"not a directory: `{folder}`", hint="--export OTHER_DIRECTORY")
     foreign = find_foreign(folder, _names_of(folder).__contains__)
     if foreign is not None:
         raise StepscopeError(
-            f"`{folder}` holds something that is of no export: `{foreign}`",
-            detail="only an export is replaced, and only where nothing else was put into it",
-            hint="--export with another folder",
+            f"`{folder}` has a file that no export wrote: `{foreign}`",
+            detail="an export only replaces an earlier export without other files in it",
+            hint="--export OTHER_DIRECTORY",
         )
 
 
 def _names_of(folder: Path) -> frozenset[str]:
-    """What an export put into a folder, as it says itself; nothing where there was none."""
+    """Return the files that an earlier export lists in a directory; none if there was no export."""
     try:
         own = read_plain(folder / _LIST).decode().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -60,12 +61,12 @@ def _names_of(folder: Path) -> frozenset[str]:
 
 
 def export(report: Report, folder: Path) -> tuple[Path, ...]:
-    """Write the whole export or nothing, and give back its files."""
+    """Write the complete export or nothing, and return its files."""
     check_folder(folder)
     clear: Report = tidy(report)
     drawings, listings = collect(clear)
     with (
-        writing(folder, if_full="nothing was kept", hint="--export with a folder on another disk"),
+        writing(folder, if_full="nothing was written", hint="--export DIRECTORY_ON_ANOTHER_DISK"),
         replacing(folder) as building,
     ):
         building.mkdir()
@@ -113,13 +114,13 @@ def _has_long_cells(table: Table) -> bool:
 
 
 def _shorten(table: Table, most_rows: int, *, in_latex: bool) -> Table:
-    """The table for readers: its first rows, and no text that is longer than anybody reads in a cell."""
+    """Return the table for readers: its first rows, with long text shortened."""
 
     def shorten(text: str, most: int = NAME) -> str:
         return cut(_spell_for_latex(text) if in_latex else text, most)
 
     hidden = len(table.rows) - most_rows
-    notes = [f"The first {most_rows:,} of {len(table.rows):,} rows; all are in the CSV."] if hidden > 0 else []
+    notes = [f"First {most_rows:,} of {len(table.rows):,} rows; the CSV has all."] if hidden > 0 else []
     return msgspec.structs.replace(
         table,
         title=shorten(table.title),
@@ -132,7 +133,7 @@ def _shorten(table: Table, most_rows: int, *, in_latex: bool) -> Table:
 
 
 def _spell_for_latex(text: str) -> str:
-    """What the usual fonts of pdfLaTeX lack would stop it, so it is spelt out."""
+    """Spell out characters that the default fonts of pdfLaTeX lack, because they would stop it."""
     return "".join(
         character if character in "\n\t" or can_stand_in_latex(character) else f"U+{ord(character):04X}"
         for character in text[: 2 * PROSE]
@@ -140,17 +141,18 @@ def _spell_for_latex(text: str) -> str:
 
 
 def _describe(report: Report, drawings: Sequence[Drawing], listings: Sequence[Listing]) -> str:
-    """The folder's page: what each file shows, how all were made, how they get into a document."""
+    """Return the README of the directory: what each file shows, how they were made, and how to use them in a
+    document."""
     parts = [
         f"# {_say(report.title) or 'stepscope report'}",
         _say(report.sentence),
         _say(report.subtitle),
         _say(report.soundness.sentence),
-        "This report was made before everything had been measured." if report.is_partial else "",
+        "This report is incomplete: it was exported before all stages had finished." if report.is_partial else "",
         *_tell_commands(report),
         "## Files",
-        "Figures are in `figures/` as PNG, SVG and PDF, tables in `tables/` as Markdown, LaTeX and CSV. A CSV has all "
-        "rows and columns in full precision; the other two are rounded, and say so where they end early.",
+        "Figures are in `figures/` as PNG, SVG and PDF, tables in `tables/` as Markdown, LaTeX and CSV. CSV files "
+        "have all rows and columns in full precision. Markdown and LaTeX are rounded; a note says if rows are missing.",
         _list_files(None, drawings, listings),
         *(
             part
@@ -175,7 +177,7 @@ def _describe_section(
 
 
 def _show_latex(figure: str, table: str) -> Iterable[str]:
-    yield "pdfLaTeX sets everything as it is. A table brings its caption and its label."
+    yield "Everything works with pdfLaTeX. Tables have a caption and a label."
     yield "    \\usepackage{graphicx}\n    \\usepackage{booktabs}"
     if figure:
         yield "\n".join(
@@ -192,23 +194,23 @@ def _show_latex(figure: str, table: str) -> Iterable[str]:
 
 
 def _tell_commands(report: Report) -> Iterable[str]:
-    yield f"Made by stepscope {_say(report.version)}".rstrip() + (", with:" if report.commands else ".")
+    yield f"Made with stepscope {_say(report.version)}".rstrip() + (", by:" if report.commands else ".")
     for command in report.commands:
         lines = clean(command.text, PROSE, lines=True).splitlines()
         yield "\n".join([f"- {_say(command.label)}", "", *(f"      {line}" for line in lines)])
 
 
 def _list_files(place: int | None, drawings: Sequence[Drawing], listings: Sequence[Listing]) -> str:
-    """The files of one section, or of what stands above all."""
+    """Return the list of the files of one section, or of the summary."""
     rows = [
         f"| `{shelf}/{piece.key}` | {_say(piece.title)} |"
         for shelf, pieces in ((_FIGURES, drawings), (_TABLES, listings))
         for piece in pieces
         if piece.section == place
     ]
-    return "\n".join(["| file | what it shows |", "| --- | --- |", *rows]) if rows else ""
+    return "\n".join(["| file | content |", "| --- | --- |", *rows]) if rows else ""
 
 
 def _say(text: str) -> str:
-    """One line of Markdown that is nothing but its text."""
+    """Return text as one line of Markdown without formatting."""
     return escape_markdown(" ".join(clean(text, PROSE).split()))

@@ -1,8 +1,8 @@
-"""A picture as a file: PNG, SVG, PDF or, of a `Figure` or a `Timeline`, one self-contained HTML page.
+"""A chart as a file: PNG, SVG, PDF, or one self-contained HTML page for a `Figure` or a `Timeline`.
 
-Everything is drawn on this machine, so a figure can be made on a cluster node and opened on a train: `drawing` lays the
-picture out as SVG, and vl-convert, which carries its fonts, turns that into the other formats. A page has the drawing
-and the scripts of the report's page inline.
+Nothing is fetched, so a figure can be made on a cluster node and opened offline: `drawing` lays the chart out as SVG,
+and vl-convert, which has its own fonts, converts it to the other formats. A page has the drawing and the scripts of the
+report's page inline.
 """
 
 from pathlib import Path
@@ -17,24 +17,25 @@ from stepscope.render.site import write_chart_page
 SUFFIXES = (".png", ".svg", ".pdf", ".html")
 
 _PNG_SCALE = 2.0
-# About 300 dots an inch where a picture is as wide as a page.
+# About 300 dpi for a chart as wide as a page.
 _PRINT_SCALE = 3.0
 
 
 def save(figure: Figure | Timeline, path: Path, *, detail: float = DEFAULT_DETAIL) -> None:
-    """Draw the figure into `path`; the suffix says how. The file is there whole or not at all. `detail` is the share of
-    a timeline's pieces that are drawn one by one, the largest first."""
+    """Write the figure to `path`, in the format of its suffix; a failed write leaves no partial file. `detail` is the
+    share of a timeline's pieces that are drawn one by one, the largest first."""
     check_figure(path, force=True)
     content = draw(figure, path.suffix.lower(), detail=detail)
-    with writing(path, if_full="the figure is as it was before", hint=f"ls -ld {path.parent} {path}"):
+    with writing(path, if_full="the existing figure was not changed", hint=f"ls -ld {path.parent} {path}"):
         write_atomically(path, content)
 
 
 def check_figure(path: Path, *, force: bool) -> None:
-    """Refuse what could not be written after hours of measuring. Without `force` only a figure of ours is replaced."""
+    """Raise now for a figure that could not be written after hours of measuring. Without `force`, only a figure made by
+    stepscope is replaced."""
     if path.suffix.lower() not in SUFFIXES:
         raise StepscopeError(
-            f"a figure cannot be written as `{path.suffix or path.name}`: `{path}`",
+            f"unsupported figure format `{path.suffix or path.name}`: `{path}`",
             detail=f"expected one of {', '.join(SUFFIXES)}",
             hint=f"--plot {path.stem or 'figure'}.png",
         )
@@ -42,12 +43,12 @@ def check_figure(path: Path, *, force: bool) -> None:
 
 
 def convert_for_print(svg: str) -> dict[str, bytes]:
-    """The picture in every format of a paper, by suffix."""
+    """Return the chart in every format for a paper, by suffix."""
     return {suffix: _convert(svg, suffix, _PRINT_SCALE) for suffix in (".png", ".svg", ".pdf")}
 
 
 def _convert(svg: str, suffix: str, scale: float) -> bytes:
-    import vl_convert  # a sixth of a second: not at the top, where `--help` would pay for it
+    import vl_convert  # takes a sixth of a second: at the top, `--help` would pay for it
 
     match suffix:
         case ".png":
@@ -57,11 +58,11 @@ def _convert(svg: str, suffix: str, scale: float) -> bytes:
         case ".pdf":
             return stamp(vl_convert.svg_to_pdf(svg), suffix)
         case _:
-            raise ValueError(f"no figure has the suffix {suffix!r}; expected one of {', '.join(SUFFIXES)}")
+            raise ValueError(f"unsupported figure format {suffix!r}; expected one of {', '.join(SUFFIXES)}")
 
 
 def draw(figure: Figure | Timeline, suffix: str, *, detail: float = DEFAULT_DETAIL) -> bytes:
-    """The figure as the content of a file with this suffix, one of `SUFFIXES`."""
+    """Return the content of a file with this suffix, one of `SUFFIXES`."""
     check_detail(detail)
     if suffix == ".html":
         return write_chart_page(figure, detail).encode()

@@ -1,8 +1,7 @@
-"""A table as Markdown for GitHub and as LaTeX with booktabs.
+"""A table as GitHub Markdown and as LaTeX with booktabs.
 
-Both are written here rather than by `tabulate`, which passes `|`, `<` and `*` through in Markdown, so that
-a C++ kernel name loses its template arguments, and which writes no booktabs caption, notes or column of
-right-aligned numbers with units.
+Not written by `tabulate`: it does not escape `|`, `<` and `*` in Markdown, so that a C++ kernel name loses its template
+arguments, and it has no booktabs caption, no notes, and no right-aligned numbers with units.
 """
 
 import re
@@ -14,7 +13,7 @@ from stepscope.render.numbers import MISSING, Lane, Sheet
 
 # An underscore inside a word is plain in GitHub Markdown, and `step\_ms` is hard to read in the source.
 _MD_SPECIAL = re.compile(r"[\\`*\[\]<>|&~$]|(?<![^\W_])_|_(?![^\W_])")
-# At the start of a line these would open a heading or a list.
+# At the start of a line these would start a heading or a list.
 _MD_BLOCK = re.compile(r"^(\d*)([#+\-=.)])")
 
 _LATEX = {
@@ -33,10 +32,10 @@ _LATEX = {
     "|": r"\textbar{}",
     '"': "''",  # \textquotedbl would need the T1 encoding
     "`": r"\textasciigrave{}",
-    # After `\\` at the end of a row, LaTeX takes these two for its arguments.
+    # After `\\` at the end of a row, LaTeX reads these two as its arguments.
     "[": "{[}",
     "*": "{*}",
-    # Not `--` and `---`, which a hyphen next to them would turn into another dash.
+    # Not `--` and `---`: next to a hyphen they would become another dash.
     "–": r"\textendash{}",
     "—": r"\textemdash{}",
     "−": "$-$",
@@ -56,18 +55,18 @@ _LATEX = {
     "…": r"\ldots{}",
     "\N{REPLACEMENT CHARACTER}": "?",
 }
-# Letters and quotes that the usual font has as well.
+# Letters and quotes that the default font has too.
 _LATIN = frozenset("ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÕÖØÙÚÛÜÝàáâãäåæçèéêëìíîïñòóôõöøùúûüýÿß‘’“”")
 _LATEX_SPECIAL = re.compile("|".join([r"(?<=-)-", *map(re.escape, _LATEX)]))
-# A longer text than this is no name but a sentence. Where a table is too wide, long names become paragraphs as well.
+# Longer text is a sentence, not a name. If a table is too wide, long names become paragraphs too.
 _LONG, _NAME = 45, 21
-# How to set a table that is too wide, and how many characters a line then holds in an article.
+# How to set a table that is too wide, and how many characters then fit a line of an article.
 _SIZES = (("", 70), (r"\small\setlength{\tabcolsep}{3pt}", 90), (r"\scriptsize\setlength{\tabcolsep}{3pt}", 118))
 _NEGATIVE = re.compile(r"^-(?=\d)")
 
 
 def render_markdown(sheet: Sheet) -> str:
-    """A GitHub table. The source is padded too: it is also read in diffs and editors."""
+    """Return a GitHub table. The source is padded, because it is also read in diffs and editors."""
     labels = [escape_markdown(lane.label) for lane in sheet.lanes]
     rows = [[escape_markdown(cell) for cell in row] for row in sheet.rows]
     widths = [max(3, *map(cell_len, column)) for column in zip(labels, *rows, strict=True)]
@@ -96,9 +95,9 @@ def escape_markdown(text: str) -> str:
 
 
 def render_latex(sheet: Sheet) -> str:
-    """A complete floating `table`; the document needs `\\usepackage{booktabs}` and nothing else.
+    """Return a complete floating `table`; the document only needs `\\usepackage{booktabs}`.
 
-    A column of sentences becomes one of paragraphs, as it would run off the page otherwise.
+    A column of long text becomes a column of paragraphs; it would run off the page otherwise.
     """
     size, shares = _share_out(sheet.lanes)
     spec = "".join(
@@ -126,8 +125,8 @@ def render_latex(sheet: Sheet) -> str:
 
 
 def _share_out(lanes: Sequence[Lane]) -> tuple[str, list[float]]:
-    """The size of type in which a table fits a line, as far as the number of characters tells, and the share of the
-    line that each column of long text gets: what the others leave, and enough for a few words in any case."""
+    """Return the font size at which a table fits a line, estimated from its characters, and the share of the line for
+    each column of long text: what the others leave, but at least a few words."""
     longest = [_measure(lane) for lane in lanes]
     most = _NAME if sum(longest) > _SIZES[0][1] else _LONG
     wide = [lane.is_text and length > most for lane, length in zip(lanes, longest, strict=True)]
@@ -142,12 +141,12 @@ def _share_out(lanes: Sequence[Lane]) -> tuple[str, list[float]]:
 
 
 def _measure(lane: Lane) -> int:
-    """About how many characters a column takes, with the space beside it."""
+    """Return about how many characters a column needs, including the gap after it."""
     return max((len(cell) for cell in (lane.label, *lane.cells)), default=0) + 3
 
 
 def _latex_row(cells: Sequence[str], escape: Callable[[str], str], shares: Sequence[float]) -> str:
-    """One row. Ragged paragraphs change what `\\\\` means, so that a row with them ends in another way."""
+    """Return one row. Ragged paragraphs redefine `\\\\`, so a row with them ends differently."""
     written = [
         rf"\raggedright {_break_words(escape(cell))}" if share else escape(cell)
         for cell, share in zip(cells, shares, strict=True)
@@ -157,17 +156,17 @@ def _latex_row(cells: Sequence[str], escape: Callable[[str], str], shares: Seque
 
 
 def _break_words(source: str) -> str:
-    """Escaped text that may also be broken where names of kernels and modules have a seam."""
+    """Return escaped text that may also break inside kernel and module names."""
     return re.sub(r"(\\_|::|[/=]|\.(?=[^\W\d])|(?<=\w),(?=[^\W\d])|(?<=\]),|\$\\cdot\$)", r"\1\\allowbreak{}", source)
 
 
 def can_stand_in_latex(character: str) -> bool:
-    """Whether pdfLaTeX sets this character, as it is or as we write it, without another package or font."""
+    """Return whether pdfLaTeX can set this character, directly or as we write it, without another package or font."""
     return character.isascii() or character in _LATEX or character in _LATIN
 
 
 def _latex_cell(cell: str) -> str:
-    """A cell; a negative number gets a minus sign, where escaping alone leaves a hyphen."""
+    """Return a cell; a negative number gets a minus sign instead of a hyphen."""
     if cell == MISSING:
         return "--"
     return _NEGATIVE.sub("$-$", _escape_latex(cell))

@@ -1,13 +1,12 @@
-"""How a number of each `Column.kind` is written for a person: digits, separators and units, in this one place; and a
-table as strings, which text, Markdown and LaTeX each escape and lay out in their own way.
+"""How numbers of each `Column.kind` are formatted: digits, separators and units, all in this module; and a table as
+strings, which text, Markdown and LaTeX escape and lay out.
 
-A column is written as a whole and not cell by cell, because a reader compares down a column: values of
-similar size share their number of decimals. Values that lie far apart keep three to four significant digits
-each, since common decimals would either drop the small ones or give the large ones digits that were never
-measured.
+A column is formatted as a whole, because readers compare values down a column: values of similar size share their
+number of decimals. Values of very different size keep three to four significant digits each: common decimals would drop
+the small ones, or give the large ones digits that were never measured.
 
-Cells come out as one printable line. A kernel name from someone else's trace may hold a newline, which would break a
-row in every format, or an escape sequence, which would run in the reader's terminal.
+Cells are one printable line. A kernel name from an untrusted trace may contain a newline, which would break a row in
+every format, or an escape sequence, which the reader's terminal would run.
 """
 
 import math
@@ -21,19 +20,19 @@ from stepscope.units import BINARY_UNITS
 MISSING = "–"
 DOUBTED = "?"
 NO_ROWS = "(no rows)"
-# Up to this factor between the largest and the smallest value, a column shares its decimals.
+# Values within this factor of each other share their decimals.
 _CLOSE = 100.0
 _SCIENTIFIC_BELOW, _SCIENTIFIC_FROM = 1e-4, 1e9
 _SUFFIX = {"share": "%", "ratio": "×"}
 _UNITS: dict[Quantity, str] = {"ms": " ms", "us": " µs"}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-BYTE_UNITS = ("bytes", "B")  # of an axis that counts bytes
-# Units of time, their nanoseconds, and from how many on they are used: steps are compared in milliseconds.
+BYTE_UNITS = ("bytes", "B")  # of an axis of bytes
+# Units of time, their nanoseconds, and the least duration in that unit: steps are compared in milliseconds.
 _TIMES = (("s", 1e9, 9.995e8), ("ms", 1e6, 1e5), ("µs", 1e3, 1e3))
 
 
 def format_cells(table: Table, index: int) -> list[str]:
-    """The cells of a table's column as text, with a mark on those that the table has doubts about."""
+    """Return the cells of a table's column as text, with a mark on unreliable ones."""
     column = table.columns[index]
     texts = format_column(column, [row[index] for row in table.rows])
     reason = table.doubted_by.get(column.key)
@@ -44,7 +43,7 @@ def format_cells(table: Table, index: int) -> list[str]:
 
 
 def format_column(column: Column, cells: Sequence[Cell]) -> list[str]:
-    """The cells of one column as text, `MISSING` where there is no value. Strings stay as they are."""
+    """Return the cells of one column as text, `MISSING` for None. Strings are unchanged."""
     values = [_displayed(column, cell) for cell in cells if _is_finite(cell)]
     decimals = _common_decimals(column, values)
     return [_format_cell(column, cell, decimals) for cell in cells]
@@ -55,7 +54,7 @@ def _is_finite(cell: Cell) -> bool:
 
 
 def _displayed(column: Column, cell: Cell) -> float:
-    """The number whose digits are shown: a share is stored as a fraction and shown in per cent."""
+    """Return the number whose digits are shown: a share is stored as a fraction and shown in percent."""
     assert isinstance(cell, int | float)
     return cell * 100 if column.kind == "share" else cell
 
@@ -72,14 +71,14 @@ def _format_cell(column: Column, cell: Cell, decimals: int | None) -> str:
 
 
 def _format_decimal(value: float, decimals: int, kind: str) -> str:
-    # A count is exact at any size and a share has its one decimal; the others may turn to powers of ten.
+    # A count is exact at any size and a share has one decimal; other kinds may switch to powers of ten.
     if kind not in ("count", "share") and value and not _SCIENTIFIC_BELOW <= abs(value) < _SCIENTIFIC_FROM:
         return f"{value:.2e}{_SUFFIX.get(kind, '')}"
     return f"{value:z,.{decimals}f}{_SUFFIX.get(kind, '')}"
 
 
 def _common_decimals(column: Column, values: Sequence[float]) -> int | None:
-    """The decimals all values share, or None where they lie too far apart to share any."""
+    """Return the decimals that all values share, or None if their sizes are too different."""
     sizes = [abs(value) for value in values if value]
     if not sizes:
         return 0
@@ -91,7 +90,7 @@ def _common_decimals(column: Column, values: Sequence[float]) -> int | None:
 
 
 def _decimals(column: Column, value: float) -> int:
-    """Decimals for one value on its own. Rounding first: 9.999 is shown as 10.0 and not as 10.00."""
+    """Return the decimals for a single value. Rounds first: 9.999 becomes 10.0, not 10.00."""
     match column.kind:
         case "count":
             return 0
@@ -115,7 +114,7 @@ def _measured_decimals(value: float) -> int:
 
 
 def _ratio_decimals(value: float) -> int:
-    """Two decimals, as a speed-up is quoted; fewer for a large factor, more for one that would read 0.00×."""
+    """Two decimals, as usual for a speed-up; fewer for a large factor, more for one that would read 0.00×."""
     size = abs(value)
     if size >= 100 or not size:
         return 0
@@ -125,7 +124,8 @@ def _ratio_decimals(value: float) -> int:
 
 
 def _format_bytes(value: float) -> str:
-    """Three significant digits in binary units, changing at 1000 rather than 1024 so that none has four."""
+    """Three significant digits in binary units; the unit changes at 1000 rather than 1024, so that no number has
+    four."""
     unit = 0
     while abs(value) >= 999.5 and unit < len(BINARY_UNITS) - 1:
         value /= 1024
@@ -148,18 +148,18 @@ def _byte_decimals(value: float) -> int:
 
 
 def format_value(kind: Quantity, value: Cell) -> str:
-    """One value on its own, with its unit."""
+    """Return one value with its unit."""
     text = format_column(Column(key="value", label="", kind=kind), [value])[0]
     return f"{text}{_UNITS.get(kind, '')}" if isinstance(value, int | float) else text
 
 
 def format_measured(value: float) -> str:
-    """A measured number without a unit, which keeps its digits where it happens to be whole."""
+    """Return a measured number without a unit; it keeps its decimals even if it is a whole number."""
     return format_column(Column(key="value", label="", kind="ms"), [value])[0]
 
 
 def format_time(ns: float) -> str:
-    """A duration in the unit in which it is short, as the page's script writes it."""
+    """Return a duration in the unit that keeps it short, as the page's script does."""
     for unit, size, least in _TIMES:
         if abs(ns) >= least:
             return f"{format_measured(ns / size)} {unit}"
@@ -167,25 +167,25 @@ def format_time(ns: float) -> str:
 
 
 def format_on(axis: Axis, value: float) -> str:
-    """A value on an axis, with the axis' unit; whole numbers have no decimals."""
+    """Return a value on an axis, with the unit of the axis; whole numbers have no decimals."""
     if axis.unit in BYTE_UNITS:
         return format_value("bytes", value)
     return f"{format_value('number', value)} {axis.unit}".rstrip()
 
 
 def format_rate(rate: float, unit: str, *, exact: bool = False) -> str:
-    """So much a second: `410.0 TFLOP/s`. An exact rate, such as a limit of the device, has no zeros at its end."""
+    """Return a rate per second: `410.0 TFLOP/s`. An exact rate, such as a device limit, has no trailing zeros."""
     size, prefix = find_prefix(rate)
     return f"{f'{rate / size:.3g}' if exact else format_measured(rate / size)} {prefix}{unit}"
 
 
 def find_prefix(rate: float) -> tuple[float, str]:
-    """The largest decimal prefix of which there is one once rounded, and its size."""
+    """Return the largest decimal prefix that gives at least 1 after rounding, and its size."""
     return next((pair for pair in _PREFIXES if rate >= 0.9995 * pair[0]), _PREFIXES[-1])
 
 
 def find_binary_unit(highest: float) -> tuple[str, float]:
-    """The unit of an axis that reaches so many bytes, and how many bytes one of it is."""
+    """Return the unit of an axis that reaches `highest` bytes, and its number of bytes."""
     exponent = 0
     while highest >= 1000 * 1024.0**exponent and exponent < len(BINARY_UNITS) - 1:
         exponent += 1
@@ -193,7 +193,7 @@ def find_binary_unit(highest: float) -> tuple[str, float]:
 
 
 def format_tick(value: float) -> str:
-    """As short as it is exact: 0.05 and 1,024."""
+    """Return the shortest exact form: 0.05 and 1,024."""
     return f"{float(f'{value:.9g}'):z,.9g}"
 
 
@@ -202,7 +202,7 @@ def format_tick(value: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One column as strings. `names_row` is true for the leading columns that say which case a row is."""
+    """One column as strings. `names_row` is true for the leading columns that identify a row."""
 
     label: str
     cells: tuple[str, ...]
@@ -222,7 +222,7 @@ class Sheet:
 
 
 def lay_out(table: Table, *, detail: bool) -> Sheet:
-    """The table's visible columns as strings. Where all are detail columns, they are shown all the same."""
+    """Return the table's visible columns as strings. If all are detail columns, they are shown anyway."""
     shown = [index for index, column in enumerate(table.columns) if detail or not column.detail]
     indices = shown or range(len(table.columns))
     lanes: list[Lane] = []

@@ -1,7 +1,7 @@
-"""A report as figures and tables for a paper: what there is to draw and to tabulate, under which name.
+"""The figures and tables of a report for a paper, and their file names.
 
-Everything on the page that is a picture becomes a figure, everything that lists becomes a table. Texts come from
-anybody's trace, so all of them pass `tidy` first: home folders hidden, nothing invisible, nothing endless.
+Every chart on the page becomes a figure, and every list a table. Text may come from any trace, so all of it goes
+through `tidy` first: home directories hidden, nothing invisible, nothing too long.
 """
 
 import re
@@ -36,14 +36,14 @@ from stepscope.render.formats import COPYABLE, NAME, clean
 from stepscope.render.numbers import format_value
 
 _MOST_KEY = 60
-# Not texts to read but names that code looks up.
+# Names that code looks up, not text to read.
 _KEPT = ("key", "kind", "verdict")
 _MS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A figure to be made. `section` is the place of its section in the report, None for what stands above all."""
+    """A figure to draw. `section` is the index of its section in the report, None for the summary."""
 
     key: str
     title: str
@@ -60,7 +60,7 @@ class Listing:
 
 
 def collect(report: Report) -> tuple[list[Drawing], list[Listing]]:
-    """All figures and all tables of a tidy report, each under a name of its own."""
+    """Return all figures and tables of a tidy report, each under a unique name."""
     found: list[Drawing | Listing] = [_list("facts", None, _tabulate_facts(report))]
     if report.advice is not None:
         found.append(_list("findings", None, _tabulate_advice(report.advice)))
@@ -77,7 +77,7 @@ def collect(report: Report) -> tuple[list[Drawing], list[Listing]]:
 
 
 def name_apart(keys: Sequence[str]) -> list[str]:
-    """The keys as names of files: nothing that leads out of a folder, and no name twice."""
+    """Return the keys as file names: none leaves its directory, and none occurs twice."""
     names: list[str] = []
     for key in keys:
         plain = re.sub(r"[^a-z0-9]+", "-", key[:_MOST_KEY].lower()).strip("-") or "part"
@@ -87,11 +87,11 @@ def name_apart(keys: Sequence[str]) -> list[str]:
 
 
 def tidy(value: Any, most: int = COPYABLE) -> Any:
-    """The same with every text fit for others to see, and none longer than `most`."""
+    """Return the same value with all text safe to share, and at most `most` characters long."""
     if isinstance(value, str):
         return clean(value, most, lines=True)
     if isinstance(value, tuple):
-        # A column of numbers is left alone, as there are millions of them.
+        # Columns of numbers are not checked: there are millions of them.
         return tuple(tidy(item, most) for item in value) if _holds_text(value) else value
     if isinstance(value, msgspec.Struct):
         limit = NAME if isinstance(value, Figure | Bars | Roofline | Timeline) else most
@@ -138,7 +138,7 @@ def _list(key: str, section: int | None, table: Table) -> Listing:
 
 
 def _tabulate_facts(report: Report) -> Table:
-    """The numbers at the top, as they are read; raw with their kind for programs."""
+    """The main figures, formatted for readers, and raw with their kind for programs."""
     has_before = any(fact.before is not None for fact in report.facts)
     columns = (
         Column(key="key", label="key", detail=True),
@@ -146,7 +146,7 @@ def _tabulate_facts(report: Report) -> Table:
         *((Column(key="shown_a", label="A"), Column(key="shown", label="B")) if has_before else ()),
         *(() if has_before else (Column(key="shown", label="value"),)),
         Column(key="note", label="note"),
-        *((Column(key="value_a", label="value of A", detail=True),) if has_before else ()),
+        *((Column(key="value_a", label="raw value of A", detail=True),) if has_before else ()),
         Column(key="value", label="raw value", detail=True),
         Column(key="kind", label="kind", detail=True),
     )
@@ -176,7 +176,7 @@ def _tabulate_advice(advice: Sequence[Advice]) -> Table:
             Column(key="share", label="of step", kind="share"),
             Column(key="fix", label="what to do"),
             Column(key="evidence", label="evidence", detail=True),
-            Column(key="to_copy", label="to copy", detail=True),
+            Column(key="to_copy", label="code to copy", detail=True),
         ),
         rows=tuple(rows),
     )

@@ -1,7 +1,7 @@
-"""A trace that Perfetto and chrome://tracing open, with what we found out written onto it.
+"""A trace for Perfetto and chrome://tracing, annotated with what stepscope found.
 
-Kernels keep their streams and gain class, phase, module, layer and step in their details; above them stand tracks with
-the phases and modules as the device ran them, which no recorder draws. The host's ranges and operators come along.
+Kernels keep their streams and get class, phase, module, layer and step as arguments. Above them are tracks with the
+phases and modules as they ran on the device, which no profiler draws. CPU ranges and operators are included.
 """
 
 import gzip
@@ -34,12 +34,12 @@ _DETAILS = (
 def write_perfetto(
     target: Path, kernels: pl.DataFrame, ops: pl.DataFrame, ranges: pl.DataFrame, *, force: bool = False
 ) -> None:
-    """Writes `target`, gzipped where its name ends in `.gz`. Times are microseconds from the first event."""
+    """Write `target`, gzipped if its name ends in `.gz`. Times are microseconds since the first event."""
     check_target(target, force=force, flag="--perfetto")
     origin = min(frame["start_ns"].min() for frame in (kernels, ops, ranges) if frame.height)  # type: ignore[type-var]
     assert isinstance(origin, int)
     with (
-        writing(target, if_full="nothing was kept", hint="--perfetto FILE on another disk"),
+        writing(target, if_full="nothing was written", hint="--perfetto FILE_ON_ANOTHER_DISK"),
         replacing(target) as new,
         _open(new, packed=target.suffix == ".gz") as file,
     ):
@@ -61,8 +61,8 @@ def _write_events(file: "IO[bytes] | gzip.GzipFile", events: Iterator[dict[str, 
 def _events(kernels: pl.DataFrame, ops: pl.DataFrame, ranges: pl.DataFrame, origin: int) -> Iterator[dict[str, object]]:
     devices = kernels["device"].unique().sort().to_list()
     for device in devices:
-        yield _name("process_name", _DEVICE_PID + (device or 0), 0, f"device {device}: as stepscope explains it")
-    yield _name("process_name", _HOST_PID, 0, "host")
+        yield _name("process_name", _DEVICE_PID + (device or 0), 0, f"device {device}, annotated by stepscope")
+    yield _name("process_name", _HOST_PID, 0, "CPU")
     for row in kernels.iter_rows(named=True):
         details = {key: row[key] for key in _DETAILS if row.get(key) is not None}
         pid = _DEVICE_PID + (row["device"] or 0)
@@ -78,7 +78,7 @@ def _events(kernels: pl.DataFrame, ops: pl.DataFrame, ranges: pl.DataFrame, orig
 
 
 def _tracks(kernels: pl.DataFrame, column: str, track: int, origin: int) -> Iterator[dict[str, object]]:
-    """Consecutive kernels of one phase or module on a stream as one span."""
+    """Merge consecutive kernels of one phase or module on a stream into one span."""
     for (device, stream), group in kernels.sort("start_ns").partition_by("device", "stream", as_dict=True).items():
         pid, tid = _DEVICE_PID + (device or 0), -(10 * (stream or 0) + track)
         yield _name("thread_name", pid, tid, f"{column}, stream {stream}")

@@ -1,11 +1,12 @@
-"""A `Table` in the format the user asked for.
+"""A `Table` in the requested format.
 
-Text, Markdown and LaTeX are for people: rounded, with units, without the detail columns unless asked. CSV
-and JSON are for programs: every column under its key, every value in full precision. `None` is an en dash
-for people, an empty field in CSV and null in JSON. A text in CSV that a spreadsheet would run as a formula
-has an apostrophe before it, which spreadsheets take for the mark of a text. A number that is not finite is
-shown as it is (`nan`, `inf`) except in JSON, which has no such number and gets null: an overflow that a
-reader takes for a case that did not run would be the wrong answer.
+Text, Markdown and LaTeX are for people: rounded, with units, without detail columns unless requested. CSV and JSON are
+for programs: every column under its key, every value in full precision. `None` is an en dash for people, an empty field
+in CSV and null in JSON. CSV text that a spreadsheet would run as a formula starts with an apostrophe, which
+spreadsheets read as the mark of text.
+
+A number that is not finite is shown as it is (`nan`, `inf`), except in JSON, which has no such number and gets null: an
+overflow must not look like a case that did not run.
 """
 
 import csv
@@ -21,14 +22,14 @@ from stepscope.render.markup import render_latex, render_markdown
 from stepscope.render.numbers import lay_out
 from stepscope.render.terminal import render_text
 
-# What spreadsheets take for the start of a formula. Some locales also evaluate the fullwidth forms of `=`, `+`, `-` and
+# Characters that start a formula in spreadsheets. Some locales also evaluate the fullwidth forms of `=`, `+`, `-` and
 # `@`. A number with a sign is not a formula.
 _FORMULA = re.compile("[=+@\t\r\uff1d\uff0b\uff0d\uff20]|-.")
 _NUMBER = re.compile(r"[+-]?((\d[\d,]*)?\.?\d+([eE][+-]?\d+)?\s?%?|inf|nan)")
 
 
 class _JsonTable(msgspec.Struct, frozen=True, kw_only=True):
-    """What a JSON table looks like. The rows are objects, so that a new column breaks no reader."""
+    """The schema of a JSON table. Rows are objects, so that a new column does not break readers."""
 
     title: str
     columns: tuple[Column, ...]
@@ -37,10 +38,8 @@ class _JsonTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(table: Table, format: Format, *, detail: bool = False, width: int | None = None) -> str:  # noqa: A002
-    """The table as a complete file that ends in a newline.
-
-    `detail` shows the detail columns, which CSV and JSON always carry. `width` is the terminal's, for text.
-    """
+    """Return the table as a complete file that ends in a newline. `detail` shows the detail columns, which CSV and JSON
+    always have. `width` is the terminal's, for text."""
     match format:
         case Format.TEXT:
             return render_text(lay_out(table, detail=detail), width)
@@ -55,8 +54,8 @@ def render(table: Table, format: Format, *, detail: bool = False, width: int | N
 
 
 def render_all(tables: Sequence[Table], format: Format, *, detail: bool = False, width: int | None = None) -> str:  # noqa: A002
-    """Tables as one file: below each other, with an empty line in between. In JSON one table is an object, and several
-    are an array of such objects."""
+    """Return tables as one file, separated by empty lines. In JSON, one table is an object, and several are an array of
+    objects."""
     parts = [render(table, format, detail=detail, width=width) for table in tables]
     if format is Format.JSON and len(parts) != 1:
         return f"[{','.join(parts)}]\n"
@@ -68,7 +67,7 @@ def _render_csv(table: Table) -> str:
 
 
 def _csv_line(cells: Sequence[Cell]) -> str:
-    """One line. Python 3.11 quotes a carriage return only where the line ending has one, hence the detour."""
+    """Return one line. Python 3.11 quotes a carriage return only if the line ending has one, hence the detour."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\r\n").writerow([_harmless(cell) for cell in cells])
     return buffer.getvalue().removesuffix("\r\n") + "\n"

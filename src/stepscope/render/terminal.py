@@ -1,20 +1,16 @@
-"""Tables and pages for the terminal: aligned columns, numbers on their decimal point, one rule under the header and
-no boxes.
+"""Tables and pages for the terminal: aligned columns and decimal points, one line under the header, no boxes.
 
-A line that is longer than the terminal is broken by the terminal, and every column after the break is lost.
-So when a width is given, the table gives way in four steps, the least harmful first, and stops as soon as
-it fits:
+A terminal wraps lines that are too long, and columns no longer line up. So a table with a given width is made to fit in
+four steps, the least harmful first, and stops as soon as it fits:
 
-1. labels are broken over several header lines, so that a column is as wide as its values;
+1. labels wrap over several header lines, so that a column is as wide as its values;
 2. long remarks in the last column move below the table as numbered notes, equal remarks under one number;
-3. the longest text column is shortened in the middle, where kernel names differ least (CSV and JSON keep it
-   whole);
+3. the longest text column is shortened in the middle, where kernel names differ least (CSV and JSON have all of it);
 4. the columns are split into blocks below each other, each repeating the columns that name the row.
 
-No number is ever dropped, and step 4 leaves only a single cell too wide for its terminal. Rejected:
-wrapping cells, which makes rows of uneven height that can no longer be read down or searched; and dropping
-columns, which hides what the user asked for. Without a width (a pipe, a file) the table has its natural
-width.
+No number is ever dropped, and after step 4 only a single cell can be too wide. Rejected: wrapping cells, which makes
+uneven rows that are hard to scan and to search; and dropping columns, which hides what the user asked for. Without a
+width (a pipe, a file) the table has its natural width.
 """
 
 import re
@@ -31,14 +27,14 @@ from stepscope.render.numbers import Lane, Sheet, format_value, lay_out, one_lin
 
 _GAP = "  "
 _ON_A_PAGE = 3  # findings
-_LEAST_TEXT = 24  # a text column is not shortened below this
-_MOST_REMARKS = 9  # more distinct texts than this are names, not remarks, and belong in their rows
+_LEAST_TEXT = 24  # the least width of a text column
+_MOST_REMARKS = 9  # more distinct texts than this are names rather than remarks, and stay in their rows
 _PLAIN_NUMBER = re.compile(r"(-?[\d,]+)((?:\.\d+)?[%×]?\??)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """Lanes side by side with their header lines, and the remarks that moved below them."""
+    """Lanes next to each other with their header lines, and the remarks moved below them."""
 
     lanes: tuple[Lane, ...]
     headers: tuple[tuple[str, ...], ...]
@@ -55,7 +51,7 @@ class _Block:
 
 
 def render_text(sheet: Sheet, width: int | None) -> str:
-    """The sheet as lines of at most `width` characters, where its cells allow it."""
+    """Return the sheet as lines of at most `width` characters, if its cells allow it."""
     lanes = tuple(_align_points(lane) for lane in sheet.lanes)
     natural = _Block(lanes=lanes, headers=tuple((lane.label,) for lane in lanes))
     blocks = [natural] if width is None else _fit(natural, width)
@@ -66,7 +62,7 @@ def render_text(sheet: Sheet, width: int | None) -> str:
 
 
 def _align_points(lane: Lane) -> Lane:
-    """Pad numbers on the right so that, once right-aligned, their decimal points stand below each other."""
+    """Pad numbers on the right so that their decimal points align once right-aligned."""
     if lane.is_text:
         return lane
     matches = [_PLAIN_NUMBER.fullmatch(cell) for cell in lane.cells]
@@ -79,14 +75,14 @@ def _align_points(lane: Lane) -> Lane:
 
 
 def _fit(block: _Block, width: int) -> list[_Block]:
-    """The four steps of the module docstring."""
+    """Apply the four steps of the module docstring."""
     if block.width <= width:
         return [block]
     narrow = _break_labels(block)
     if narrow.width <= width:
         return [narrow]
     moved = _move_remarks(narrow)
-    # Where numbering is not enough, short remarks are better off in their rows, and long ones still below.
+    # If numbering is not enough, short remarks stay in their rows, and only long ones move below.
     if moved.width <= width or narrow.widths[-1] > _LEAST_TEXT:
         narrow = moved
     short = _shorten_texts(narrow, width)
@@ -103,7 +99,7 @@ def _break_labels(block: _Block) -> _Block:
 
 
 def _move_remarks(block: _Block) -> _Block:
-    """Number the texts of the last column and put them below, where they are longer than their number."""
+    """Number the texts of the last column and move them below the table, if they are longer than their number."""
     *others, last = block.lanes
     marker_width = len("[1]")
     texts = dict.fromkeys(cell for cell in last.cells if cell_len(cell) > marker_width)
@@ -116,7 +112,7 @@ def _move_remarks(block: _Block) -> _Block:
 
 
 def _shorten_texts(block: _Block, width: int) -> _Block:
-    """Take what is too much from the text columns, the longest first, as far as they can give it."""
+    """Shorten the text columns, longest first, until the table fits or they reach their minimum."""
     lanes, widths, excess = list(block.lanes), block.widths, block.width - width
     for index in sorted(range(len(lanes)), key=lambda i: -widths[i]):
         room = max(_LEAST_TEXT, widths[index] - excess)
@@ -135,20 +131,20 @@ def _shorten(text: str, room: int) -> str:
 
 
 def _split(block: _Block, width: int) -> list[_Block]:
-    """As few blocks as will do, of similar width, each opening with the columns that name the row."""
+    """Return as few blocks as possible, of similar width, each starting with the columns that name the row."""
     widths = block.widths
     keys = [index for index, lane in enumerate(block.lanes) if lane.names_row]
     if sum(widths[index] for index in keys) > width // 2:
         keys = keys[:1]
     fewest = len(_group(widths, keys, width))
-    # The narrowest limit that needs no more blocks: a full block above one with a single column looks broken.
+    # The smallest limit that needs no more blocks: a full block above one with a single column looks broken.
     narrowest = next(limit for limit in range(width + 1) if len(_group(widths, keys, limit)) == fewest)
     blocks = [_pick(block, [*keys, *group]) for group in _group(widths, keys, narrowest)]
     return [*blocks[:-1], replace(blocks[-1], remarks=block.remarks)]
 
 
 def _group(widths: Sequence[int], keys: Sequence[int], limit: int) -> list[list[int]]:
-    """The columns that are no keys, in order, in groups that fit into `limit` beside the keys."""
+    """Return the columns that are not keys, in order, in groups that fit into `limit` together with the keys."""
     groups: list[list[int]] = [[]]
     for index in range(len(keys), len(widths)):
         columns = [*keys, *groups[-1], index]
@@ -164,7 +160,7 @@ def _pick(block: _Block, indices: Sequence[int]) -> _Block:
 
 def _draw(block: _Block) -> str:
     height = max(map(len, block.headers), default=0)
-    # Labels of fewer lines stand at the bottom, next to their values.
+    # Labels with fewer lines are at the bottom, next to their values.
     padded = [("",) * (height - len(header)) + header for header in block.headers]
     header_rows = list(zip(*padded, strict=True))
     rows = list(zip(*(lane.cells for lane in block.lanes), strict=True))
@@ -194,7 +190,7 @@ def _wrap(text: str, width: int | None) -> str:
 def render_page(page: Page, *, width: int | None) -> str:
     """Render the headline, the tables, and the findings with their fixes."""
     parts = ["\n".join(one_line(line) for line in page.headline.splitlines())]
-    # Notes repeat from table to table; on a page the last one says it for all.
+    # Tables often repeat their notes; only the last table of a page shows them.
     parts += [
         render_text(lay_out(_quiet(table, page.tables[-1]), detail=False), width).rstrip("\n") for table in page.tables
     ]

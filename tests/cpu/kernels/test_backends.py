@@ -47,10 +47,10 @@ def test_hopper_takes_what_it_can() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"head_dim": 160}, "the head dim is 160, and it takes 40, 48, 56"),
-        ({"head_dim": 32}, "the head dim is 32"),
-        ({"dtype": torch.float32}, "the dtype is torch.float32, and it takes float16 and bfloat16"),
-        ({"device": "cpu"}, "the tensors are on cpu, and it needs an sm_90 GPU"),
+        ({"head_dim": 160}, "it requires a head dim of 40, 48, 56"),
+        ({"head_dim": 32}, "it requires a head dim of 40"),
+        ({"dtype": torch.float32}, "it requires float16 or bfloat16, but the dtype is torch.float32"),
+        ({"device": "cpu"}, "it requires an sm_90 GPU, but the tensors are on cpu"),
     ],
     ids=str,
 )
@@ -61,11 +61,11 @@ def test_hopper_refuses(options: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("_capability", lambda _: (8, 0), "the GPU is sm_80, and it needs sm_90"),
-        ("_capability", lambda _: (10, 0), "the GPU is sm_100, and it needs sm_90"),
-        ("triton_version", lambda: (3, 5), "it needs triton 3.6 or later"),
-        ("triton_version", lambda: None, "it needs triton 3.6 or later"),
-        ("is_tma_able", lambda _: False, "`q` has strides or an address that the copy engine cannot read"),
+        ("_capability", lambda _: (8, 0), "it requires sm_90, but the GPU is sm_80"),
+        ("_capability", lambda _: (10, 0), "it requires sm_90, but the GPU is sm_100"),
+        ("triton_version", lambda: (3, 5), "it requires triton 3.6 or later"),
+        ("triton_version", lambda: None, "it requires triton 3.6 or later"),
+        ("is_tma_able", lambda _: False, "the copy engine cannot read `q`"),
     ],
 )
 def test_hopper_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
@@ -76,7 +76,7 @@ def test_hopper_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, va
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("_capability", lambda _: (7, 5), "the GPU is sm_75, and it needs sm_80 or later"),
+        ("_capability", lambda _: (7, 5), "it requires sm_80 or later, but the GPU is sm_75"),
         ("triton_version", lambda: None, "triton is not installed"),
     ],
 )
@@ -89,18 +89,20 @@ def test_triton_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, va
 
 @pytest.mark.usefixtures("gpu")
 def test_triton_has_no_float64() -> None:
-    assert backends.refusal("triton", problem(dtype=torch.float64)) == "it has no float64"
+    assert backends.refusal("triton", problem(dtype=torch.float64)) == "float64 is not supported"
     assert backends.choose(problem(dtype=torch.float64)) == "sdpa"
 
 
 def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert backends.refusal("triton", problem(device="cpu")) == "the tensors are on cpu, and it needs a CUDA GPU"
+    assert backends.refusal("triton", problem(device="cpu")) == "it requires a CUDA GPU, but the tensors are on cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     half = problem(device="cpu", dtype=torch.float16)
     assert backends.refusal("triton", half) is None
     assert backends.choose(half, among=backends.KERNELS) == "triton"
-    assert backends.refusal("triton", problem(device="cpu")) == "Triton's interpreter computes products of bf16 wrongly"
+    assert (
+        backends.refusal("triton", problem(device="cpu")) == "Triton's interpreter computes bf16 `tl.dot` incorrectly"
+    )
 
 
 @pytest.mark.usefixtures("gpu")
@@ -133,7 +135,7 @@ def test_the_record_says_what_auto_took_and_why_not_the_better() -> None:
     flash_attention(x[:, :, :2], x, x, causal=True)
     flash_attention(x, x, x, causal=True, backend="tiled")
     new = {key: count - before.get(key, 0) for key, count in chosen_backends().items() if before.get(key) != count}
-    reason = "sdpa: it aligns a causal mask at the start, and the lengths of queries and keys differ"
+    reason = "sdpa: it aligns causal masks at the start, which requires as many queries as keys"
     assert new == {("sdpa", ""): 2, ("tiled", reason): 1}
 
 
@@ -145,7 +147,7 @@ def test_the_record_cannot_be_written_to() -> None:
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math"])
 def test_sdpa_refuses_a_causal_mask_over_unequal_lengths(backend: str) -> None:
     reason = backends.refusal(backend, problem(device="cpu", lengths=(2, 3), causal=True))
-    assert reason == "it aligns a causal mask at the start, and the lengths of queries and keys differ"
+    assert reason == "it aligns causal masks at the start, which requires as many queries as keys"
     assert backends.refusal(backend, problem(device="cpu", lengths=(2, 3))) is None
 
 
@@ -159,7 +161,7 @@ def test_a_single_query_sees_every_key(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math", "naive", "compiled"])
 def test_without_keys_only_the_tiles_run(backend: str) -> None:
-    assert "no keys" in (backends.refusal(backend, problem(device="cpu", lengths=(2, 0))) or "")
+    assert "without keys" in (backends.refusal(backend, problem(device="cpu", lengths=(2, 0))) or "")
     x = torch.ones(1, 1, 2, 4)
     assert not flash_attention(x, x[:, :, :0], x[:, :, :0]).any()
 

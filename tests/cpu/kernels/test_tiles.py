@@ -98,5 +98,5 @@ def test_tuning_takes_the_fastest_that_ran() -> None:
 
 def test_tuning_needs_a_gpu() -> None:
     problem = TuneProblem(head_dim=64, dtype=torch.bfloat16, causal=True)
-    with pytest.raises(ValueError, match=r"`device` must be a CUDA GPU, not `cpu`"):
+    with pytest.raises(ValueError, match=r"`device` must be a CUDA GPU, but got `cpu`"):
         tune.tune(problem, device=torch.device("cpu"))

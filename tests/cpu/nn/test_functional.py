@@ -104,7 +104,7 @@ def test_rope_tables_are_exact_to_the_last_fp32_digit_at_long_contexts() -> None
 
 
 def test_rope_tables_refuse_an_odd_head_dim() -> None:
-    with pytest.raises(ValueError, match="even, not 7"):
+    with pytest.raises(ValueError, match=r"even .*but got 7"):
         functional.rope_tables(7, 4, 10000.0)
 
 
@@ -250,7 +250,7 @@ def test_attention_handles_any_lengths_and_groups(num_queries: int, num_keys: in
 
 
 def test_attention_refuses_groups_that_do_not_divide_the_heads() -> None:
-    with pytest.raises(ValueError, match="2 does not divide 3"):
+    with pytest.raises(ValueError, match=r"query heads .3. must be divisible by .*.2."):
         functional.attention(normal(1, 3, 4, 2), normal(1, 2, 4, 2), normal(1, 2, 4, 2), causal=True)
 
 

@@ -335,16 +335,16 @@ def test_blocks_are_a_module_list_of_the_asked_length() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 5}, "5 does not divide 24"),
-        ({"num_kv_heads": 3}, "3 does not divide 4"),
-        ({"d_model": 12, "num_kv_heads": None}, "even, not 3"),
-        ({"num_kv_heads": 0}, "num_kv_heads must be positive, not 0"),
-        ({"vocab": 0}, "vocab must be positive, not 0"),
-        ({"d_model": 0}, "d_model must be positive, not 0"),
-        ({"d_ff": -1}, "d_ff must be positive, not -1"),
-        ({"num_layers": 0}, "num_layers must be positive, not 0"),
-        ({"num_heads": 0}, "num_heads must be positive, not 0"),
-        ({"max_context": 0}, "max_context must be positive, not 0"),
+        ({"num_heads": 5}, "d_model .24. must be divisible by num_heads .5."),
+        ({"num_kv_heads": 3}, "num_heads .4. must be divisible by num_kv_heads .3."),
+        ({"d_model": 12, "num_kv_heads": None}, "even .*but got 3"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be positive, but got 0"),
+        ({"vocab": 0}, "vocab must be positive, but got 0"),
+        ({"d_model": 0}, "d_model must be positive, but got 0"),
+        ({"d_ff": -1}, "d_ff must be positive, but got -1"),
+        ({"num_layers": 0}, "num_layers must be positive, but got 0"),
+        ({"num_heads": 0}, "num_heads must be positive, but got 0"),
+        ({"max_context": 0}, "max_context must be positive, but got 0"),
     ],
 )
 def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -353,21 +353,21 @@ def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) ->
 
 
 def test_a_theta_that_is_not_positive_is_refused() -> None:
-    with pytest.raises(ValueError, match="rope_theta must be positive, not 0"):
+    with pytest.raises(ValueError, match="rope_theta must be positive, but got 0"):
         TransformerLM(vocab=4, d_model=4, d_ff=4, num_layers=1, num_heads=1, max_context=4, rope_theta=0)
 
 
 def test_parts_stand_alone_and_check_their_own_shapes() -> None:
-    with pytest.raises(ValueError, match="3 does not divide 8"):
+    with pytest.raises(ValueError, match=r"d_model .8. must be divisible by num_heads .3."):
         CausalAttention(8, 3)
-    with pytest.raises(ValueError, match="out_features must be positive, not 0"):
+    with pytest.raises(ValueError, match="out_features must be positive, but got 0"):
         SwiGLU(8, 0)
-    with pytest.raises(ValueError, match=r"weight must be \(3, 2\), not \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"weight of shape \(3, 2\), but got \(2, 3\)"):
         Linear(2, 3, weight=nn.Parameter(torch.zeros(2, 3)))
 
 
 def test_a_context_that_is_too_long_is_refused_with_both_numbers() -> None:
     model = _build(max_context=6)
     model(IDS_BL[:, :6])
-    with pytest.raises(ValueError, match="context of 7 tokens is longer than max_context 6"):
+    with pytest.raises(ValueError, match="got 7 tokens, but max_context is 6"):
         model(IDS_BL)

@@ -27,13 +27,13 @@ class FakeRanks(Communicator):
         ([["a"], ["b"]], 1, 0, ("a", "b")),
         ([["b"], ["a"], ["a"]], 0, 1, ("a", "b")),
         ([["a", "x"], ["a", "x"], ["a", "y"], ["a", "x"]], 2, 0, ("x", "y")),
-        ([["a"], ["a", "x"]], 1, 0, ("nothing further", "x")),
+        ([["a"], ["a", "x"]], 1, 0, ("nothing", "x")),
     ],
 )
 def test_the_rank_that_differs_from_most_is_named(
     descriptions: list[list[str]], odd: int, right: int, lines: tuple[str, str]
 ) -> None:
-    with pytest.raises(StepscopeError, match=f"rank `{odd}` has another thing than rank `{right}`") as caught:
+    with pytest.raises(StepscopeError, match=f"thing mismatch: rank `{odd}` differs from rank `{right}`") as caught:
         require_agreement(FakeRanks(descriptions), descriptions[0], "thing", hint="look")
     assert caught.value.detail.splitlines()[1:] == [f"rank {right}: {lines[0]}", f"rank {odd}: {lines[1]}"]
 

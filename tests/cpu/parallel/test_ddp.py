@@ -413,11 +413,11 @@ def unlike_models_are_refused(rank: int, world: int) -> None:
         "float64": nn.Linear(2, 2, dtype=torch.float64 if odd else torch.float32),
         "frozen": frozen(nn.Linear(2, 2), freeze=odd),
         "the same as `a`": Tied(tied=odd),
-        "nothing further": nn.Linear(2, 2, bias=not odd),
+        "nothing": nn.Linear(2, 2, bias=not odd),
         "strides": _transposed() if odd else _Holder(torch.zeros(3, 2)),
     }
     for expected, module in cases.items():
-        with pytest.raises(StepscopeError, match="rank `1` has another model than rank `0`") as caught:
+        with pytest.raises(StepscopeError, match="model mismatch: rank `1` differs from rank `0`") as caught:
             DDP(module)
         assert f"rank 1: {expected}" in caught.value.detail or expected in caught.value.detail.splitlines()[-1]
 
@@ -448,7 +448,7 @@ def unlike_inputs_are_refused(rank: int, world: int) -> None:
         ddp.finish_gradient_synchronization()
 
     mask = {"m": torch.ones(1)}
-    with pytest.raises(StepscopeError, match="rank `1` has another input than rank `0`") as caught:
+    with pytest.raises(StepscopeError, match="input mismatch: rank `1` differs from rank `0`") as caught:
         step(DDP(Takes()), torch.zeros(2 + rank, WIDTH), mask)
     assert caught.value.detail.splitlines()[-1] == "rank 1: argument `0[0]`: float32 (3, 8)"
     with pytest.raises(StepscopeError, match="rank `1`"):

@@ -93,13 +93,13 @@ def _refuse_wrong_names(rank: int, world: int) -> None:
     assert params["lm_head.weight"] is params["embedding.weight"]
     # Either name of a tied one will do.
     model.load_full_params({name: tensor for name, tensor in params.items() if name != "lm_head.weight"})
-    with pytest.raises(ValueError, match=r"lacks `final_norm\.weight`"):
+    with pytest.raises(ValueError, match=r"missing key in `params`: `final_norm\.weight`"):
         model.load_full_params({name: tensor for name, tensor in params.items() if name != "final_norm.weight"})
     with pytest.raises(ValueError, match="`other`"):
         model.load_full_params(params | {"other": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"`final_norm\.weight`, expected \(24,\)"):
+    with pytest.raises(ValueError, match=r"`final_norm\.weight` in `params`: expected \(24,\)"):
         model.load_full_params(params | {"final_norm.weight": torch.ones(5)})
-    with pytest.raises(ValueError, match="`to` is a rank below 1"):
+    with pytest.raises(ValueError, match="`to` must be None or a rank below 1"):
         model.gather_full_params(to=1)
     with pytest.raises(ValueError, match="`other`"):
         model.load_full_state(make_adamw(model.parameters()), {"other": {}})

@@ -246,6 +246,6 @@ def _train_with_other_settings(rank: int, world: int, folder: Path) -> str:
 
 def test_ranks_with_other_settings_are_told_at_the_start(tmp_path: Path) -> None:
     for said in run_ranks(_train_with_other_settings, 2, tmp_path):
-        assert "rank `1` has another training than rank `0`" in said
+        assert "training mismatch: rank `1` differs from rank `0`" in said
         assert "learning_rate: 0.2" in said
     assert not (tmp_path / LOG_NAME).exists()

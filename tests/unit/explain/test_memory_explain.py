@@ -435,7 +435,7 @@ def test_steps_are_chosen_by_number_from_one(tmp_path: Path, ours: MemoryProfile
             draw_step(ours, step)
     foreign = Training().run(2).profile(tmp_path)
     assert draw_step(foreign, "last") == memory_timeline(foreign)
-    with pytest.raises(StepscopeError, match="marks no steps"):
+    with pytest.raises(StepscopeError, match="no step markers"):
         draw_step(foreign, "2")
 
 

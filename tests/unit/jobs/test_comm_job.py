@@ -118,7 +118,7 @@ def test_what_was_fitted_is_kept_for_others_and_beside_the_rows(
         ("rank 1: RuntimeError: something", "error"),
         ("rank 1: MemoryError", "oom"),
         ("rank 1 was killed by SIGKILL, in collective 3", "killed"),
-        ("rank 0 could not finish the all-reduce: Timed out waiting 1000ms for recv", "timeout"),
+        ("rank 0 could not complete the all-reduce: Timed out waiting 1000ms for recv", "timeout"),
     ],
 )
 def test_ranks_that_fail_are_a_row_and_others_go_on_behind_it(
@@ -259,16 +259,16 @@ def test_a_message_is_cut_to_what_every_rank_has_an_equal_part_of() -> None:
         ({"collective": "all-redcue"}, "unknown collective: `all-redcue`"),
         ({"sizes": "many"}, "not a memory size: `many`"),
         ({"sizes": "1MB,,2MB"}, "empty value"),
-        ({"sizes": "0"}, "no element for each of"),
-        ({"ranks": "0"}, "ranks `0` is not positive"),
+        ({"sizes": "0"}, "too small for"),
+        ({"ranks": "0"}, "ranks must be at least 1, got `0`"),
         ({"ranks": "two"}, "`--ranks`: not an integer: `two`"),
         ({"backend": "mpi"}, "unknown backend: `mpi`"),
-        ({"backend": "nccl", "device": "cpu"}, "backend `nccl` on device `cpu`"),
+        ({"backend": "nccl", "device": "cpu"}, "backend `nccl` does not support device `cpu`"),
         ({"device": "cuda:1"}, "unknown device: `cuda:1`"),
         ({"dtype": "fp8"}, "unknown dtype: `fp8`"),
-        ({"seconds": "-1"}, "no span of time"),
-        ({"seconds": "0"}, "no span of time"),
-        ({"repetitions": "0"}, "repetitions `0` is not positive"),
+        ({"seconds": "-1"}, "seconds must be positive"),
+        ({"seconds": "0"}, "seconds must be positive"),
+        ({"repetitions": "0"}, "repetitions must be at least 1, got `0`"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(texts: dict[str, str], said: str) -> None:

@@ -63,7 +63,7 @@ def test_points_of_a_roofline_need_a_place_on_its_axes() -> None:
     assert packed["marks"][0]["lines"][0] == unknown.label  # the most time first
     assert not any("the device allows" in line for line in packed["marks"][0]["lines"])
     written = write_body(part, Palette(assign_colours([part]), on_page=True))
-    assert "1 of 8 points have no place" in written
+    assert "1 of 8 points not drawn" in written
     assert written.count("<svg") == 2 + len(packed["groups"])
     json.dumps(packed, allow_nan=False)
 

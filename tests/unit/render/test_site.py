@@ -95,10 +95,10 @@ def test_the_first_screen_needs_no_script() -> None:
         "33,624",
         "Launch-bound: the GPU is idle 79% of the step",
         "−27.9 ms · 45.8% of the step",
-        "2 more",
+        "Show 2 more",
         "stepscope rule SS001",
         "Charts, search and sorting need JavaScript.",
-        "Doubtful. The steps spread over 18% of the median.",
+        "Unreliable. The steps spread over 18% of the median.",
     ):
         assert expected in text
 
@@ -160,7 +160,7 @@ def test_parts_beside_each_other_have_keys_of_their_own() -> None:
     exhibits = data_of(page)["exhibits"]
     assert {"step-timeline-a", "step-timeline-b", "memory-a"} <= set(exhibits)
     assert "memory-b" not in exhibits
-    assert "Not known of this run." in visible(page)
+    assert "Not measured in this run." in visible(page)
 
 
 def test_a_question_to_both_runs_is_asked_once() -> None:
@@ -169,7 +169,7 @@ def test_a_question_to_both_runs_is_asked_once() -> None:
     assert text.count("Which kernel takes most of the forward pass?") == 1
     assert text.count("It runs 49 times a step") == 2
     assert "How much of the step is communication? A The recording is of one rank." in text
-    assert "B Not known of this run." in text
+    assert "B Not measured in this run." in text
 
 
 def test_numbers_that_json_does_not_have_do_not_break_the_data() -> None:
@@ -204,7 +204,7 @@ def test_a_table_keeps_raw_values_for_sorting_and_is_written_once() -> None:
     assert "<td>activations</td>" in table
     assert 'class="long"' not in table
     assert '<th scope="col" class="detail">' in table
-    assert "1 more column<" in table
+    assert ">Show more columns<" in table
     page = write_site(one_run())
     assert page.count("part 37") == 1
 
@@ -221,9 +221,9 @@ def test_long_tables_get_a_search_and_a_box_of_their_own(num_rows: int, has_sear
 def test_what_is_missing_says_so() -> None:
     text = visible(write_site(one_run()))
     assert "Precision was not measured. The stage was not run. stepscope precision --size small" in text
-    assert "not complete" not in text
+    assert "incomplete" not in text
     text = visible(write_site(partial()))
-    assert "This report is not complete." in text
+    assert "This report is incomplete." in text
     assert "No findings: this run has no kernel trace." in text
     assert "No findings. Most rules need a GPU trace." in visible(write_site(empty()))
 
@@ -270,8 +270,8 @@ def test_backticks_become_code_and_nothing_else_does() -> None:
 
 
 def test_a_unit_stays_with_its_number() -> None:
-    report = msgspec.structs.replace(one_run(), sentence="79 % of 60.9 ms and 4.83 GiB, 3 steps")
-    assert '"sentence">79&nbsp;% of 60.9&nbsp;ms and 4.83&nbsp;GiB, 3 steps</p>' in write_site(report)
+    report = msgspec.structs.replace(one_run(), sentence="79% of 60.9 ms and 4.83 GiB, 3 steps")
+    assert '"sentence">79% of 60.9&nbsp;ms and 4.83&nbsp;GiB, 3 steps</p>' in write_site(report)
 
 
 def test_a_page_is_known_by_its_generator(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_questions_have_their_title() -> None:
     asked = msgspec.structs.replace(ask(), title="Asked of this run")
     section = Section(key="questions", title="Questions", exhibits=(Exhibit(key="asked", part=asked),))
     page = write_site(msgspec.structs.replace(one_run(), sections=(section,)))
-    assert '<div class="questions" id="asked"><h3>Asked of this run</h3>' in page
+    assert '<div class="questions" id="asked"><div class="titled"><h3>Asked of this run</h3>' in page
 
 
 def test_a_large_report_stays_small() -> None:

@@ -100,8 +100,8 @@ def test_detail_is_the_share_of_the_largest_pieces() -> None:
 
 
 @pytest.mark.parametrize("detail", [-0.1, 1.1, 10, float("nan")])
-def test_a_share_outside_of_nought_to_one_is_refused(detail: float) -> None:
-    with pytest.raises(ValueError, match="share from 0 to 1"):
+def test_detail_outside_of_zero_to_one_is_rejected(detail: float) -> None:
+    with pytest.raises(ValueError, match="from 0 to 1"):
         draw(training_step(), ".svg", detail=detail)
 
 
@@ -168,7 +168,7 @@ def test_stretches_without_room_are_shortened_and_explained() -> None:
     stretches = tuple(Stretch(label=label, start=15 * at, end=15 * at + 15) for at, label in enumerate(phases))
     texts = svg_texts(msgspec.structs.replace(timeline, stretches=stretches))
     assert texts.count("f") == 20
-    assert "At the top: b backward, f forward." in texts
+    assert "Phases at the top: b backward, f forward." in texts
 
 
 def test_one_slice_fills_the_picture_and_has_one_time() -> None:

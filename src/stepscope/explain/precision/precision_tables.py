@@ -31,8 +31,8 @@ from stepscope.recording.rows.precision_report import (
     Sum,
     Underflow,
 )
-from stepscope.recording.validation import counted
 from stepscope.spec import RUN_SETTINGS, Case, ModelShape, Setting, Workload
+from stepscope.units import count_noun
 
 _AUTOCAST = ("bf16", "fp16")
 _MANTISSA_BITS = {"fp32": 23, "fp16": 10, "bf16": 7}
@@ -216,9 +216,7 @@ def _error_notes(report: PrecisionReport) -> list[str]:
     ]
     narrowed = report.comparison.truth.narrowed
     if narrowed:
-        notes.append(
-            f"Not float64 in {counted(len(narrowed), 'place', 'places')} of the reference, such as {narrowed[0]}."
-        )
+        notes.append(f"Not float64 in {count_noun(len(narrowed), 'place')} of the reference, such as {narrowed[0]}.")
     return notes + limit_notes([report.environment])
 
 

@@ -23,6 +23,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.trace.accounting import Ints, account
 from stepscope.explain.trace.comparability import compare_circumstances
 from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.explain.trace.run_labels import BEFORE_AND_AFTER, identify, label_runs
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import count_noun
 
@@ -63,7 +64,8 @@ class ProfileComparison:
     """`parts` add up to `wall` in A, in B and in the difference. `gate` is the row that decides whether B regressed:
     the unprofiled steps if both recordings have them, otherwise the profiled ones."""
 
-    names: tuple[str, str]
+    names: tuple[str, str]  # of the files
+    labels: tuple[str, str]  # of the runs, by what differs between them
     by: By
     steps: tuple[int, int]
     wall: ComparisonRow
@@ -74,7 +76,15 @@ class ProfileComparison:
     shorts: dict[str, str]  # short names by kernel name, if compared by kernel
 
 
-def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] = ("A", "B")) -> ProfileComparison:
+def compare(
+    a: Profile,
+    b: Profile,
+    *,
+    by: By = "class",
+    names: tuple[str, str] = BEFORE_AND_AFTER,
+    labels: tuple[str, str] | None = None,
+) -> ProfileComparison:
+    labels = labels or label_runs(identify(a, names[0]), identify(b, names[1]))
     pieces = [_take_apart(profile, by) for profile in (a, b)]
     walls = [[sum(step.values(), Fraction(0)) for step in each] for each in pieces]
     wall = _row("step", WALL, walls[0], walls[1])
@@ -89,13 +99,14 @@ def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] 
     gate = totals[1] if all(alone) else wall
     return ProfileComparison(
         names=names,
+        labels=labels,
         by=by,
         steps=(len(walls[0]), len(walls[1])),
         wall=wall,
         totals=tuple(totals),
         parts=tuple(parts),
         gate=gate,
-        remarks=compare_circumstances(a, b),
+        remarks=compare_circumstances(a, b, labels),
         shorts=_find_shorts(a) | _find_shorts(b) if by == "kernel" else {},
     )
 
@@ -290,17 +301,18 @@ def gate_sentence(comparison: ProfileComparison, limit: float) -> str:
 
 def comparison_table(comparison: ProfileComparison) -> Table:
     total = comparison.wall.difference_ns
+    a, b = comparison.labels
     columns = (
         Column(key="group", label=""),
         Column(key="name", label="per step"),
-        Column(key="a_ms", label="A", kind="ms"),
-        Column(key="b_ms", label="B", kind="ms"),
-        Column(key="difference_ms", label="B − A", kind="ms"),
-        Column(key="ratio", label="B / A", kind="ratio"),
+        Column(key="a_ms", label=a, kind="ms"),
+        Column(key="b_ms", label=b, kind="ms"),
+        Column(key="difference_ms", label="change", kind="ms"),
+        Column(key="ratio", label="ratio", kind="ratio"),
         Column(key="share_of_change", label="of change", kind="share"),
         Column(key="verdict", label="verdict"),
-        Column(key="a_ns", label="A in ns", kind="count", detail=True),
-        Column(key="b_ns", label="B in ns", kind="count", detail=True),
+        Column(key="a_ns", label=f"{a} in ns", kind="count", detail=True),
+        Column(key="b_ns", label=f"{b} in ns", kind="count", detail=True),
         Column(key="recorded_name", label="full name", detail=True),
     )
     rows = [_cells(row, None, comparison) for row in comparison.totals]
@@ -313,15 +325,15 @@ def _cells(row: ComparisonRow, total: int | None, comparison: ProfileComparison)
     times = (row.a_ns / 1e6, row.b_ns / 1e6, row.difference_ns / 1e6)
     verdict: str = row.verdict
     if not row.a_ns or not row.b_ns:
-        verdict += f", only in {'B' if row.b_ns else 'A'}"
+        verdict += f", only in {comparison.labels[1 if row.b_ns else 0]}"
     name = comparison.shorts.get(row.name, row.name)
     return (row.group, name, *times, row.ratio, share, verdict, row.a_ns, row.b_ns, row.name)
 
 
 def _title(comparison: ProfileComparison) -> str:
-    a, b = comparison.names
+    a, b = comparison.labels
     counts = " and ".join(count_noun(count, "step") for count in comparison.steps)
-    return f"A: {a}; B: {b}; mean of {counts}, in ms"
+    return f"{a} → {b}: mean of {counts}, in ms"
 
 
 def say_sum(by: By) -> str:
@@ -329,7 +341,9 @@ def say_sum(by: By) -> str:
 
 
 def _notes(comparison: ProfileComparison) -> list[str]:
-    notes = [*comparison.remarks, say_sum(comparison.by)]
+    files = [f"{label}: {name}" for label, name in zip(comparison.labels, comparison.names, strict=True)]
+    named = comparison.names not in (comparison.labels, BEFORE_AND_AFTER)
+    notes = [*(files if named else []), *comparison.remarks, say_sum(comparison.by)]
     verdicts = {row.verdict for row in (*comparison.totals, *comparison.parts)}
     if "cannot tell" in verdicts:
         notes.append(

@@ -1,4 +1,4 @@
-"""Pictures as SVG, laid out in Python: for files as they are, and inline for the page of a report."""
+"""Charts as SVG, laid out in Python: for files, and inline for the page of a report."""
 
 from stepscope.findings import Bars, Figure, Lanes, Roofline, Timeline
 from stepscope.render.drawing.bars import chart_bars, draw_bars
@@ -12,7 +12,7 @@ __all__ = ["draw_part"]
 
 
 def draw_part(part: Figure | Timeline | Lanes | Roofline | Bars, detail: float = DEFAULT_DETAIL) -> str:
-    """The part as an SVG file. `detail` is the share of a timeline's pieces that are told apart."""
+    """Return the part as an SVG file. `detail` is the share of a timeline's pieces that are drawn one by one."""
     match part:
         case Timeline():
             return draw_timeline(part, detail)

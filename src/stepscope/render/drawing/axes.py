@@ -10,17 +10,17 @@ from stepscope.render.formats import clean
 from stepscope.render.numbers import BYTE_UNITS, find_binary_unit, format_tick
 
 _STEPS = (1.0, 2.0, 5.0, 10.0)
-# Steps of a decade, coarse to fine: the first that gives a logarithmic axis enough ticks is taken.
+# Ticks within a decade, coarse to fine: the first ladder that gives a logarithmic axis enough ticks is used.
 _LADDERS = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0))
 _FEWEST_TICKS = 4
-# A logarithmic axis labels every value that was measured up to this many; more would run into each other.
+# A logarithmic axis labels up to this many measured values; more labels would overlap.
 _MOST_EXACT = 8
 _MOST_LABEL, _MOST_UNIT = 60, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Values from `low` to `high` on pixels from `start` to `end`."""
+    """A map from values between `low` and `high` to pixels between `start` and `end`."""
 
     low: float
     high: float
@@ -30,7 +30,7 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         if self.log:
-            # A value that a logarithmic axis does not have, such as the low end of a spread, lies at its end.
+            # A value that a logarithmic axis cannot show, such as a spread that reaches zero, is at its end.
             share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         else:
             share = (value - self.low) / (self.high - self.low)
@@ -39,7 +39,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticks:
-    """What an axis reaches, where its ticks are, what is written at them, and its title."""
+    """The range of an axis, its ticks with their labels, and its title."""
 
     low: float
     high: float
@@ -49,7 +49,7 @@ class Ticks:
 
 
 def find_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Round numbers from `low` to `high`, at most `most` steps apart."""
+    """Return round numbers from `low` to `high`, at most `most` steps apart."""
     if high <= low:
         return [low]
     power = 10.0 ** math.floor(math.log10((high - low) / most))
@@ -59,11 +59,11 @@ def find_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def find_log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`, from the coarsest ladder with enough; values that lie close together are as
-    good as linear."""
+    """Return round numbers from `low` to `high`, from the coarsest ladder that has enough of them. Values that are
+    close together get linear ticks."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for ladder in _LADDERS:
-        # Through text, because 5 * 10.0**-2 is not the float 0.05 and would be labelled with all its digits.
+        # Through text, because 5 * 10.0**-2 is not the float 0.05 and its label would have all digits.
         candidates = [float(f"{step}e{decade}") for decade in decades for step in ladder]
         ticks = [tick for tick in candidates if low <= tick <= high]
         if len(ticks) >= _FEWEST_TICKS:
@@ -72,8 +72,8 @@ def find_log_ticks(low: float, high: float) -> list[float]:
 
 
 def choose_ticks(axis: Axis, values: Sequence[float], most: int, *, are_measured: bool = False) -> Ticks:
-    """The ticks of an axis over values. A logarithmic one labels what was measured, where that is few or powers of two:
-    128, 256, 512. Bytes are counted in their unit, so that their ticks are round."""
+    """Return the ticks of an axis over values. A logarithmic axis labels the measured values if they are few or powers
+    of two: 128, 256, 512. Byte axes use binary units, so that their ticks are round."""
     is_bytes = axis.unit in BYTE_UNITS
     unit, size = find_binary_unit(max(values, default=0.0)) if is_bytes else (clean(axis.unit, _MOST_UNIT), 1.0)
     scaled = [value / size for value in values]
@@ -93,8 +93,8 @@ def choose_ticks(axis: Axis, values: Sequence[float], most: int, *, are_measured
 
 
 def _find_domain(values: Sequence[float], axis: Axis, most: int) -> tuple[float, float]:
-    """A logarithmic axis has a margin, so that no mark touches the frame; a linear one begins at zero and ends at a
-    tick."""
+    """Return the range of an axis. A logarithmic one has a margin, so that no mark touches the frame; a linear one
+    starts at zero and ends at a tick."""
     finite = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)] or [1.0]
     if axis.log:
         margin = max(1.1, (max(finite) / min(finite)) ** 0.05)
@@ -111,7 +111,7 @@ def name_quantity(label: str, unit: str) -> str:
 
 
 def draw_x_axis(canvas: Canvas, plot: Bounds, places: Sequence[tuple[float, str]], title: str, *, grid: bool) -> None:
-    """Below the plot. Labels that would run into the one before are left out."""
+    """Draw the axis below the plot. Labels that would overlap the previous one are left out."""
     palette, free = canvas.palette, -math.inf
     texts = []
     for x, text in places:
@@ -128,7 +128,8 @@ def draw_x_axis(canvas: Canvas, plot: Bounds, places: Sequence[tuple[float, str]
 def draw_y_axis(
     canvas: Canvas, plot: Bounds, places: Sequence[tuple[float, str]], title: str, *, beside: bool = False
 ) -> None:
-    """Left of the plot, with its title above it, or `beside` it where the space above is taken."""
+    """Draw the axis left of the plot, with its title above, or to its left if `beside` is true because the space above
+    is taken."""
     palette = canvas.palette
     for y, _ in places:
         canvas.line(plot.left, y, plot.right, y, palette.grid)
@@ -142,5 +143,5 @@ def draw_y_axis(
 
 
 def measure_gutter(texts: Sequence[str]) -> float:
-    """The room that labels left of a plot take."""
+    """Return the room that labels left of a plot need."""
     return max((width_of(text, 12.0) for text in texts), default=0.0) + 8

@@ -1,8 +1,8 @@
-"""Bars: lying, so that names can be read, with their values written beside them.
+"""Bar charts with horizontal bars, so that names can be read, and with values next to the bars.
 
-A reader of a paper has no mouse: the number stands at the bar, and the axis below is for comparing lengths. Long names
-take room from the bars up to a limit and are then shortened. A breakdown, in which the page narrows one view by
-another, is bars for each dimension on paper.
+A printed chart has no tooltips: the number is next to the bar, and the axis below is for comparing lengths. Long names
+take room from the bars up to a limit and are then shortened. A breakdown, where the page narrows one view by another,
+is printed as bars for each dimension.
 """
 
 import math
@@ -19,7 +19,7 @@ from stepscope.render.drawing.svg import Bounds, Canvas, Sign, Text, finish, fit
 from stepscope.render.formats import clean
 from stepscope.render.numbers import MISSING, find_binary_unit, format_tick, format_value
 
-# All of a picture in print: names, bars and values. Narrower than a page, so that it can stand in a column, too.
+# The width of a printed chart: names, bars and values. Narrow enough for one column of a page.
 _WIDTH = 430.0
 _NAME_SHARE, _NAME_SIZE, _VALUE_SIZE, _INSIDE_SIZE = 0.44, 12.0, 11.5, 10.5
 _BAR, _THIN_BAR, _GAP = 15.0, 13.0, 7.0
@@ -32,15 +32,15 @@ _AXES: dict[Quantity, tuple[str, str, float]] = {
     "share": ("share", "%", 0.01),
     "ratio": ("ratio", "", 1.0),
 }
-# Of a breakdown: bars of one dimension, and dimensions with too many values for bars, which are in the table alone.
+# The most bars of a dimension of a breakdown, and the dimensions with too many values for bars: only a table has them.
 _MOST_OF_DIMENSION, _TABLE_ONLY = 20, ("kernel",)
 _MS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarChart:
-    """Bars with what is written beside them, a sequence a series, and the groups whose colours tell their labels apart,
-    none where all have one. `texts` of stacked bars are of the whole."""
+    """Bars with the texts next to them, one sequence per series. `groups` give each label a colour; without them, all
+    labels of a series share one. The texts of stacked bars are totals."""
 
     key: str
     bars: Bars
@@ -49,7 +49,7 @@ class BarChart:
 
 
 def chart_bars(bars: Bars) -> BarChart:
-    """The first of some bars with their values as texts."""
+    """Return the first bars with their values as texts."""
     values = tuple(tuple(map(_finite, column[:MOST_BARS])) for column in bars.values)
     shown: Bars = msgspec.structs.replace(bars, labels=bars.labels[:MOST_BARS], values=values)
     columns: Sequence[Sequence[float | None]] = values
@@ -57,7 +57,7 @@ def chart_bars(bars: Bars) -> BarChart:
         columns = [[_find_total(shown, row) for row in range(len(shown.labels))]]
     texts = tuple(tuple(format_length(bars.kind, value) for value in column) for column in columns)
     hidden = len(bars.labels) - len(shown.labels)
-    notes = (f"{hidden} more are not drawn.", *bars.notes) if hidden else bars.notes
+    notes = (f"{hidden} more not drawn.", *bars.notes) if hidden else bars.notes
     return BarChart(key="", bars=msgspec.structs.replace(shown, notes=notes), texts=texts)
 
 
@@ -70,7 +70,7 @@ def _find_total(bars: Bars, row: int) -> float:
 
 
 def format_length(kind: Quantity, value: float | None) -> str:
-    """A value beside its bar: times too short for milliseconds in microseconds, and nothing for a bar of none."""
+    """Return the text next to a bar: short times in microseconds, and nothing for a missing bar."""
     if not value:
         return MISSING
     if kind == "ms" and abs(value) < _FEW_MS:
@@ -79,7 +79,7 @@ def format_length(kind: Quantity, value: float | None) -> str:
 
 
 def draw_bars(chart: BarChart) -> str:
-    """The bars as a file."""
+    """Return the bars as an SVG file."""
     groups = assign_colours([chart.bars]) | {group: colour_of(group) for group in chart.groups}
     canvas = Canvas(Palette(groups))
     bounds = place_bars(canvas, chart, _WIDTH)
@@ -88,8 +88,7 @@ def draw_bars(chart: BarChart) -> str:
 
 
 def place_bars(canvas: Canvas, chart: BarChart, width: float) -> Bounds:
-    """Draws bars as wide as `width` with their axis and legend. Bars are groups that carry their place, series by
-    series."""
+    """Draw bars, axis and legend in `width` pixels. Each bar is a group with its number, counted series by series."""
     bars = chart.bars
     names_width = max((width_of(clean(name, 60), _NAME_SIZE) for name in bars.labels), default=0.0) + 8
     names_width = min(_NAME_SHARE * width, names_width)
@@ -127,8 +126,8 @@ def _scale(bars: Bars, width: float) -> Scale:
 
 
 def _draw_row(canvas: Canvas, chart: BarChart, row: int, x: Scale, top: float, thickness: float) -> None:
-    """The bars of one label: on top of each other with their values inside, or under one another with their values
-    beside them. A bar below zero has its value right of zero, where there is room."""
+    """Draw the bars of one label: stacked with their values inside, or below each other with their values next to them.
+    A negative bar has its value right of zero, where there is room."""
     bars, start = chart.bars, 0.0
     texts = []
     for series, column in enumerate(bars.values):
@@ -156,31 +155,31 @@ def _draw_row(canvas: Canvas, chart: BarChart, row: int, x: Scale, top: float, t
 
 
 def _fill(canvas: Canvas, chart: BarChart, series: int, row: int) -> str:
-    """The colour of its label where those are told apart, and of its series otherwise."""
+    """Return the colour of the label where labels have their own, otherwise the colour of the series."""
     if len(chart.bars.series) == 1:
         return canvas.palette.fill(chart.groups[row]) if chart.groups else canvas.palette.plain
     return canvas.palette.fill(chart.bars.series[series])
 
 
 def _draw_axis(canvas: Canvas, bars: Bars, x: Scale, plot: Bounds) -> None:
-    """Round numbers on both sides of zero."""
+    """Return round numbers on both sides of zero."""
     if bars.kind == "bytes":
         unit, size = find_binary_unit(x.high)
         label = "memory"
     else:
         label, unit, size = _AXES.get(bars.kind, ("", "", 1.0))
-    # A short other side does not make the ticks of the longer one fewer.
+    # A short negative side must not reduce the ticks of the longer one.
     most = math.ceil(5 * (x.high - x.low) / max(x.high, -x.low))
     ticks = find_ticks(x.low / size, x.high / size, most)
     places = [(x(tick * size), format_tick(tick)) for tick in ticks]
     draw_x_axis(canvas, plot, places, name_quantity(label, unit) if label else "", grid=False)
 
 
-# --- a breakdown on paper -------------------------------------------------------------------------------------------
+# --- a breakdown in print -------------------------------------------------------------------------------------------
 
 
 def chart_dimensions(breakdown: Breakdown) -> Iterable[BarChart]:
-    """Bars for each dimension that has values to compare."""
+    """Return bars for each dimension with values to compare."""
     for place, dimension in enumerate(breakdown.dimensions):
         if dimension.key not in _TABLE_ONLY and dimension.values:
             yield _chart_dimension(breakdown, add_up(breakdown, place))
@@ -206,7 +205,7 @@ def _chart_dimension(breakdown: Breakdown, totals: Totals) -> BarChart:
         series=breakdown.runs,
         values=tuple(tuple(own[: len(labels)]) for own in times),
         notes=(
-            *([f"{hidden} more are not drawn."] if hidden else []),
+            *([f"{hidden} more not drawn."] if hidden else []),
             *_describe_rest(totals, len(shown)),
             *breakdown.notes,
         ),
@@ -215,7 +214,7 @@ def _chart_dimension(breakdown: Breakdown, totals: Totals) -> BarChart:
 
 
 def _describe_rest(totals: Totals, num_shown: int) -> Iterable[str]:
-    """How much has no bar."""
+    """Return a note on how much has no bar."""
     rest = list(totals.order[num_shown:])
     if rest:
         shares = [float(own[rest].sum()) / max(float(own.sum()), 1e-12) for own in totals.times_ns]

@@ -1,9 +1,9 @@
-"""Which colour stands for what, in every picture and on the page: a pair for light and for dark.
+"""The colour of everything, in files and on the page: a pair for light and dark.
 
-The hues are those of Okabe and Ito (2008), which colour-blind readers tell apart. Classes of kernels and categories of
-memory have their own, the same in every report, so that two pages can be compared. There are more classes than hues:
-those that seldom stand beside one another share one, in a darker and a lighter tone. Phases and layers are drawn around
-them and have tones of slate.
+The hues are those of Okabe and Ito (2008), which colour-blind readers can distinguish. Kernel classes and memory
+categories have fixed colours, the same in every report, so that two pages can be compared. There are more classes than
+hues: classes that are rarely next to each other share a hue, in a darker and a lighter tone. Phases and layers are
+tones of slate.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -12,25 +12,25 @@ from dataclasses import dataclass
 from stepscope.findings import Bars, Beside, Breakdown, Figure, Lanes, Part, Roofline, Timeline
 
 Pair = tuple[str, str]
-# Strongest contrast on white first; their yellow vanishes on white, and grey stands in for it. Then the same hues,
-# light enough to stand on a dark page.
+# Strongest contrast on white first; grey replaces their yellow, which is invisible on white. Then the same hues, light
+# enough for a dark page.
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
 _LINES_ON_DARK = ("#4AA3DF", "#EF7F36", "#2DBE94", "#DD94BC", "#F0B03A", "#7CC8F2", "#D8D8D8", "#A3A3A3")
 _BLUE, _VERMILION, _GREEN, _PINK, _ORANGE, _SKY, _BLACK, _GREY = zip(_LINES, _LINES_ON_DARK, strict=True)
 NEUTRAL: Pair = ("#8b93a1", "#7d8796")
-# What is written on colours; and greys that stay behind the data, in files: the page has its own.
+# Text colours on fills; and greys for everything but data, in files: the page has its own.
 _ON_FILLS = ("#14171c", "#ffffff")
 _INK, _FAINT, _GRID, _FRAME, _PAPER = "#222222", "#5f5f5f", "#e3e3e3", "#9a9a9a", "#ffffff"
 
 
 def mix(colour: str, other: str, share: float) -> str:
-    """`colour` with a share of `other` in it."""
+    """Return `colour` mixed with a share of `other`."""
     pairs = [(int(colour[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(own + (its - own) * share):02x}" for own, its in pairs)
 
 
 def choose_ink(fill: str) -> str:
-    """Black or white, whichever is read better on this colour: by contrast as WCAG has it."""
+    """Return black or white, whichever has the better contrast on this colour, as WCAG defines it."""
     return max(_ON_FILLS, key=lambda ink: _find_contrast(ink, fill))
 
 
@@ -92,7 +92,7 @@ _OTHERS = (_BLUE, _VERMILION, _GREEN, _PINK, _ORANGE, _SKY, _BLACK, *map(_pale, 
 
 
 def colour_of(group: str, taken: Collection[Pair] = ()) -> Pair:
-    """The pair for light and for dark. A group that has none of its own gets the first that is not taken."""
+    """Return the pair for light and dark. A group without its own gets the first that is free."""
     if not group:
         return NEUTRAL
     free = next((pair for pair in _OTHERS if pair not in taken), _OTHERS[len(taken) % len(_OTHERS)])
@@ -100,7 +100,7 @@ def colour_of(group: str, taken: Collection[Pair] = ()) -> Pair:
 
 
 def assign_colours(parts: Iterable[Part | None]) -> dict[str, Pair]:
-    """A colour for everything in some parts that is told apart by one; what stands in one part differs."""
+    """Return a colour for every group in the parts; groups of the same part differ."""
     pairs: dict[str, Pair] = {"": NEUTRAL}
     for part in parts:
         groups = list(dict.fromkeys(groups_of(part)))
@@ -125,7 +125,7 @@ def groups_of(part: Part | None) -> Iterable[str]:
         case Figure():
             return [*part.series, *(point.series for point in part.points)]
         case Bars():
-            return part.series if len(part.series) > 1 else ()  # one alone needs no colour to be told apart
+            return part.series if len(part.series) > 1 else ()  # a single group needs no colour
         case Beside():
             return [group for inner in part.parts for group in groups_of(inner)]
         case _:
@@ -134,7 +134,7 @@ def groups_of(part: Part | None) -> Iterable[str]:
 
 @dataclass(frozen=True, slots=True)
 class Palette:
-    """Colours as SVG has them: literal and light in a file, by their names in the style sheet on a page."""
+    """Colours for SVG: literal and light in a file, CSS variables on the page."""
 
     pairs: Mapping[str, Pair]
     on_page: bool = False
@@ -161,7 +161,7 @@ class Palette:
 
     @property
     def plain(self) -> str:
-        """Of data that nothing needs to be told apart from."""
+        """The colour of a single series."""
         return self._write(_BLUE)
 
     def fill(self, group: str) -> str:
@@ -171,12 +171,12 @@ class Palette:
         return f"var(--{_name_pair(pair)})" if self.on_page else pair[0]
 
     def ink_on(self, group: str) -> str:
-        """What can be read on the colour of a group."""
+        """Return a readable text colour on the colour of a group."""
         pair = self.pairs.get(group, NEUTRAL)
         return f"var(--on-{_name_pair(pair)})" if self.on_page else choose_ink(pair[0])
 
 
-# What a page is made of, by its name in the style sheet.
+# The colours of the page, by their names in the style sheet.
 _THEME: dict[str, Pair] = {
     "paper": ("#ffffff", "#101216"),
     "raised": ("#ffffff", "#181b21"),
@@ -204,13 +204,13 @@ def _name_pair(pair: Pair) -> str:
 
 
 def write_colours(pairs: Iterable[Pair]) -> str:
-    """A style sheet that gives the colours of the page and of its data their names, for light and for dark."""
+    """Return a style sheet that names the colours of the page and its data, for light and dark."""
     named = dict(_THEME)
     for pair in (*pairs, NEUTRAL, _BLUE):
         named[_name_pair(pair)] = pair
         named[f"on-{_name_pair(pair)}"] = (choose_ink(pair[0]), choose_ink(pair[1]))
     light, dark = ("".join(f"--{name}:{pair[at]};" for name, pair in named.items()) for at in (0, 1))
-    # Twice, as a choice and as the system's: a style sheet cannot say "or".
+    # Twice, for the chosen theme and for the system's: a style sheet has no "or".
     chosen = f':root[data-theme="dark"]{{{dark}}}'
     system = f'@media (prefers-color-scheme: dark){{:root[data-theme="auto"]{{{dark}}}}}'
     return f":root{{{light}}}{chosen}{system}\n"

@@ -1,10 +1,9 @@
-"""A step's timeline in print: phases and layers above what ran on each stream, classes told apart by colour.
+"""The timeline of a step in print: phases and layers above the streams, coloured by class.
 
-A step has thousands of kernels and a page a few hundred columns. What is wide enough is drawn as it is. Of what is
-narrower, a column of a stream shows how much of its time each class takes, as heights on top of one another: many short
-kernels with pauses between them look like what they are, and neither vanish nor pass for one long kernel. Paler colours
-were tried instead, and a stream that mostly waits could hardly be seen. The page has a canvas for it, which zooms
-(`site/lanes.js`).
+A step has thousands of kernels and a page a few hundred columns. Wide spans are drawn as they are. Narrow ones are
+merged into columns that show the share of each class as stacked heights: many short kernels with pauses between them
+stay visible, and do not look like one long kernel. Paler colours were tried instead, but a mostly idle stream could
+hardly be seen. The page has a canvas that zooms (`site/lanes.js`).
 """
 
 import re
@@ -20,19 +19,19 @@ from stepscope.render.drawing.colours import Palette, assign_colours, choose_ink
 from stepscope.render.drawing.svg import PAGE_WIDTH, Bounds, Canvas, Sign, Text, finish, fit, width_of
 from stepscope.render.formats import clean
 from stepscope.render.numbers import format_tick, format_value
-from stepscope.units import TIME_UNITS
+from stepscope.units import TIME_UNITS, count_noun
 
 _MOST_NAME, _NAME_SIZE, _INSIDE_SIZE = 110.0, 11.5, 10.0
 _HEIGHTS = {"phase": 20.0, "layer": 16.0, "module": 16.0, "stream": 42.0, "host": 18.0}
 _GAP = 6.0
 _MOST_TRACKS = 14
-# Narrower than this, in pixels, is not drawn on its own but in its column; columns are wider where streams are many.
+# Spans narrower than this, in pixels, are merged into columns; columns are wider if there are many streams.
 _LEAST_BOX, _COLUMN, _WIDE_COLUMN = 1.5, 1.5, 4.0
 _MANY_STREAMS = 3
 _MOST_INSIDE, _MOST_SIGNS = 120, 14
-# Layers and modules are told apart from their neighbours, and no more. Behind all tracks lies the palest.
+# Layers and modules alternate between two greys. The palest is behind all tracks.
 _NEUTRAL, _EMPTY = ("#D9DEE3", "#EBEEF1"), "#F5F5F5"
-# Phases are wide and carry their names: pale, they stay behind the streams.
+# Phases are wide and have names: pale colours keep them behind the streams.
 _PHASE_TINT = 0.45
 
 Places = NDArray[np.float64]
@@ -41,7 +40,7 @@ Places = NDArray[np.float64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
     """One rectangle of a track: from `start` to `end` in pixels, from `low` to `high` as shares of the track's height.
-    Nameless where several spans share it."""
+    It has no name if several spans share it."""
 
     start: float
     end: float
@@ -53,7 +52,7 @@ class Box:
 
 
 def draw_lanes(lanes: Lanes) -> str:
-    """The step as a file."""
+    """Return the step as an SVG file."""
     palette = Palette(assign_colours([lanes]))
     canvas = Canvas(palette)
     tracks = [track for track in lanes.tracks if track.spans.starts_ns][:_MOST_TRACKS]
@@ -81,7 +80,7 @@ def draw_lanes(lanes: Lanes) -> str:
 
 
 def place_spans(lanes: Lanes, track: Track, width: float, column: float) -> list[Box]:
-    """The spans of a track as boxes on so many pixels, those that are too narrow put together in columns."""
+    """Return the spans of a track as boxes on the given number of pixels, with narrow ones merged into columns."""
     spans, scale = track.spans, width / max(1, lanes.span_ns)
     starts = np.clip(np.array(spans.starts_ns, dtype=np.float64) * scale, 0, width)
     ends = np.clip(starts + np.array(spans.lengths_ns, dtype=np.float64) * scale, 0, width)
@@ -90,11 +89,11 @@ def place_spans(lanes: Lanes, track: Track, width: float, column: float) -> list
     thin = np.flatnonzero(~is_wide)
     boxes = _put_together(starts[thin], ends[thin], [fills[at] for at in thin], width, column)
     if track.kind != "stream":
-        # Heights are for what takes time: elsewhere a column is of what leads in it, which is its lowest.
+        # Only streams show shares as heights: on other tracks a column shows its largest share, which is the lowest.
         boxes = [replace(box, high=1.0) for box in boxes if not box.low]
     for at in np.flatnonzero(is_wide):
         start, end = float(starts[at]), float(ends[at])
-        # A thin line of paper after what is wide enough for it, so that equal neighbours are two.
+        # A thin gap after a wide box keeps equal neighbours apart.
         end -= 0.5 if end - start > 4 else 0.0
         name = lanes.names[spans.names[at]]
         boxes.append(Box(start=start, end=end, fill=fills[at], name=name, short=_shorten(track, name)))
@@ -102,13 +101,13 @@ def place_spans(lanes: Lanes, track: Track, width: float, column: float) -> list
 
 
 def _shorten(track: Track, name: str) -> str:
-    """What stands for a layer where its name has no room: its number."""
+    """Return the number of a layer, to use where its name has no room."""
     numbers = re.findall(r"\d{1,4}", name[-40:]) if track.kind == "layer" else []
     return numbers[-1] if numbers else ""
 
 
 def _choose_fills(lanes: Lanes, track: Track) -> list[str]:
-    """The colour of each span of a track."""
+    """Return the colour of each span of a track."""
     if track.kind in ("layer", "module"):
         return [_NEUTRAL[at % len(_NEUTRAL)] for at in range(len(track.spans.groups))]
     palette = Palette(assign_colours([lanes]))
@@ -118,7 +117,7 @@ def _choose_fills(lanes: Lanes, track: Track) -> list[str]:
 
 
 def _put_together(starts: Places, ends: Places, fills: Sequence[str], width: float, column: float) -> list[Box]:
-    """Thin spans in columns: each fill as high as its share of the column's time, the one with most of all lowest."""
+    """Return narrow spans as columns: each fill as high as its share of the column's time, the largest lowest."""
     if not fills:
         return []
     num_columns = int(np.ceil(width / column))
@@ -127,7 +126,7 @@ def _put_together(starts: Places, ends: Places, fills: Sequence[str], width: flo
         place = min(int((start + end) / 2 / column), num_columns - 1)
         totals.setdefault(fill, np.zeros(num_columns))[place] += (end - start) / column
     ranked = sorted(totals, key=lambda fill: -totals[fill].sum())
-    # A span that begins in the column before may fill more than there is.
+    # A span that starts in the previous column can fill more than the column.
     tops = np.minimum(np.cumsum([totals[fill] for fill in ranked], axis=0), 1.0)
     boxes = []
     for row, fill in enumerate(ranked):
@@ -139,7 +138,7 @@ def _put_together(starts: Places, ends: Places, fills: Sequence[str], width: flo
 
 
 def _place_names(boxes: Sequence[Box], y: float) -> list[Text]:
-    """Names inside the widest boxes that have room for them, or for what stands for them."""
+    """Draw names, or their short forms, inside the widest boxes that have room."""
     widest = sorted((box for box in boxes if box.name), key=lambda box: box.start - box.end)[:_MOST_INSIDE]
     texts = []
     for box in widest:
@@ -160,8 +159,8 @@ def _draw_axis(canvas: Canvas, span_ns: int, plot: Bounds) -> None:
 
 
 def sum_groups(lanes: Lanes) -> list[tuple[int, int]]:
-    """Each group with the time it takes where things run, the longest first: on streams, or where there are none on the
-    host, or on every track."""
+    """Return each group with its time, longest first: on streams, without streams on the CPU, otherwise on all
+    tracks."""
     kinds = {track.kind for track in lanes.tracks if track.spans.starts_ns}
     told = next((kind for kind in ("stream", "host") if kind in kinds), None)
     times: dict[int, int] = {}
@@ -173,7 +172,7 @@ def sum_groups(lanes: Lanes) -> list[tuple[int, int]]:
 
 
 def _make_signs(palette: Palette, lanes: Lanes) -> list[Sign]:
-    """What colours stand for, with the share of the step each class takes, the largest first."""
+    """Return the legend: each class with its share of the step, largest first."""
     span_ns = max(1, lanes.span_ns)
     ranked = [(lanes.groups[group], time / span_ns) for group, time in sum_groups(lanes)[:_MOST_SIGNS]]
     return [
@@ -190,8 +189,8 @@ def _make_notes(lanes: Lanes, tracks: Sequence[Track]) -> list[str]:
     hidden = sum(1 for track in lanes.tracks if track.spans.starts_ns) - len(tracks)
     notes = ["Nothing to draw."] if not tracks else []
     if hidden > 0:
-        notes.append(f"{hidden} more tracks are not drawn.")
+        notes.append(f"{count_noun(hidden, 'more track')} not drawn.")
     lengths = (length for track in tracks if track.kind == "stream" for length in track.spans.lengths_ns)
     if any(length < lanes.span_ns / PAGE_WIDTH for length in lengths):
-        notes.append("Where kernels are too short to be drawn, a colour is as high as its share of the time.")
+        notes.append("Where kernels are too short to draw, each colour is as high as its share of the time.")
     return [*notes, *lanes.notes]

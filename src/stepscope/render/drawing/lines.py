@@ -1,8 +1,7 @@
-"""Lines in panels side by side.
+"""Line charts in panels.
 
-Each series has a colour and a shape: the colours can be told apart by colour-blind readers, and the shapes in a
-black-and-white print. Spread is drawn as bars and not as a band: a band claims to know what happens between two
-contexts that were measured, a bar does not.
+Each series has a colour and a shape: the colours work for colour-blind readers, the shapes in black and white. Spread
+is drawn as bars rather than a band: a band would suggest values between two measured contexts.
 """
 
 import math
@@ -16,18 +15,18 @@ from stepscope.render.drawing.svg import SHAPES, Bounds, Canvas, MarkShape, Sign
 from stepscope.render.formats import clean
 
 _WIDTH, _HEIGHT, _GAP = 340.0, 280.0, 26.0
-_HEADER = 24.0  # of a panel that has a name
+_HEADER = 24.0  # of a panel with a name
 _PANELS_PER_ROW = 3
 _MARK, _MOST_NAME = 4.4, 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineChart:
-    """A figure with its axes and everything in its order. Panels stand in the order in which the points name them, and
-    so do series that the figure does not put in another."""
+    """A figure with its axes, and with panels and series in order. Panels are in the order of the points, and so are
+    series that the figure does not order itself."""
 
     figure: Figure
-    points: tuple[Point, ...]  # those that have a place on the axes, by panel, series and x
+    points: tuple[Point, ...]  # those that fit on the axes, by panel, series and x
     panels: tuple[str, ...]
     series: tuple[str, ...]
     x: Ticks
@@ -39,7 +38,7 @@ class LineChart:
 
     @property
     def top(self) -> float:
-        """The room above a plot: for the axis' name, and for the panel's where it has one."""
+        """The room above a plot: for the name of the axis, and of the panel if it has one."""
         return 26.0 + (_HEADER if any(self.panels) else 0.0)
 
     @property
@@ -73,7 +72,7 @@ def shape_of(lines: LineChart, series: str) -> MarkShape:
 
 
 def describe_missing(lines: LineChart) -> str:
-    """A word on points that have no place on these axes: they must not vanish in silence."""
+    """Return a note on points that cannot be drawn on these axes: they must not vanish silently."""
     num_all = len(lines.figure.points)
     missing = num_all - len(lines.points)
     said = "" if lines.points else "No points to draw. "
@@ -83,7 +82,7 @@ def describe_missing(lines: LineChart) -> str:
 
 
 def draw_panel(canvas: Canvas, lines: LineChart, panel: str) -> None:
-    """One panel. The marks of its points are groups that carry their place in `lines.points`."""
+    """Draw one panel. The marks of its points are groups with their index in `lines.points`."""
     x = Scale(low=lines.x.low, high=lines.x.high, start=0.0, end=_WIDTH, log=lines.figure.x.log)
     y = Scale(low=lines.y.low, high=lines.y.high, start=_HEIGHT, end=0.0, log=lines.figure.y.log)
     plot = Bounds(left=0.0, top=0.0, right=_WIDTH, bottom=_HEIGHT)
@@ -118,7 +117,7 @@ def _draw_series(canvas: Canvas, lines: LineChart, own: Sequence[tuple[int, Poin
 
 
 def draw_figure(figure: Figure) -> str:
-    """The figure as a file, with its legend to the right."""
+    """Return the figure as an SVG file, with the legend to the right."""
     lines = arrange(figure)
     canvas = Canvas(Palette(assign_colours([figure])))
     panels = lines.panels or ("",)
@@ -138,7 +137,7 @@ def draw_figure(figure: Figure) -> str:
 
 
 def _draw_legend(canvas: Canvas, lines: LineChart, left: float) -> float:
-    """Returns where it ends. A single nameless series needs none."""
+    """Draw the legend and return its right edge. A single series without a name needs none."""
     if not any(lines.series):
         return left - 14
     label = clean(lines.figure.series_label, _MOST_NAME)

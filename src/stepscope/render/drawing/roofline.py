@@ -1,7 +1,7 @@
-"""A roofline: the limits of the device as lines, operators as points whose area is their share of the time.
+"""A roofline: the limits of the device as lines, and operators as points whose area is their share of the time.
 
-Names at the points would lie on each other, as the operators of a model are few kinds in many shapes. So the largest
-have numbers, and the names stand in a list below.
+Names at the points would overlap, because the operators of a model are few kinds in many shapes. So the largest points
+have numbers, and a list below has the names.
 """
 
 import math
@@ -19,10 +19,10 @@ _HEIGHT = 330.0
 _LEFT = 44.0  # of the vertical axis
 _MOST_POINTS, MOST_NUMBERED, _MOST_ROOFS, _MOST_SIGNS = 1500, 12, 6, 14
 _LEAST_SIZE, _MOST_SIZE = 2.6, 15.0
-# From this radius on, a number fits into its point.
+# A number fits into a point of at least this radius.
 _ROOMY = 7.5
 _MARGIN = 1.8
-_LINE, _FIGURE, _SMALL = 16.0, 46.0, 11.0  # a row of the list, room for a share in it, small type
+_LINE, _FIGURE, _SMALL = 16.0, 46.0, 11.0  # a row of the list, room for a share in it, font size
 
 Place = tuple[float, float]
 
@@ -40,7 +40,7 @@ class _Plane:
 
 
 def choose_points(roofline: Roofline) -> list[RoofPoint]:
-    """Those that have a place on logarithmic axes, the largest first, so that none hides another."""
+    """Return the points that fit on logarithmic axes, largest first, so that none hides another."""
     drawn = [point for point in roofline.points if _has_place(point)]
     return sorted(drawn, key=lambda point: -point.share)[:_MOST_POINTS]
 
@@ -51,7 +51,7 @@ def _has_place(point: RoofPoint) -> bool:
 
 
 def draw_roofline(roofline: Roofline) -> str:
-    """The roofline as a file."""
+    """Return the roofline as an SVG file."""
     points = choose_points(roofline)
     canvas = Canvas(Palette(assign_colours([roofline])))
     plot = place_roofline(canvas, roofline, points, PAGE_WIDTH, _HEIGHT)
@@ -65,7 +65,7 @@ def draw_roofline(roofline: Roofline) -> str:
 def place_roofline(
     canvas: Canvas, roofline: Roofline, points: Sequence[RoofPoint], width: float, height: float
 ) -> Bounds:
-    """Draws the plot and its axes, as wide as `width`. Points are groups that carry their place in `points`."""
+    """Draw the plot and its axes in `width` pixels. Points are groups with their index in `points`."""
     plane = _span(roofline, points, width - _LEFT, height)
     _draw_axes(canvas, plane, width - _LEFT, height)
     names = _draw_roofs(canvas, plane, width - _LEFT)
@@ -76,7 +76,7 @@ def place_roofline(
         x, y = plane.place(point)
         fill = canvas.palette.fill(point.group)
         with canvas.group(class_="mark", data_mark=at, data_group=groups.index(point.group)):
-            # Of two runs the first is hollow: it is the one before.
+            # In a comparison the points of the first run, the baseline, are hollow.
             if len(roofline.runs) > 1 and point.run == 0:
                 canvas.mark("circle", x, y, max(size - 1, 1.5), fill="none", stroke=fill, stroke_width=2)
             else:
@@ -88,7 +88,7 @@ def place_roofline(
 
 
 def _span(roofline: Roofline, points: Sequence[RoofPoint], width: float, height: float) -> _Plane:
-    """Both axes around all points, all roofs and the ridge of the lowest roof, with a margin."""
+    """Return both axes around all points, all roofs and the ridge of the lowest roof, with a margin."""
     roofs = [roof.flops_per_s for roof in roofline.roofs if roof.flops_per_s > 0][:_MOST_ROOFS]
     ridges = [roof / roofline.bytes_per_s for roof in roofs] if roofline.bytes_per_s > 0 else []
     xs = [*(point.intensity for point in points), *ridges] or [1.0]
@@ -102,17 +102,17 @@ def _span(roofline: Roofline, points: Sequence[RoofPoint], width: float, height:
 
 def _draw_axes(canvas: Canvas, plane: _Plane, width: float, height: float) -> None:
     plot = Bounds(left=0.0, top=0.0, right=width, bottom=height)
-    # The margin above the highest roof does not decide the unit.
+    # The margin above the highest roof must not change the unit.
     size, prefix = find_prefix(plane.y.high / _MARGIN)
     speeds = [(plane.y(tick), format_tick(tick / size)) for tick in find_log_ticks(plane.y.low, plane.y.high)]
     ticks = [(plane.x(tick), format_tick(tick)) for tick in find_log_ticks(plane.x.low, plane.x.high)]
-    draw_y_axis(canvas, plot, speeds, f"speed ({prefix}FLOP/s)")
+    draw_y_axis(canvas, plot, speeds, f"throughput ({prefix}FLOP/s)")
     draw_x_axis(canvas, plot, ticks, "intensity (FLOP/byte)", grid=True)
 
 
 def _draw_roofs(canvas: Canvas, plane: _Plane, width: float) -> list[Text]:
-    """The memory's slope up to the highest roof, and each roof from the slope to the right. Returns their names,
-    which lie over everything."""
+    """Draw the memory slope up to the highest roof, and each roof from the slope to the right. Return their labels,
+    which are drawn on top of everything."""
     bandwidth = plane.roofline.bytes_per_s
     if not bandwidth > 0 or not math.isfinite(bandwidth):
         return []
@@ -130,7 +130,7 @@ def _draw_roofs(canvas: Canvas, plane: _Plane, width: float) -> list[Text]:
     for roof in roofs:
         level = y(roof.flops_per_s)
         canvas.line(x(roof.flops_per_s / bandwidth), level, width, level, ink, 1.4)
-        # Roofs of a device may lie close together: a name that would lie on the one above is left out.
+        # Roofs can be close together: a label that would overlap the one above is left out.
         if level - 8 > lowest_free or lowest_free is math.inf:
             text = f"{clean(roof.label, 30)}, {format_rate(roof.flops_per_s, 'FLOP/s', exact=True)}"
             texts.append(Text(x=width - 2, y=level - 8, text=text, align="end", size=_SMALL, rim=True))
@@ -139,8 +139,8 @@ def _draw_roofs(canvas: Canvas, plane: _Plane, width: float) -> list[Text]:
 
 
 def _name_slope(plane: _Plane, start: float, end: float) -> Text:
-    """Left of the slope, a little over half of the way up, where points cannot be; right of it where that is too
-    narrow."""
+    """Place the label left of the slope, a little over halfway up, where no points can be; right of it if there is no
+    room."""
     bandwidth = plane.roofline.bytes_per_s
     middle = start * (end / start) ** 0.6
     text = f"memory, {format_rate(bandwidth, 'B/s', exact=True)}"
@@ -151,7 +151,7 @@ def _name_slope(plane: _Plane, start: float, end: float) -> Text:
 
 
 def _draw_moves(canvas: Canvas, plane: _Plane, points: Sequence[RoofPoint]) -> None:
-    """From an operator in one run to the same in the other. One that is there twice has no way of its own."""
+    """Draw lines from an operator in one run to the same one in the other, unless it occurs twice."""
     first: dict[str, RoofPoint | None] = {}
     for point in points:
         if point.run == 0:
@@ -163,7 +163,7 @@ def _draw_moves(canvas: Canvas, plane: _Plane, points: Sequence[RoofPoint]) -> N
 
 
 def _find_sizes(points: Sequence[RoofPoint]) -> list[float]:
-    """An area as large as the time: the eye compares areas."""
+    """Return a radius that makes the area proportional to the time: readers compare areas."""
     most = max((point.share for point in points), default=0.0) or 1.0
     return [max(_LEAST_SIZE, _MOST_SIZE * math.sqrt(max(point.share, 0.0) / most)) for point in points]
 
@@ -171,8 +171,8 @@ def _find_sizes(points: Sequence[RoofPoint]) -> list[float]:
 def _draw_numbers(
     canvas: Canvas, plane: _Plane, points: Sequence[RoofPoint], sizes: Sequence[float], width: float, height: float
 ) -> None:
-    """A number in each of the largest, or beside it with a line between, at the first of a few places where it lies on
-    nothing else."""
+    """Draw a number inside each of the largest points, or next to it with a line, at the first place where it covers
+    nothing."""
     centres = [plane.place(point) for point in points]
     taken = list(centres)
     discs = list(zip(centres, sizes, strict=True))
@@ -202,7 +202,7 @@ def _find_place(
     width: float,
     height: float,
 ) -> Place:
-    """Where nothing else lies; where there is no such place, off the other numbers at least."""
+    """Return a free place, or at least one that covers no other number."""
     places = [
         (x + (radius + reach) * math.cos(angle), y - (radius + reach) * math.sin(angle))
         for reach in (9, 16, 24, 34, 46)
@@ -219,7 +219,7 @@ def _lie_apart(one: Place, other: Place) -> bool:
 
 
 def _list_names(canvas: Canvas, roofline: Roofline, points: Sequence[RoofPoint], top: float) -> float:
-    """The numbered points in two columns: name, share of the time, share of what the device allows."""
+    """Draw the numbered points in two columns: name, share of the time, share of the device's limit."""
     num_rows = math.ceil(len(points) / 2)
     column_width = PAGE_WIDTH / 2
     for at, point in enumerate(points):
@@ -241,7 +241,7 @@ def _list_names(canvas: Canvas, roofline: Roofline, points: Sequence[RoofPoint],
 
 
 def name_point(roofline: Roofline, point: RoofPoint) -> str:
-    """The label, with the shapes where the first line of the details goes on with them, and whose it is."""
+    """Return the label of a point, with its run, and with the shapes if the first line of the details has them."""
     first = point.detail.partition("\n")[0]
     label = first if first.startswith(point.label) else point.label
     run = roofline.runs[point.run] if point.run < len(roofline.runs) else ""
@@ -253,7 +253,7 @@ def _figure(canvas: Canvas, text: str, right: float, y: float) -> Text:
 
 
 def rank_groups(points: Sequence[RoofPoint]) -> list[str]:
-    """The classes by their time."""
+    """Return the classes, longest time first."""
     shares: dict[str, float] = {}
     for point in points:
         shares[point.group] = shares.get(point.group, 0.0) + point.share
@@ -261,7 +261,7 @@ def rank_groups(points: Sequence[RoofPoint]) -> list[str]:
 
 
 def list_signs(palette: Palette, roofline: Roofline, points: Sequence[RoofPoint]) -> list[Sign]:
-    """The classes by their time, and how runs are told apart."""
+    """Return the legend: classes, longest time first, then the marks of the runs."""
     groups = rank_groups(points)[:_MOST_SIGNS]
     signs = [Sign(fill=palette.fill(group), text=clean(group, 30) or "other") for group in groups]
     if len(roofline.runs) > 1:
@@ -278,5 +278,7 @@ def _make_notes(roofline: Roofline, points: Sequence[RoofPoint]) -> list[str]:
         notes.append("A point is all calls of one operator with one shape; its area is its share of the time.")
     hidden = len(roofline.points) - len(points)
     if hidden:
-        notes.append(f"{hidden} of {len(roofline.points)} points are not drawn: no finite place, or too small a share.")
+        notes.append(
+            f"{hidden} of {len(roofline.points)} points not drawn: not finite, or too small a share of the time."
+        )
     return [*notes, *roofline.notes]

@@ -1,8 +1,8 @@
-"""SVG elements, text that fits, and what stands around a picture in print: title, legend and notes.
+"""SVG elements, text measurement, and what surrounds a printed chart: title, legend and notes.
 
-Every picture is laid out here in Python, once. A file gets the elements with literal colours; the page of a report gets
-the same elements with the names of its colours, so that they follow its theme. Places are in pixels from the upper left
-corner of the plot and may lie outside of it.
+Every chart is laid out here, once. A file gets the elements with literal colours; the page gets the same elements with
+CSS variables, so that they follow its theme. Coordinates are pixels from the upper left corner of the plot, and may be
+outside of it.
 """
 
 import textwrap
@@ -16,14 +16,14 @@ from typing import Literal
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.formats import clean
 
-# How wide a picture may be for its type to be read in a page of 16 cm.
+# How wide a chart can be for its text to stay readable at a page width of 16 cm.
 PAGE_WIDTH = 640.0
 _FONT = "Helvetica Neue, Helvetica, Arial, Liberation Sans, sans-serif"
 _PADDING = 14.0
 _TITLE_SIZE, _SUBTITLE_SIZE, _NOTE_SIZE = 18.0, 12.5, 11.0
 _TITLE_LEADING, _SUBTITLE_LEADING, _NOTE_LEADING, _LEGEND_LEADING = 23.0, 17.0, 15.0, 19.0
 _TITLE_CHARACTERS, _NOTE_CHARACTERS = 300, 900
-_LETTER = 0.5  # the width of an average letter, of its size
+_LETTER = 0.5  # average width of a letter, in units of the font size
 
 MarkShape = Literal["circle", "square", "up", "diamond", "down", "cross"]
 # Fewer shapes than colours: a series that repeats a colour has another shape.
@@ -44,7 +44,7 @@ _CORNERS: dict[str, tuple[tuple[float, float], ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """One line of text at a place; `y` is its middle. Without a colour it has that of ink."""
+    """One line of text; `y` is its vertical centre. Without a colour it has the colour of ink."""
 
     x: float
     y: float
@@ -53,14 +53,14 @@ class Text:
     size: float = 12.0
     colour: str = ""
     bold: bool = False
-    # A rim of paper around the letters, for a text that lies on lines.
+    # An outline in the background colour, for text on top of lines.
     rim: bool = False
-    turned: bool = False  # reads upwards
+    turned: bool = False  # rotated, read upwards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """One entry of a legend: a mark and what it stands for."""
+    """One legend entry: a mark and its label."""
 
     fill: str
     text: str
@@ -70,7 +70,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The part of the plane that a picture covers."""
+    """The rectangle that a drawing covers."""
 
     left: float
     top: float
@@ -79,7 +79,7 @@ class Bounds:
 
 
 class Canvas:
-    """Elements in the order in which they are drawn."""
+    """Elements in drawing order."""
 
     def __init__(self, palette: Palette) -> None:
         self.palette = palette
@@ -101,7 +101,7 @@ class Canvas:
         self.add("line", x1=x, y1=y, x2=x2, y2=y2, stroke=stroke, stroke_width=width, stroke_dasharray=dash)
 
     def trace(self, points: Iterable[tuple[float, float]], stroke: str, width: float, dash: str = "") -> None:
-        """A line through points."""
+        """Add a line through points."""
         path = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
         style: dict[str, str | float] = {"fill": "none", "stroke": stroke, "stroke_width": width}
         self.add("polyline", points=path, stroke_dasharray=dash, stroke_linejoin="round", **style)
@@ -123,7 +123,7 @@ class Canvas:
 
     def write(self, texts: Iterable[Text]) -> None:
         for text in texts:
-            # The middle of small letters and digits lies about a third of the size above the line they stand on.
+            # The middle of lower-case letters and digits is about a third of the font size above the baseline.
             place = {"x": text.x, "y": text.y + 0.35 * text.size}
             style: dict[str, str | float] = {
                 "text_anchor": "" if text.align == "start" else text.align,
@@ -138,14 +138,14 @@ class Canvas:
             self.elements.append(f"<text{_write_attributes({**place, **style})}>{escape(text.text)}</text>")
 
     def wrap(self, bounds: Bounds, background: str = "", **attributes: str | float) -> str:
-        """Everything so far as one SVG that shows `bounds`."""
+        """Return all elements as one SVG that shows `bounds`."""
         width, height = bounds.right - bounds.left, bounds.bottom - bounds.top
         box = " ".join(map(_number, (bounds.left, bounds.top, width, height)))
         head = _write_attributes({"viewBox": box, "font_size": 12, **attributes})
         size = _write_attributes({"width": width, "height": height})
         corner = _write_attributes({"x": bounds.left, "y": bounds.top, "fill": background})
         behind = f"<rect{corner}{size}/>" if background else ""
-        # Only a file of its own has to say what language it is in.
+        # Only a file needs to declare its language.
         namespace = "" if self.palette.on_page else ' xmlns="http://www.w3.org/2000/svg"'
         return f"<svg{namespace}{size}{head}>{behind}{''.join(self.elements)}</svg>"
 
@@ -162,7 +162,7 @@ def _write_attributes(attributes: "dict[str, str | float]") -> str:
     )
 
 
-# --- around a picture in print --------------------------------------------------------------------------------------
+# --- around a printed chart -----------------------------------------------------------------------------------------
 
 
 def finish(
@@ -175,7 +175,7 @@ def finish(
     signs: Sequence[Sign] = (),
     width: float = PAGE_WIDTH,
 ) -> str:
-    """The picture as a file: title above, legend and notes below, both as wide as `width`."""
+    """Return the drawing as a file: title above, legend and notes below, both `width` pixels wide."""
     left, top = bounds.left, bounds.top
     legend_end = place_signs(canvas, signs, left=left, top=bounds.bottom + 16, width=width) if signs else bounds.bottom
     lines = [line for note in notes for line in wrap_text(note, width, _NOTE_SIZE)]
@@ -212,7 +212,7 @@ def finish(
 
 
 def place_signs(canvas: Canvas, signs: Sequence[Sign], *, left: float, top: float, width: float) -> float:
-    """A legend in as many rows as it takes; returns where the last of them ends."""
+    """Draw a legend in as many rows as needed; return the lower edge."""
     x, y = left, top
     for sign in signs:
         room = 15 + width_of(sign.text, 12.0) + 12
@@ -232,12 +232,12 @@ def wrap_text(text: str, width: float, size: float) -> list[str]:
 
 
 def width_of(text: str, size: float) -> float:
-    """About how wide a text is in pixels, on the wide side, so that what is said to fit does."""
+    """Return an estimate of a text's width in pixels, rounded up, so that a text that should fit does."""
     return size * sum(map(_advance_of, text))
 
 
 def _advance_of(character: str) -> float:
-    """The width of a character in Helvetica, in units of the font's size, by kind and rounded up."""
+    """Return the width of a character in Helvetica in units of the font size, by kind and rounded up."""
     if character in "iljtfrI.,:;'|!()[]/ ":
         return 0.34
     if character in "mwMW@%":
@@ -248,7 +248,7 @@ def _advance_of(character: str) -> float:
 
 
 def fit(text: str, width: float, size: float) -> str:
-    """As much of the text as the width holds, or nothing where that would be too little to be read."""
+    """Return as much of the text as fits the width, or nothing if that is too little to read."""
     if width_of(text, size) <= width:
         return text
     kept = text

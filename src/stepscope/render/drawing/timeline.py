@@ -1,8 +1,7 @@
 """Memory over time in print: areas, pieces, phases and the peak.
 
-Whether a name fits decides whether it is written at all. A piece is named inside itself: pieces never overlap, so
-neither do their names. Names beside the picture with lines leading to the pieces were the other choice, and cross each
-other as soon as there are five.
+A name is written only if it fits. It is inside its piece: pieces never overlap, so names do not either. The
+alternative, names next to the chart with leader lines, crosses its lines with as few as five names.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,17 +30,17 @@ from stepscope.render.drawing.timeline_layout import (
 from stepscope.render.formats import clean
 from stepscope.render.numbers import find_binary_unit, format_tick
 
-# With the legend beside it, a picture whose type can still be read in a page of 16 cm.
+# Including the legend to its right, so that the text stays readable at a page width of 16 cm.
 WIDTH, HEIGHT = 660.0, 400.0
 _LANE_HEIGHT = 19.0
 _MOST_COLUMNS = 1000
-# Below this height a piece is its own outline and nothing else; narrower than that, its outline has its colour.
+# Below this height a piece is only an outline; narrower than this, the outline has the colour of the piece.
 _LEAST_PIECE, _LEAST_OUTLINED = 2.0, 4.0
 _NAME_SIZE, _NAME_ROOM, _NAME_LEADING = 10.5, 12.0, 12.5
 _MOST_NAMED, _MOST_LISTED = 12, 5
 _LEGEND_LEFT, _LEGEND_ROW, _MOST_LEGEND = WIDTH + 22.0, 20.0, 18
 _SWATCH, _VALUE, _NAME_CHARACTERS = 18.0, 66.0, 36
-_REST_TINT, _SWATCH_TINT, _PIECE_TINTS = 0.45, 0.2, (0.12, 0.28)  # two tints tell neighbours apart
+_REST_TINT, _SWATCH_TINT, _PIECE_TINTS = 0.45, 0.2, (0.12, 0.28)  # two alternating tints separate neighbours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ class Scene:
     timeline: Timeline
     layout: Layout
     peak: Peak
-    top: float  # the height at the upper edge of the plot
+    top: float  # the height at the top of the plot
     colours: tuple[str, ...]  # of the areas
 
     def x(self, time: float) -> float:
@@ -66,12 +65,12 @@ class Scene:
 
 
 def set_scene(timeline: Timeline, num_told_apart: int) -> Scene | None:
-    """The scene of a timeline; None where there is nothing to draw."""
+    """Return the scene of a timeline, or None if it is empty."""
     peak = find_peak(timeline)
     if peak is None or not peak.value:
         return None
     highest = max(peak.value, *(timeline.line.values if timeline.line else (0,)))
-    # Above the highest there is room for the peak's label.
+    # Room for the peak's label above the highest point.
     top = highest * 1.13
     least = _LEAST_PIECE * top / HEIGHT
     layout = lay_out(timeline, num_told_apart=num_told_apart, most_columns=_MOST_COLUMNS, least_size=least)
@@ -81,7 +80,7 @@ def set_scene(timeline: Timeline, num_told_apart: int) -> Scene | None:
 
 
 def draw_timeline(timeline: Timeline, detail: float) -> str:
-    """The timeline as a file, with this share of its pieces told apart."""
+    """Return the timeline as an SVG file, with this share of its pieces drawn one by one."""
     canvas = Canvas(Palette({}))
     scene = set_scene(timeline, count_told_apart(timeline, detail))
     notes = list(timeline.notes)
@@ -98,8 +97,8 @@ def draw_timeline(timeline: Timeline, detail: float) -> str:
 
 
 def _draw(canvas: Canvas, scene: Scene) -> tuple[float, float, list[str]]:
-    """From back to front. Bounds of phases lie under the pieces, so that they cross no name. Returns how far right
-    and up it reaches, and notes on what had no room."""
+    """Draw from back to front. Phase boundaries are under the pieces, so that they cross no name. Return the right and
+    upper edge, and notes on what had no room."""
     placed = place_stretches(scene.timeline)
     phases, shortened = _name_stretches(canvas, scene, placed)
     names, unnamed = name_pieces(scene)
@@ -121,13 +120,13 @@ def _draw(canvas: Canvas, scene: Scene) -> tuple[float, float, list[str]]:
         listed = "; ".join(
             f"{clean(shape.piece.label, 60)}, {format_height(scene.timeline.y, shape.piece.size)}" for shape in unnamed
         )
-        notes.insert(0, f"Among the largest, without room for a name above: {listed}.")
+        notes.insert(0, f"Large pieces without room for a name: {listed}.")
     lanes = 1 + max((lane for _, lane in placed), default=-1)
     return right, min(-lanes * _LANE_HEIGHT, -18.0), notes
 
 
 def _draw_axes(canvas: Canvas, scene: Scene) -> None:
-    """Ticks at round numbers. A single slice has a beginning and no length, so it has one tick."""
+    """Return ticks at round numbers. A single slice has a start and no length, so it gets one tick."""
     timeline, plot = scene.timeline, Bounds(left=0.0, top=0.0, right=WIDTH, bottom=HEIGHT)
     unit, size = find_binary_unit(scene.top) if counts_bytes(timeline.y) else (clean(timeline.y.unit, 20), 1.0)
     heights = [(scene.y(tick * size), format_tick(tick)) for tick in find_ticks(0.0, scene.top / size, 8)]
@@ -139,7 +138,7 @@ def _draw_axes(canvas: Canvas, scene: Scene) -> None:
 
 
 def _find_corners(scene: Scene, first: int, low: Heights, high: Heights) -> list[tuple[float, float, float]]:
-    """Where a stepped shape changes, and where it ends: x with its lower and upper edge from there on."""
+    """Return where a stepped shape changes and where it ends: x, and the lower and upper edge from there on."""
     changes = np.flatnonzero(np.diff(low, prepend=-1) | np.diff(high, prepend=-1)).tolist()
     columns = [*((change, change) for change in changes), (len(low), len(low) - 1)]
     return [
@@ -149,7 +148,7 @@ def _find_corners(scene: Scene, first: int, low: Heights, high: Heights) -> list
 
 
 def _step_through(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A line that stays at its height until the next point."""
+    """Return a line that keeps its height until the next point."""
     return [
         corner
         for (_, before), (x, y) in zip([points[0], *points], points, strict=False)
@@ -185,7 +184,7 @@ def _find_span(scene: Scene, stretch: Stretch) -> tuple[float, float]:
 
 
 def _draw_stretches(canvas: Canvas, scene: Scene, placed: Sequence[tuple[Stretch, int]]) -> None:
-    """A bar over each stretch, and lines down where it begins and ends, unless they would lie on each other."""
+    """Draw a bar over each stretch, and vertical lines at its start and end unless they would overlap."""
     bounds: list[float] = []
     for stretch, lane in placed:
         start, end = _find_span(scene, stretch)
@@ -198,7 +197,8 @@ def _draw_stretches(canvas: Canvas, scene: Scene, placed: Sequence[tuple[Stretch
 
 
 def _name_stretches(canvas: Canvas, scene: Scene, placed: Sequence[tuple[Stretch, int]]) -> tuple[list[Text], str]:
-    """The labels over the stretches. One without room is shortened to its first letters, and the note says of what."""
+    """Draw the labels over the stretches. One without room is shortened to its first letters, and a note explains
+    them."""
     texts, shortened = [], {}
     initials = _shorten_apart({stretch.label for stretch, _ in placed})
     for stretch, lane in placed:
@@ -212,11 +212,11 @@ def _name_stretches(canvas: Canvas, scene: Scene, placed: Sequence[tuple[Stretch
         y = -13.5 - lane * _LANE_HEIGHT
         texts.append(Text(x=(start + end) / 2, y=y, text=label, align="middle", colour=canvas.palette.faint))
     pairs = [f"{short} {label}" for short, label in sorted(shortened.items()) if short != label]
-    return texts, f"At the top: {', '.join(pairs)}." if pairs else ""
+    return texts, f"Phases at the top: {', '.join(pairs)}." if pairs else ""
 
 
 def _shorten_apart(labels: set[str]) -> dict[str, str]:
-    """Each label's first letters, as few as tell all of them apart."""
+    """Return the first letters of each label, as few as keep all of them distinct."""
     for length in range(1, 8):
         short = {label: clean(label, 60)[:length] for label in labels}
         if len(set(short.values())) == len(labels):
@@ -228,7 +228,7 @@ def _shorten_apart(labels: set[str]) -> dict[str, str]:
 
 
 def _draw_peak(canvas: Canvas, scene: Scene) -> None:
-    """A dot in the middle of the column that shows the peak, and a label above whatever is highest where it stands."""
+    """Draw a dot in the middle of the column with the peak, and a label above the highest point there."""
     timeline, layout = scene.timeline, scene.layout
     column = int(np.searchsorted(layout.slices, scene.peak.slice))
     x, y = scene.x((layout.edges[column] + layout.edges[column + 1]) / 2), scene.y(scene.peak.value)
@@ -250,7 +250,7 @@ def _draw_peak(canvas: Canvas, scene: Scene) -> None:
 
 
 def name_pieces(scene: Scene) -> tuple[list[Text], list[PieceShape]]:
-    """Names inside the largest pieces, and those of the few largest that have no room for one."""
+    """Draw names inside the largest pieces, and return those of the few largest that have no room."""
     shapes = sorted(enumerate(scene.layout.shapes), key=lambda pair: -pair[1].piece.size)[:_MOST_NAMED]
     texts: list[Text] = []
     unnamed = []
@@ -263,7 +263,7 @@ def name_pieces(scene: Scene) -> tuple[list[Text], list[PieceShape]]:
 
 
 def _name_inside(scene: Scene, shape: PieceShape, colour: str) -> Iterable[Text]:
-    """Label and size in the longest passage of the piece, in two lines where one is too long and two fit."""
+    """Draw label and size in the longest straight stretch of the piece, in two lines if one is too long and two fit."""
     start, end = _find_passage(scene, shape)
     edges = scene.layout.edges
     left, right = scene.x(edges[shape.first + start]), scene.x(edges[shape.first + end])
@@ -285,7 +285,7 @@ def _name_inside(scene: Scene, shape: PieceShape, colour: str) -> Iterable[Text]
 
 
 def _find_passage(scene: Scene, shape: PieceShape) -> tuple[int, int]:
-    """The longest range of columns through which a line of text as high as it is goes straight."""
+    """Return the longest range of columns in which a line of text fits into the piece."""
     room = _NAME_ROOM * scene.top / HEIGHT
     best, start = (0, 0), 0
     for end in range(1, len(shape.low) + 1):
@@ -300,8 +300,8 @@ def _find_passage(scene: Scene, shape: PieceShape) -> tuple[int, int]:
 
 
 def list_heights(scene: Scene) -> list[tuple[int | None, str, str]]:
-    """Areas from the top of the stack down, each with its height at the peak: that is what a reader adds up. The line
-    comes last, and is no area."""
+    """Return the areas, top of the stack first, each with its height at the peak, so that a reader can add them up. The
+    line comes last."""
     timeline, slice_ = scene.timeline, scene.peak.slice
     rows: list[tuple[int | None, str, str]] = [
         (at, area.name, format_height(timeline.y, area.values[slice_])) for at, area in enumerate(timeline.areas)
@@ -313,7 +313,7 @@ def list_heights(scene: Scene) -> list[tuple[int | None, str, str]]:
 
 
 def _draw_legend(canvas: Canvas, scene: Scene) -> float:
-    """Right of the plot; returns where it ends."""
+    """Draw the legend right of the plot; return its right edge."""
     rows, faint = list_heights(scene), canvas.palette.faint
     names = [clean(name, _NAME_CHARACTERS) for _, name, _ in rows]
     left = _LEGEND_LEFT + _SWATCH

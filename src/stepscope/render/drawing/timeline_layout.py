@@ -1,11 +1,11 @@
-"""Where everything of a timeline lies: which slices are drawn, how the areas stack, where the pieces are inside them.
+"""The layout of a timeline: which slices are drawn, how the areas stack, and where the pieces are inside them.
 
-Pieces lie at the bottom of their area, the oldest lowest, and what is not told apart lies on top of them. The other way
-round was tried: the small allocations come and go all the time, and every piece above them trembles. When a piece ends,
-those above it come down, as what is drawn is how much there is and not at which address.
+Pieces are at the bottom of their area, the oldest lowest, and the rest of the area is on top of them. The other order
+was tried: small allocations come and go all the time, and every piece above them jitters. When a piece ends, those
+above it move down, because heights are amounts and not addresses.
 
-Neighbouring slices that share a place in the picture are drawn as the highest of them. Means would be smoother, and
-would show a peak that never was. The canvas of the page stacks in the same way, at any zoom (`site/timeline.js`).
+Neighbouring slices that share a column are drawn as the highest of them. A mean would be smoother, but would show a
+peak that never occurred. The canvas of the page stacks the same way, at any zoom (`site/timeline.js`).
 """
 
 import math
@@ -19,14 +19,14 @@ from stepscope.findings import Axis, Piece, Stretch, Timeline
 from stepscope.render.numbers import BYTE_UNITS, format_measured, format_value
 
 DEFAULT_DETAIL = 0.1
-_MOST_LANES = 3  # of stretches over one another
+_MOST_LANES = 3  # lanes of stretches
 
 Heights = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The highest instant: in which slice, when, and how high."""
+    """The highest instant: its slice, time and height."""
 
     slice: int
     time: float
@@ -35,7 +35,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceShape:
-    """One piece as it lies in the picture: in columns `first` and on, from `low` to `high`."""
+    """One piece in the drawing: from column `first` on, between `low` and `high`."""
 
     piece: Piece
     first: int
@@ -45,7 +45,8 @@ class PieceShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A timeline in columns. `edges` has one time more than there are columns; `low` and `high` are area by column."""
+    """A timeline in columns. `edges` has one more time than there are columns; `low` and `high` are by area, then by
+    column."""
 
     edges: NDArray[np.float64]
     low: Heights
@@ -57,16 +58,16 @@ class Layout:
 
 def check_detail(detail: float) -> None:
     if not 0 <= detail <= 1:
-        raise ValueError(f"detail is a share from 0 to 1, not {detail!r}")
+        raise ValueError(f"detail must be from 0 to 1, got {detail!r}")
 
 
 def count_told_apart(timeline: Timeline, detail: float) -> int:
-    """How many pieces a share of them is. Rounded up: a little detail of three pieces is the largest, not none."""
+    """Return how many pieces a share is, rounded up: a little detail of three pieces is the largest one, not none."""
     return min(len(timeline.pieces), math.ceil(round(detail * len(timeline.pieces), 6)))
 
 
 def find_peak(timeline: Timeline) -> Peak | None:
-    """The first of the highest slices; None where there is nothing."""
+    """Return the first of the highest slices, or None if there are none."""
     if not timeline.times:
         return None
     totals = _heights(timeline).sum(axis=0)
@@ -75,7 +76,7 @@ def find_peak(timeline: Timeline) -> Peak | None:
 
 
 def find_end(timeline: Timeline) -> float:
-    """Where the last slice ends. Only beginnings are known, so it is as long as the slices are on average."""
+    """Return where the last slice ends. Only starts are known, so its length is the average one."""
     times = timeline.times
     if len(times) < 2:
         return times[0] + 1.0 if times else 1.0
@@ -83,7 +84,8 @@ def find_end(timeline: Timeline) -> float:
 
 
 def lay_out(timeline: Timeline, *, num_told_apart: int, most_columns: int, least_size: float) -> Layout:
-    """The layout in at most so many columns. Pieces below `least_size` cannot be seen and melt into their area."""
+    """Return the layout in at most `most_columns` columns. Pieces below `least_size` are invisible and merge into their
+    area."""
     heights = _heights(timeline)
     starts, slices = _choose_slices(heights.sum(axis=0), most_columns)
     high = heights[:, slices].cumsum(axis=0)
@@ -100,14 +102,14 @@ def _heights(timeline: Timeline) -> Heights:
 
 
 def _choose_slices(totals: Heights, most_columns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first slice of every column, and the highest one, which is the one that is drawn."""
+    """Return the first slice of every column, and its highest one, which is drawn."""
     num_columns = min(len(totals), most_columns)
     edges = np.arange(num_columns + 1, dtype=np.int64) * len(totals) // max(num_columns, 1)
     return edges[:-1], np.array([start + totals[start:end].argmax() for start, end in pairwise(edges)], dtype=np.int64)
 
 
 def _stack(pieces: list[Piece], low: Heights, high: Heights, slices: NDArray[np.int64]) -> tuple[PieceShape, ...]:
-    """Each piece on top of the older ones of its area, and never above the area itself."""
+    """Put each piece on top of the older ones of its area, and never above the area itself."""
     filled = low.copy()
     shapes = []
     for piece in sorted(pieces, key=lambda piece: (piece.start, -piece.size)):
@@ -121,7 +123,8 @@ def _stack(pieces: list[Piece], low: Heights, high: Heights, slices: NDArray[np.
 
 
 def place_stretches(timeline: Timeline) -> list[tuple[Stretch, int]]:
-    """Each stretch with its lane: the innermost that is free, shorter ones first, as longer ones enclose them."""
+    """Return each stretch with its lane: the innermost free one, shorter stretches first, because longer ones enclose
+    them."""
     lanes: list[list[Stretch]] = []
     placed = []
     for stretch in sorted(timeline.stretches, key=lambda stretch: stretch.end - stretch.start):
@@ -140,12 +143,12 @@ def _lie_apart(one: Stretch, other: Stretch) -> bool:
 
 
 def counts_bytes(axis: Axis) -> bool:
-    """Whether heights are bytes, as they are where nothing else is said."""
+    """Return whether heights are bytes, which is the default."""
     return axis.unit in (*BYTE_UNITS, "")
 
 
 def format_height(axis: Axis, value: float) -> str:
-    """A height as text, bytes in the units of the tables."""
+    """Return a height as text, bytes in the units of the tables."""
     return format_value("bytes", value) if counts_bytes(axis) else f"{format_value('number', value)} {axis.unit}"
 
 

@@ -1,25 +1,25 @@
-// The breakdown: a step's time by class, phase, layer and module, each narrowing the others and the kernels below.
+// The breakdown: the time of a step by class, phase, layer and module. A selection narrows the other dimensions and the
+// kernels below.
 //
-// Every dimension shows what is left by the choices in the others, and its own choice among its neighbours, so that a
-// reader can go from one value to the next without going back. Bars are stacked by class, so that the colours of the
-// page say what a layer is made of.
+// A dimension is narrowed by the selections in the others, not by its own, so that a reader can go from one value to the
+// next without clearing it. Bars are stacked by class: the colours show what a layer consists of.
 
 const MOST_BARS = 12;
-// Layers are in their order and not by time, so that a cut could hide the longest.
+// Layers are in model order, not sorted by time, so a short list could hide the longest.
 const MOST_LAYERS = 26;
 const PHASES = ["forward", "loss", "backward", "optimizer"];
 
-// What is known, with the choices; `sums` are remade with each.
+// The data of a breakdown, and the selected value of each dimension (-1: none).
 function makeBreakdown(part) {
   const numRuns = part.runs.length;
   const numRows = part.places[0] ? part.places[0].length : 0;
   const classes = part.dimensions.findIndex((dimension) => dimension.key === "class");
   const totals = part.times.map((column) => column.reduce((sum, time) => sum + time, 0));
   const chosen = part.dimensions.map(() => -1);
-  // Kernels side by side, on streams or devices, take more time together than passes, and then are no part of it.
+  // Kernels that overlap, on streams or devices, add up to more than the wall time: shares of the step make no sense.
   const areParallel = part.walls.some((wall, run) => totals[run] + part.idles[run] > 1.005 * wall);
 
-  // Rows that agree with all choices but the one in dimension `except`.
+  // Rows that match all selections, ignoring the one in dimension `except`.
   function rowsLeft(except) {
     const tests = chosen.map((value, at) => [at, value]).filter(([at, value]) => value >= 0 && at !== except);
     const rows = [];
@@ -29,7 +29,7 @@ function makeBreakdown(part) {
     return rows;
   }
 
-  // The largest first; layers in the order of their numbers, and phases as they follow one another.
+  // Longest first; layers by number, and phases in the order they run.
   function orderOf(at) {
     const { key, values } = part.dimensions[at];
     const byTime = (a, b) => Math.max(...b.times) - Math.max(...a.times) || a.value - b.value;
@@ -37,13 +37,13 @@ function makeBreakdown(part) {
       if (key === "phase") return (PHASES.indexOf(values[sum.value]) + PHASES.length + 1) % (PHASES.length + 1);
       return key === "layer" && !isNumbered(sum) ? 1 : 0;
     };
-    // What is outside of all layers has no number, and comes after them.
+    // Time outside of all layers has no number, and comes last.
     const isNumbered = (sum) => /\d/.test(values[sum.value]);
     const byName = (a, b) => (key === "layer" && isNumbered(a) ? wordOrder.compare(values[a.value], values[b.value]) : 0);
     return (a, b) => place(a) - place(b) || byName(a, b) || byTime(a, b);
   }
 
-  // Per value of a dimension, in its order: its time a run, and how it is made up of classes.
+  // For each value of a dimension, in order: its time in each run, and that time by class.
   function sumBy(at) {
     const byValue = new Map();
     for (const row of rowsLeft(at)) {
@@ -93,20 +93,22 @@ charts.breakdown = (root, part, page) => {
     body.append(element("p", `No ${part.what} were recorded.`, "quiet"));
     return { redraw() {} };
   }
+  const summary = element("div", "", "summary");
   const told = element("p", "", "told");
   const chips = element("div", "", "chips");
   const strips = element("div", "", "strips");
   const panels = element("div", "", "dimensions");
   const detail = element("p", "", "decoded");
-  body.append(told, chips, strips, panels, detail);
+  summary.append(told, chips);
+  body.append(summary, strips, panels, detail);
   const isExpanded = part.dimensions.map(() => false);
-  // Nothing can be chosen where nothing is known.
+  // A dimension with no known value has nothing to select.
   const isKnown = ({ values }) => values.length > 1 || values[0] !== "unknown";
   const offered = part.dimensions.map((dimension, at) => at).filter((at) => part.dimensions[at].key !== "kernel");
   const shown = offered.filter((at) => isKnown(part.dimensions[at]));
   const unknown = offered.filter((at) => !shown.includes(at)).map((at) => part.dimensions[at].label.toLowerCase());
   panels.classList.toggle("four", shown.length === 4);
-  if (unknown.length) panels.after(element("p", `Not known from this recording: ${unknown.join(", ")}.`, "help"));
+  if (unknown.length) panels.after(element("p", `Not in this recording: ${unknown.join(", ")}.`, "help"));
   const lists = shown.map((at) => makePanel(at));
   const table = makeKernelTable(model, body, choose);
 
@@ -133,7 +135,7 @@ charts.breakdown = (root, part, page) => {
     return list;
   }
 
-  // Up and down within a list, left and right between lists.
+  // Up and down move within a list, left and right between lists.
   function walk(event) {
     const steps = { ArrowUp: -1, ArrowDown: 1, Home: -Infinity, End: Infinity };
     const here = event.target.closest("button");
@@ -158,7 +160,7 @@ charts.breakdown = (root, part, page) => {
     const rows = isHidden ? [...visible, ...sums.filter((sum) => sum.value === model.chosen[at])] : visible;
     list.replaceChildren(...rows.map((sum) => makeBar(model, at, sum, most, choose)));
     if (visible.length < sums.length || isExpanded[at]) {
-      const text = isExpanded[at] ? "fewer" : `${sums.length - visible.length} more`;
+      const text = isExpanded[at] ? "Show fewer" : `Show all ${formatNumber(sums.length, 0)}`;
       const item = element("li");
       item.append(button(text, "quiet", () => {
         isExpanded[at] = !isExpanded[at];
@@ -180,11 +182,10 @@ charts.breakdown = (root, part, page) => {
       const chip = button("", "chip", () => choose(at, model.chosen[at]));
       chip.append(element("span", `${dimension.label.toLowerCase()} `, "of"), element("span", name, "name"),
         element("span", "×", "cross"));
-      chip.setAttribute("aria-label", `remove ${dimension.label} ${name}`);
+      chip.setAttribute("aria-label", `Clear ${dimension.label.toLowerCase()} ${name}`);
       return [chip];
     });
-    if (made.length) made.push(button("clear", "quiet", clear));
-    else made.push(element("span", "Choose a bar to narrow everything else to it.", "help"));
+    if (made.length) made.push(button("Clear all", "quiet", clear));
     chips.replaceChildren(...made);
   }
 
@@ -212,7 +213,7 @@ charts.breakdown = (root, part, page) => {
     table.update();
   }
 
-  // For other charts: narrows to a value by its name, and says whether there is such a one.
+  // For other charts: narrows to a value by its name; returns whether there is one.
   function narrow(key, name) {
     const at = part.dimensions.findIndex((dimension) => dimension.key === key);
     const value = at < 0 ? -1 : part.dimensions[at].values.indexOf(name);
@@ -230,7 +231,7 @@ charts.breakdown = (root, part, page) => {
   } };
 };
 
-// A bar of one value, or one a run, in the colours of its classes.
+// The bar of a value, or one bar per run, in the colours of its classes.
 function makeBar(model, at, sum, most, choose) {
   const { part, chosen } = model;
   const name = part.dimensions[at].values[sum.value];
@@ -268,7 +269,7 @@ function makeBar(model, at, sum, most, choose) {
   return item;
 }
 
-// A step's whole wall time as one bar: classes, kernels that were not chosen, and what was idle.
+// The wall time of a step as one bar: selected kernels by class, other kernels, and idle time.
 function makeStrip(model, run, width, choose) {
   const { part } = model;
   const strip = element("div", "", "strip-row");
@@ -280,11 +281,11 @@ function makeStrip(model, run, width, choose) {
     const piece = element("i", "", className);
     piece.style.width = `${(100 * time) / scale}%`;
     if (!className) paintSwatch(piece, colourOf(name));
-    const label = [`${name || "the rest"} ${formatTime(time)}`, name].find((text) => text && fits(text, time));
+    const label = [`${name || "other"} ${formatTime(time)}`, name].find((text) => text && fits(text, time));
     if (label) piece.append(element("span", label));
     if (!className) piece.style.color = inkOn(parseColour(colourOf(name)));
     const share = model.areParallel ? "" : `, ${formatShare(time / (part.walls[run] || 1))} of the step`;
-    const lines = [{ text: name || "not chosen", className: "name" }, `${formatTime(time)}${share}`];
+    const lines = [{ text: name || "Not selected", className: "name" }, `${formatTime(time)}${share}`];
     piece.addEventListener("pointermove", (event) => tip.show(event.clientX, event.clientY, lines));
     piece.addEventListener("pointerleave", () => tip.hide());
     if (onClick) piece.addEventListener("click", onClick);

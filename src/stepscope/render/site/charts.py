@@ -1,8 +1,8 @@
-"""Charts that stand on the page as SVG: lines, rooflines and bars. They can be seen without a script.
+"""The body of each chart on the page.
 
-The script (`drawings.js`) answers to pointer and keys: marks carry their number, and what is said of each is packed
-here, in words. A chart that does not consist of panels is drawn twice, and the style sheet shows the one that fits:
-type keeps its size on a narrow screen.
+Lines, rooflines and bars are SVG and need no script. For pointer and keys, the script (`drawings.js`) finds a mark by
+its number, and the text of its tooltip is packed here. A chart without panels is drawn twice, wide and narrow, and the
+style sheet shows the one that fits, so that text keeps its size on a narrow screen.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,32 +26,21 @@ from stepscope.render.drawing.timeline_layout import counts_bytes, find_end, fin
 from stepscope.render.formats import clean
 from stepscope.render.numbers import format_measured, format_on, format_rate, format_time, format_value
 from stepscope.render.site.html import markup, prose
+from stepscope.units import count_noun
 
 Drawn = Figure | Roofline | Bars
 
 _WIDE, _NARROW = 860.0, 400.0
 _WIDE_BARS = 720.0
 _ROOFLINE_HEIGHTS = {_WIDE: 400.0, _NARROW: 320.0}
-_REACHES = {Figure: 28, Roofline: 6, Bars: 2}  # in pixels around a mark, within which it is pointed at
+_REACHES = {Figure: 28, Roofline: 6, Bars: 2}  # pixels around a mark in which a pointer selects it
 _MOST_LABEL, _MOST_DETAIL, _MOST_READ = 60, 600, 60
-_HELP = (
-    "Under the slope memory is the limit, under a flat line arithmetic; how far a point lies below its line is what "
-    "could be gained. A point's area is its time in a step."
-)
-_LANES_HELP = (
-    "Ctrl and the wheel zoom, or click first and the wheel alone; dragging moves, here and on the strip above. Keys: ← "
-    "→ + − and 0 for the whole step, N and P from span to span, ↑ ↓ to another track, F to fill the view."
-)
-_TIMELINE_HELP = (
-    "The wheel zooms in time, and with Shift in height, in a report after a click; dragging moves. Keys: arrows, +, −, "
-    "and 0 or a double click for the whole timeline. Names above switch areas off and on."
-)
 _MOST_PIECES = 200
 _SIGN = Bounds(left=-1.4, top=-1.4, right=1.4, bottom=1.4)
 
 
 def write_body(part: Drawn | Lanes | Timeline, palette: Palette) -> str:
-    """The inside of a chart's body."""
+    """Return the inside of a chart's body."""
     match part:
         case Figure():
             return _write_lines(arrange(part), palette)
@@ -66,7 +55,7 @@ def write_body(part: Drawn | Lanes | Timeline, palette: Palette) -> str:
 
 
 def pack_drawing(part: Drawn, what: str) -> dict[str, Any]:
-    """What the script knows of a chart's marks. `what` is what runs on the device."""
+    """Return what the script needs to know about a chart's marks. `what` is "kernels", or "operators" on a CPU."""
     match part:
         case Figure():
             packed = _pack_lines(arrange(part))
@@ -82,7 +71,7 @@ def _write_nothing(text: str) -> str:
 
 
 def _describe_box(label: str) -> str:
-    """Attributes of what takes keys, which a screen reader would keep from a picture."""
+    """Return the attributes of an element that takes keys. A screen reader would not pass keys to an image."""
     return f'tabindex="0" role="application" aria-label="{markup(label, 600)}"'
 
 
@@ -91,19 +80,13 @@ def _write_plot(svgs: Iterable[str], label: str, kind: str) -> str:
 
 
 def _write_canvas(label: str) -> str:
-    """A canvas, and one before it for what is pointed at."""
+    """A canvas, and one in front of it for the pointer."""
     front = '<canvas class="front" aria-hidden="true"></canvas>'
     return f'<div class="plot"><canvas class="back" {_describe_box(label)}></canvas>{front}</div>'
 
 
-def _write_help(mouse: str) -> str:
-    """How to move a chart, with a mouse and keys or with fingers; the style sheet knows which."""
-    touch = "Two fingers zoom, one moves; a tap shows what is under it."
-    return f'<p class="help for-mouse">{mouse}</p><p class="help for-touch">{touch}</p>'
-
-
 def _write_entry(palette: Palette, sign: Sign, number: int | None, *, pressed: bool = False, note: str = "") -> str:
-    """An entry of a legend; one with a number is a button that the script gives its work."""
+    """A legend entry; with a number it is a button, which the script connects."""
     canvas = Canvas(palette)
     canvas.sign(sign, 0.0, 0.0, 1.0)
     drawn = canvas.wrap(_SIGN, class_="sign", aria_hidden="true")
@@ -132,7 +115,7 @@ def _write_lines(lines: LineChart, palette: Palette) -> str:
         svgs.append(canvas.wrap(lines.bounds, class_="drawing"))
     signs = [Sign(fill=palette.fill(name), text=clean(name), shape=shape_of(lines, name)) for name in lines.series]
     entries = [_write_entry(palette, sign, at, pressed=True) for at, sign in enumerate(signs)]
-    label = clean(lines.figure.series_label, _MOST_LABEL) or "series"
+    label = clean(lines.figure.series_label, _MOST_LABEL) or "Series"
     legend = _write_legend(entries, label) if any(lines.series) else ""
     help_text = f'<p class="help">{prose(missing)}</p>' if missing else ""
     return f"{legend}{_write_plot(svgs, _describe_lines(lines), 'panels')}{help_text}"
@@ -147,12 +130,12 @@ def _describe_lines(lines: LineChart) -> str:
     return (
         f"{clean(figure.title)}: {lines.y.title} from {span(figure.y, [point.y for point in points])} over "
         f"{lines.x.title} from {span(figure.x, [point.x for point in points])}{f', for {names}' if names else ''}. "
-        "Arrow keys go from point to point."
+        "Arrow keys move from point to point."
     )
 
 
 def _pack_lines(lines: LineChart) -> dict[str, Any]:
-    """A point is told with all others of its panel at the same x, so it names that place."""
+    """A tooltip lists all points of a panel at the same x, so each point has the index of that place."""
     figure = lines.figure
     places: dict[str, int] = {}
     marks = []
@@ -184,16 +167,17 @@ def _write_roofline(roofline: Roofline, palette: Palette) -> str:
     signs = list_signs(palette, roofline, points)
     num_groups = len(signs) - (len(roofline.runs) if len(roofline.runs) > 1 else 0)
     entries = [_write_entry(palette, sign, at if at < num_groups else None) for at, sign in enumerate(signs)]
-    legend = _write_legend(entries, "classes")
+    legend = _write_legend(entries, "Classes")
     plot = _write_plot(svgs, _describe_roofline(roofline, points), "sized")
     hidden = len(roofline.points) - len(points)
-    left_out = f" {hidden} of {len(roofline.points)} points have no place on these axes." if hidden else ""
+    said = f"{hidden} of {len(roofline.points)} points not drawn: they do not fit on these axes."
+    left_out = f'<p class="help">{said}</p>' if hidden else ""
     listed = "".join(_write_point(roofline, at, point) for at, point in enumerate(points[:_MOST_READ]))
-    return f'{legend}{plot}<p class="help">{prose(_HELP + left_out)}</p><ol class="points">{listed}</ol>'
+    return f'{legend}{plot}{left_out}<ol class="points">{listed}</ol>'
 
 
 def _write_point(roofline: Roofline, at: int, point: RoofPoint) -> str:
-    """Numbered as in the drawing; those that have no number there are for a screen reader."""
+    """A list item, numbered as in the chart; points without a number there are for screen readers only."""
     reached = f", {format_value('share', point.reached)} of the limit" if point.reached is not None else ""
     figures = f"{format_value('share', point.share)} of the time{reached}"
     hidden = "" if at < MOST_NUMBERED else ' class="unseen"'
@@ -206,29 +190,30 @@ def _write_point(roofline: Roofline, at: int, point: RoofPoint) -> str:
 def _describe_roofline(roofline: Roofline, points: Sequence[RoofPoint]) -> str:
     most = "; ".join(f"{clean(point.label)} at {format_rate(point.flops_per_s, 'FLOP/s')}" for point in points[:3])
     return (
-        f"{clean(roofline.title)}: {len(points)} operators under {len(roofline.roofs)} limits of arithmetic and one of "
-        f"memory of {format_rate(roofline.bytes_per_s, 'B/s', exact=True)}. Most time: {most}. Arrow keys go from "
-        "point to point."
+        f"{clean(roofline.title)}: {count_noun(len(points), 'operator')}, "
+        f"{count_noun(len(roofline.roofs), 'compute limit')} and a memory bandwidth of "
+        f"{format_rate(roofline.bytes_per_s, 'B/s', exact=True)}. Most time: {most}. "
+        "Arrow keys move from point to point."
     )
 
 
 def _pack_roofline(roofline: Roofline, points: Sequence[RoofPoint], what: str) -> dict[str, Any]:
     groups = rank_groups(points)
-    marks = [{"group": groups.index(point.group), "lines": _tell_point(roofline, point, what)} for point in points]
+    marks = [{"group": groups.index(point.group), "lines": _describe_point(roofline, point, what)} for point in points]
     return {"groups": [clean(group) for group in groups], "marks": marks, "isOnlyOne": True}
 
 
-def _tell_point(roofline: Roofline, point: RoofPoint, what: str) -> list[str]:
+def _describe_point(roofline: Roofline, point: RoofPoint, what: str) -> list[str]:
     run = f", run {clean(roofline.runs[point.run], _MOST_LABEL)}" if len(roofline.runs) > 1 else ""
     lines = [
         clean(point.label),
         f"{clean(point.group) or 'other'}{run}",
-        f"{format_value('ms', point.time_ms)} a step, {format_value('share', point.share)} of all {what}",
-        f"{format_rate(point.flops_per_s, 'FLOP/s')} at {format_measured(point.intensity)} FLOP a byte",
+        f"{format_value('ms', point.time_ms)} per step, {format_value('share', point.share)} of the time of all {what}",
+        f"{format_rate(point.flops_per_s, 'FLOP/s')} at {format_measured(point.intensity)} FLOP/byte",
     ]
     if point.reached is not None:
-        lines.append(f"{format_value('share', point.reached)} of what the device allows")
-    lines.append(f"bound by {clean(point.bound, _MOST_LABEL)}")
+        lines.append(f"{format_value('share', point.reached)} of the device's limit")
+    lines.append(f"{clean(point.bound, _MOST_LABEL)}-bound")
     return lines + clean(point.detail, _MOST_DETAIL, lines=True).splitlines()
 
 
@@ -243,7 +228,7 @@ def _write_bars(chart: BarChart, palette: Palette) -> str:
         canvas = Canvas(palette)
         bounds = place_bars(canvas, chart, width)
         svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
-    label = f"{clean(chart.bars.title)}: {len(chart.bars.labels)} bars. Arrow keys go from bar to bar."
+    label = f"{clean(chart.bars.title)}: {count_noun(len(chart.bars.labels), 'bar')}. Arrow keys move from bar to bar."
     return _write_plot(svgs, label, "sized")
 
 
@@ -272,21 +257,21 @@ def _write_lanes(lanes: Lanes, palette: Palette) -> str:
     )
     num_spans = sum(len(track.spans.starts_ns) for track in tracks)
     label = (
-        f"{clean(lanes.title)}: {format_time(lanes.span_ns)} in {len(lanes.tracks)} tracks, {num_spans:,} spans; most "
-        f"time: {', '.join(f'{name} {time}' for _, name, time in times[:4])}. Arrow keys move, plus and minus zoom, 0 "
-        "shows all, N and P go from span to span."
+        f"{clean(lanes.title)}: {format_time(lanes.span_ns)}, {count_noun(len(lanes.tracks), 'track')}, "
+        f"{count_noun(num_spans, 'span')}. Most time: {', '.join(f'{name} {time}' for _, name, time in times[:4])}. "
+        "Arrow keys move, plus and minus zoom, 0 shows the whole step, N and P select the next and the previous span."
     )
     below = (
         '<div class="below"><span class="status"></span><span class="linked"></span>'
-        '<button type="button" class="quiet whole">whole step</button></div>'
+        '<button type="button" class="quiet whole">Show the whole step</button></div>'
     )
-    legend = _write_legend(entries, "colours, the most time first")
+    legend = _write_legend(entries, "Classes, longest time first")
     strip = '<canvas class="map" aria-hidden="true"></canvas>'
-    return f"{legend}{strip}{_write_canvas(label)}{below}{_write_help(_LANES_HELP)}"
+    return f"{legend}{strip}{_write_canvas(label)}{below}"
 
 
 def _write_timeline(timeline: Timeline, palette: Palette) -> str:
-    """Areas from the top of the stack down, as they are seen; the line has the number after theirs."""
+    """The legend lists areas from the top of the stack down; the line has the number after theirs."""
     named = [(at, area.name) for at, area in enumerate(timeline.areas)][::-1]
     entries = [
         _write_entry(palette, Sign(fill=palette.fill(name), text=clean(name)), at, pressed=True) for at, name in named
@@ -300,16 +285,16 @@ def _write_timeline(timeline: Timeline, palette: Palette) -> str:
         said = f"Peak {format_height(timeline.y, peak.value)} at {format_moment(timeline.x, peak.time)}."
     label = f"{clean(timeline.y.label, _MOST_LABEL)} over {clean(timeline.x.label, _MOST_LABEL)}. {said}"
     controls = (
-        f'<div class="controls"{"" if timeline.pieces else " hidden"}><label>detail '
+        f'<div class="controls"{"" if timeline.pieces else " hidden"}><label>Detail '
         '<input type="range" min="0" max="100" step="0.1"></label><output class="shown"></output>'
-        '<button type="button" class="quiet whole">whole timeline</button></div>'
+        '<button type="button" class="quiet whole">Show the whole timeline</button></div>'
     )
-    legend = _write_legend(entries, "areas, from the top of the stack down")
-    return f"{legend}{_write_canvas(label)}{controls}{_write_help(_TIMELINE_HELP)}"
+    legend = _write_legend(entries, "Areas, top of the stack first")
+    return f"{legend}{_write_canvas(label)}{controls}"
 
 
 def tabulate_pieces(timeline: Timeline) -> Table:
-    """The largest pieces, in their order."""
+    """Return a table of the largest pieces, in the order of the timeline."""
     shown = timeline.pieces[:_MOST_PIECES]
     ends = (*timeline.times, find_end(timeline))
     unit = clean(timeline.x.unit, 20)

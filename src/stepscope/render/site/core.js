@@ -1,5 +1,5 @@
-// The page's core: what every chart is offered. Charts register in `charts` under their kind, and start.js builds each
-// when it comes near the window. Everything that came from outside is put in as text.
+// What all charts share. Charts register in `charts` under their kind, and start.js builds each before it scrolls into
+// view. Data from a recording only ever becomes text.
 
 const charts = {};
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -23,12 +23,12 @@ function button(text, className, onClick) {
 
 const bodyOf = (root) => root.querySelector(".body");
 
-// Told to a screen reader, once.
+// Announces a text to screen readers.
 function say(text) {
   document.getElementById("said").textContent = text;
 }
 
-// ---- numbers, written as render/numbers.py writes them
+// ---- numbers, formatted as in render/numbers.py
 
 function digits(value) {
   const size = Math.abs(value);
@@ -42,7 +42,7 @@ function roundHalfToEven(value, decimals) {
   return scaled - floor === 0.5 && floor % 2 === 0 ? floor / 10 ** decimals : value;
 }
 
-// By hand: the browser's own formats cost more than the rest of the first frame.
+// By hand: the browser's formatters cost more than the rest of the first frame.
 function formatNumber(value, decimals) {
   if (decimals === undefined) {
     const first = digits(value);
@@ -73,7 +73,7 @@ function formatTime(ns) {
   return size >= 1e3 ? `${formatNumber(ns / 1e3)} µs` : `${formatNumber(ns, 0)} ns`;
 }
 
-// A time with all its nanoseconds: 1,234,567 ns is 1.234567 ms.
+// A time to the nanosecond: 1,234,567 ns is 1.234567 ms.
 function formatExactly(ns) {
   const [unit, size] = ns >= 1e6 ? ["ms", 6] : ns >= 1e3 ? ["µs", 3] : ["ns", 0];
   return `${formatNumber(ns / 10 ** size, Number.isInteger(ns) ? size : size + 1)} ${unit}`;
@@ -81,7 +81,7 @@ function formatExactly(ns) {
 
 const formatShare = (share) => `${formatNumber(100 * share, 1)}%`;
 
-// Not Math.max(...values), which ends at some hundred thousand.
+// Not Math.max(...values), which fails with some hundred thousand values.
 const largest = (items, read) => items.reduce((most, item) => Math.max(most, read(item)), 0);
 
 function makeTicks(low, high, most) {
@@ -123,7 +123,7 @@ function themeChanged() {
 const onTheme = (callback) => themeListeners.push(callback);
 const colours = new Map(Object.entries(data.colours));
 
-// The same group has the same colour everywhere; what is told apart by none is grey.
+// A group has the same colour everywhere; groups without one are grey.
 function colourOf(group) {
   return (colours.get(group) || colours.get(""))[theme().name === "dark" ? 1 : 0];
 }
@@ -131,7 +131,7 @@ function colourOf(group) {
 const parseColour = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
 const mixColours = (colour, other, share) => colour.map((own, at) => Math.round(own + (other[at] - own) * share));
 
-// Contrast as WCAG has it, from 1 to 21.
+// Contrast as WCAG defines it, from 1 to 21.
 function luminanceOf(colour) {
   const linear = colour.map((part) => (part <= 10 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
@@ -142,14 +142,14 @@ function contrastOf(colour, other) {
   return (high + 0.05) / (low + 0.05);
 }
 
-// The ink that is read best on a coloured piece.
+// The text colour with the best contrast on a fill.
 const INKS = ["#14171c", "#ffffff"];
 function inkOn(fill) {
   const [dark, light] = INKS.map((ink) => contrastOf(parseColour(ink), fill));
   return INKS[dark >= light ? 0 : 1];
 }
 
-// What is hard to see on the paper gets a rim that is not.
+// A colour with little contrast to the background gets a darker rim.
 const LEAST_CONTRAST = 3;
 function rimOf(colour) {
   const [own, paper, ink] = [colour, theme().paper, theme().ink].map(parseColour);
@@ -163,7 +163,7 @@ function paintSwatch(swatch, colour) {
 
 // ---- size
 
-// Called after the width of `root` has changed, once a frame.
+// Calls back after the width of `root` has changed, at most once per frame.
 function onResize(root, callback) {
   let width = root.clientWidth;
   new ResizeObserver(() => {
@@ -202,7 +202,7 @@ function makeLine(line) {
   return made;
 }
 
-// What runs on this device: kernels, or on a CPU operators, as the breakdown knows.
+// What runs on this device, as the breakdown says: kernels, or operators on a CPU.
 const what = Object.values(data.exhibits ?? {}).find((part) => part.what)?.what ?? "kernels";
 
 const page = {

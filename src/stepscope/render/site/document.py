@@ -1,12 +1,10 @@
-"""A report as one HTML page: words and tables as HTML, data as JSON, one style sheet and one script, and nothing from
-elsewhere.
+"""A report as one self-contained HTML page: text and tables as HTML, data as JSON, one style sheet and one script.
 
-What can be read without a script is there without one: the sentence, the figures, the advice, every table. The script
-sorts and searches, and draws what is data. Libraries were not taken: the common ones for charts need `eval`, which the
-page's policy does not allow, and are larger than the whole page.
+Text, numbers, findings and tables need no script. The script sorts, searches and draws the large charts. There is no
+chart library: the common ones need `eval`, which the page's policy forbids, and are larger than the whole page.
 
-What comes from a recording is text and stays text: it is escaped where it is HTML, embedded as JSON that no tag can end
-where it is data, and the policy lets nothing run but the script whose hash it names, nor anything be fetched.
+Text from a recording stays text: it is escaped in HTML and embedded as JSON that cannot close its tag. The policy
+allows only the script whose hash it names, and no requests.
 """
 
 import base64
@@ -24,13 +22,14 @@ from stepscope.render.drawing.colours import Pair, Palette, assign_colours, writ
 from stepscope.render.drawing.timeline_layout import find_peak, format_height, format_moment
 from stepscope.render.formats import clean
 from stepscope.render.site.charts import pack_drawing, tabulate_pieces
+from stepscope.render.site.hints import write_hint
 from stepscope.render.site.html import markup, prose, write_table
 from stepscope.render.site.opening import write_opening
 from stepscope.render.site.packing import pack_exhibits, pack_timeline
 from stepscope.render.site.sections import write_chart, write_footer, write_navigation, write_sections
 
 _STYLES = ("page.css", "opening.css", "exhibits.css", "charts.css")
-# In this order in one function: the core first, then what registers with it, and at last what starts it all.
+# Joined in this order in one function: the core, the charts that register with it, and the code that starts the page.
 _SCRIPTS = (
     "core.js",
     "tables.js",
@@ -44,7 +43,7 @@ _SCRIPTS = (
     "timeline.js",
     "start.js",
 )
-# Of a page with one chart alone.
+# For a page with a single chart.
 _STYLES_ALONE = ("page.css", "exhibits.css", "charts.css")
 _SCRIPTS_ALONE = (
     "core.js",
@@ -82,23 +81,23 @@ _REPORT = """<a class="skip" href="#main">Skip to the report</a>
 {navigation}
 <main id="main">
 {opening}
-<noscript><p class="strip">Charts, search and sorting need JavaScript. Nothing leaves this page.</p></noscript>
+<noscript><p class="strip">Charts, search and sorting need JavaScript. No data leaves this page.</p></noscript>
 {sections}
 {footer}
 </main>"""
 _ALONE = """<main id="main">
-<button type="button" id="theme" class="quiet" hidden>theme: auto</button>
-<h1>{title}</h1>
+<button type="button" id="theme" class="quiet" hidden>Theme: auto</button>
+<div class="titled"><h1>{title}</h1>{hint}</div>
 <p class="subtitle">{subtitle}</p>
 {above}
-<noscript><p>What can be pointed at needs JavaScript; nothing leaves this page.</p></noscript>
+<noscript><p>Tooltips and zoom need JavaScript. No data leaves this page.</p></noscript>
 {chart}
 {below}
 </main>"""
 
 
 def write_site(report: Report) -> str:
-    """The page of a report, whole."""
+    """Return the page of a report."""
     colours = assign_colours(exhibit.part for section in report.sections for exhibit in section.exhibits)
     content = _REPORT.format(
         navigation=write_navigation(report),
@@ -118,14 +117,15 @@ def write_site(report: Report) -> str:
 
 
 def write_chart_page(part: Figure | Timeline, detail: float) -> str:
-    """One chart as a page. `detail` is the share of a timeline's pieces that are told apart until the reader moves the
-    slider."""
+    """Return a page with one chart. `detail` is the share of a timeline's pieces that are drawn one by one at first; a
+    slider changes it."""
     colours = assign_colours([part])
-    # Nothing else on this page needs the wheel, and there is room for a table of the pieces.
+    # Nothing else on this page uses the wheel, and there is room for a table of the pieces.
     packed = pack_timeline(part, detail) | {"isAlone": True} if isinstance(part, Timeline) else pack_drawing(part, "")
     untitled = msgspec.structs.replace(part, title="", subtitle="")
     content = _ALONE.format(
         title=markup(part.title),
+        hint=write_hint(part),
         subtitle=prose(part.subtitle),
         above=_describe_peak(part) if isinstance(part, Timeline) else "",
         chart=write_chart(untitled, "chart", "", Palette(colours, on_page=True)),
@@ -169,7 +169,7 @@ def _write_page(
 
 
 def _describe_peak(timeline: Timeline) -> str:
-    """The peak in words, and what it is made of, the largest first."""
+    """Return the peak and its parts, largest first, as a sentence."""
     peak = find_peak(timeline)
     if peak is None or not peak.value:
         return '<p class="peak" id="peak">Nothing to draw.</p>'
@@ -180,7 +180,7 @@ def _describe_peak(timeline: Timeline) -> str:
     return f'<p class="peak" id="peak"><strong>{escape(text)}</strong> {escape(said)}</p>'
 
 
-# --- what a page has in itself instead of fetching it ----------------------------------------------------------------
+# --- what is embedded in the page ----------------------------------------------------------------
 
 
 def _join_styles(names: Iterable[str]) -> str:
@@ -188,18 +188,18 @@ def _join_styles(names: Iterable[str]) -> str:
 
 
 def _join_scripts(names: Iterable[str]) -> str:
-    """The scripts in this order in one function, so that they share names with each other and with nobody else."""
+    """Return the scripts as one function: they share names with each other and with nothing else."""
     return "".join(('(() => {\n"use strict";\n', *map(_read, names), "})();\n"))
 
 
 def _write_policy(script: str, style: str) -> str:
-    """For an attribute: only this script and this style, and nothing from anywhere."""
+    """Return a policy, escaped for an attribute, that allows only this script and this style."""
     allowed = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     return escape(f"{allowed}; base-uri 'none'; form-action 'none'")
 
 
 def _embed(data: Mapping[str, object]) -> str:
-    """JSON for a script element: only `<` can end one or open a comment, and JSON may spell it out."""
+    """Return JSON for a script element. Only `<` can close one or open a comment, and JSON can escape it."""
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 

@@ -1,5 +1,5 @@
-// Charts that are drawn already, as SVG: what a reader does with them. Their marks are groups that carry a number, and
-// `part.marks` has what is said of each; groups that carry the number of a class or series are what the legend switches.
+// Pointer, keys and legend of the charts that the page has as SVG. Each mark has a number, and `part.marks` the text of
+// its tooltip; the legend switches all elements with the number of a class or series.
 charts.figure = charts.roofline = charts.bars = (root, part, page) => {
   const plot = root.querySelector(".plot");
   if (!plot) return (root.chart = { redraw() {} });
@@ -10,14 +10,14 @@ charts.figure = charts.roofline = charts.bars = (root, part, page) => {
   let [chosen, isTelling] = [-1, false];
   const isShown = ({ group }) => !off.has(group);
 
-  // ---- what is said
+  // ---- the tooltip
 
   function lineOf(mark, className) {
     const colour = part.groups.length ? page.colourOf(part.groups[mark.group]) : undefined;
     return { text: mark.lines[0], className, colour };
   }
 
-  // A point with a place is told with everything else that is there, itself first.
+  // The tooltip of a point with a place lists all points there, the selected one first.
   function describe(at) {
     const mark = part.marks[at];
     if (mark.place === undefined) {
@@ -28,7 +28,7 @@ charts.figure = charts.roofline = charts.bars = (root, part, page) => {
     return [{ text: part.places[mark.place], className: "of" }, lineOf(mark, "name"), ...others.map((other) => lineOf(other, ""))];
   }
 
-  // ---- the mark that is looked at
+  // ---- the selected mark
 
   const marksOf = (at) => plot.querySelectorAll(`[data-mark="${at}"]`);
 
@@ -46,7 +46,7 @@ charts.figure = charts.roofline = charts.bars = (root, part, page) => {
     isTelling = at >= 0;
   }
 
-  // Read when a drawing is first pointed at: one that is not shown has no boxes.
+  // Measured when the pointer first enters a drawing: a hidden one has no boxes.
   function boxesOf(svg) {
     if (!boxes.has(svg)) {
       const marks = [...svg.querySelectorAll(".mark")];
@@ -55,7 +55,7 @@ charts.figure = charts.roofline = charts.bars = (root, part, page) => {
     return boxes.get(svg);
   }
 
-  // The nearest by its edge, the smaller first where several lie over one another.
+  // The mark with the nearest edge; where several overlap, the smallest.
   function findNear(event) {
     const svg = drawings.find((one) => one.contains(event.target));
     if (!svg) return -1;
@@ -69,7 +69,7 @@ charts.figure = charts.roofline = charts.bars = (root, part, page) => {
     return best;
   }
 
-  // The middle of a mark in the window.
+  // The centre of a mark, in window coordinates.
   function placeOf(at) {
     const mark = [...marksOf(at)].find((one) => one.getClientRects().length);
     const box = (mark ?? plot).getBoundingClientRect();
@@ -85,7 +85,7 @@ charts.figure = charts.roofline = charts.bars = (root, part, page) => {
     page.say(describe(at).map((line) => line.text).join(", "));
   }
 
-  // ---- the legend: switches series off and on, or shows one class alone
+  // ---- the legend: hides and shows series, or shows one class only
 
   function press(button) {
     const group = Number(button.dataset.group);

@@ -1,7 +1,7 @@
-"""Texts and tables of a report as HTML.
+"""Text and tables of a report as HTML.
 
-A table is complete as it stands; the script only hides, orders and finds rows. Numbers are written by
-`render.numbers`, as everywhere; their raw value stands in `data-v`, which is what is sorted by.
+A table is complete without the script, which only hides, sorts and searches its rows. `render.numbers` formats the
+numbers; their raw values are in `data-v`, and the script sorts by those.
 """
 
 import re
@@ -11,36 +11,42 @@ from html import escape
 from stepscope.findings import Cell, Column, Table
 from stepscope.render.formats import NAME, PROSE, clean
 from stepscope.render.numbers import format_cells
+from stepscope.units import count_noun
 
-_SEARCHED_FROM, _SCROLLED_FROM = 15, 30  # rows; more than these get a search box, and scroll by themselves
-FOLDED_FROM = 12  # rows; a longer table that is not the first thing of its section waits to be opened
+# A table with more rows than this is folded, gets a search box, and scrolls on its own. The style sheet, which hides
+# the rows after the first few, has the first number too.
+MOST_OPEN, _SEARCHED_FROM, _SCROLLED_FROM = 8, 15, 30
 
 _MOST_LABEL = 60  # characters above a column
-_LONG = 40  # characters from which on a text needs a wide column to be read
+_LONG = 40  # characters; longer text needs a wide column
 _QUOTED = re.compile(r"`([^`]{1,200})`")
 _UNIT_APART = re.compile(r"(?<=\d) (?=(?:%|ns|[µm]?s|[KMGT]?i?B|×)(?![\w]))")
 
 
 def markup(text: str, most: int = NAME, *, lines: bool = False) -> str:
-    """Clean text for HTML, in elements and in attributes."""
+    """Return clean text, escaped for elements and attributes."""
     return escape(clean(text, most, lines=lines))
 
 
 def prose(text: str, most: int = PROSE) -> str:
-    """Sentences for HTML, with what stands in `backticks` set as code, and units kept on the line of their number."""
+    """Return sentences as HTML: text in `backticks` becomes code, and a unit stays on the line of its number."""
     return _QUOTED.sub(r"<code>\1</code>", _UNIT_APART.sub("&nbsp;", markup(text, most)))
 
 
-def write_table(table: Table, key: str, *, titled: bool = True, run: str = "", folded: bool = False) -> str:
-    """A table; `run` is whose it is where two stand side by side."""
-    if folded and table.title:
-        summary = write_summary(table.title, len(table.rows))
-        inner = write_table(table, "", titled=False, run=run).replace(' id=""', "", 1)
-        return f'<details class="fold" id="{key}">{summary}{inner}</details>'
+def write_table(
+    table: Table, key: str, *, titled: bool = True, run: str = "", is_closed: bool = False, is_whole: bool = False
+) -> str:
+    """Return a table as HTML; without a key it has no id. `run` names its run where two are side by side. A long table
+    shows its first rows and a button; one that `is_closed` only its title, and one that `is_whole` all rows."""
+    if is_closed and table.title:
+        inner = write_table(table, "", titled=False, run=run, is_whole=True)
+        return f'<details class="fold" id="{key}">{write_summary(table.title, len(table.rows))}{inner}</details>'
+    name = f' id="{key}"' if key else ""
+    figure = f'<figure class="table"{name}>'
     title = f"<figcaption><h3>{markup(table.title)}</h3></figcaption>" if titled and table.title else ""
     notes = write_notes(table.notes)
     if not table.rows:
-        return f'<figure class="table" id="{key}">{title}<p class="quiet">Nothing to list.</p>{notes}</figure>'
+        return f'{figure}{title}<p class="quiet">No rows.</p>{notes}</figure>'
     written = [format_cells(table, at) for at in range(len(table.columns))]
     classes = [_classes(column, texts) for column, texts in zip(table.columns, written, strict=True)]
     head = "".join(map(_write_header, table.columns, classes))
@@ -49,22 +55,30 @@ def write_table(table: Table, key: str, *, titled: bool = True, run: str = "", f
         for row, texts in zip(table.rows, zip(*written, strict=True), strict=True)
     )
     return (
-        f'<figure class="table" id="{key}">{title}{_write_tools(table)}'
+        f"{figure}{title}{_write_tools(table)}"
         f"<div {_describe_box(table, run)}>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{notes}</figure>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"{'' if is_whole else _write_fold(len(table.rows))}{notes}</figure>"
     )
 
 
+def _write_fold(num_rows: int) -> str:
+    """The button that shows all rows of a long table, hidden until the script runs."""
+    if num_rows <= MOST_OPEN:
+        return ""
+    return f'<button type="button" class="quiet all-rows" hidden>Show all {num_rows:,} rows</button>'
+
+
 def write_summary(title: str, num_rows: int) -> str:
-    """The line of what can be opened."""
-    return f'<summary><h3>{markup(title)}</h3> <span class="quiet">{num_rows:,} rows</span></summary>'
+    """The line that opens a closed table."""
+    return f'<summary><h3>{markup(title)}</h3> <span class="quiet">{count_noun(num_rows, "row")}</span></summary>'
 
 
 def _describe_box(table: Table, run: str) -> str:
-    """A box that scrolls by itself is a place of its own, with a name, that keys can reach."""
+    """Return the attributes of the box around a table. One that scrolls is a named region that keys can reach."""
     if len(table.rows) <= _SCROLLED_FROM:
         return 'class="scroll"'
-    name = f"{table.title or 'table'}{f', run {run}' if run else ''}"
+    name = f"{table.title or 'Table'}{f', run {run}' if run else ''}"
     return f'class="scroll tall" tabindex="0" role="region" aria-label="{markup(name)}"'
 
 
@@ -75,14 +89,13 @@ def write_notes(notes: tuple[str, ...]) -> str:
 
 
 def _write_tools(table: Table) -> str:
-    """What the script needs, hidden until it runs."""
+    """The controls above a table, hidden until the script runs."""
     tools = []
     if len(table.rows) > _SEARCHED_FROM:
         tools.append('<input type="search" class="search" placeholder="Search rows" aria-label="Search rows">')
         tools.append(f'<output class="found">{len(table.rows):,} rows</output>')
-    if count := sum(column.detail for column in table.columns):
-        label = f"{count} more column{'s' if count > 1 else ''}"
-        tools.append(f'<button type="button" class="quiet more-columns" aria-pressed="false">{label}</button>')
+    if any(column.detail for column in table.columns):
+        tools.append('<button type="button" class="quiet more-columns">Show more columns</button>')
     return f'<div class="tools" hidden>{"".join(tools)}</div>' if tools else ""
 
 

@@ -1,8 +1,9 @@
-// The table of kernels under the breakdown: those that are left by its choices, searched and sorted.
+// The table of kernels under the breakdown: the ones that match its selections, searched and sorted.
 
+const MOST_OPEN = 8; // rows, until the reader asks for all
 const MOST_ROWS = 200;
 
-// Per kernel: time, count, shortest and longest a run, and the class that most of it is of.
+// For each kernel: time, count, shortest and longest in each run, and the class with most of its time.
 function sumKernels(model, at) {
   const { part, numRuns } = model;
   const byKernel = new Map();
@@ -30,18 +31,18 @@ function sumKernels(model, at) {
   return [...byKernel.values()];
 }
 
-// Down a column decimals are the same: to the microsecond, and to a tenth or hundredth of one.
+// All values of a column have the same decimals.
 const inMs = (ns) => (ns === null ? "–" : formatNumber(ns / 1e6, Math.abs(ns) < 1e9 ? 3 : 1));
 const inUs = (ns) => (ns === null ? "–" : formatNumber(ns / 1e3, 2));
-// What is called once in many steps is still not called never.
+// A kernel that runs once in many steps must not show a count of 0.
 const formatCount = (count) => formatNumber(count, Number.isInteger(count) ? 0 : count >= 0.05 ? 1 : undefined);
 
-// What a column shows and is sorted by. Of two runs, the difference is sorted by its size.
+// What each column shows and sorts by. The difference between two runs is sorted by size, without its sign.
 function kernelColumns(model, name) {
   const { part, totals } = model;
   const columns = [{ label: part.what.replace(/s$/, ""), read: name, text: name, className: "name" }];
   if (model.numRuns === 1) {
-    // Time and count are rounded, and their ratio must not lie outside of what it is the mean of.
+    // Time and count are rounded; their ratio must stay between the shortest and the longest.
     const mean = ({ times: [time], counts: [count], shortest: [least], longest: [most] }) =>
       (least === null ? null : Math.min(Math.max(time / (count || 1), least), most ?? Infinity));
     columns.push(
@@ -74,9 +75,9 @@ function makeKernelTable(model, body, choose) {
   const nameOf = (kernel) => values[kernel.value];
   const texts = values.map((value, index) => `${value}\n${details[index] || ""}`.toLowerCase());
   const columns = kernelColumns(model, nameOf);
-  // Of two runs, what changed most comes first.
+  // In a comparison, the kernels that changed most come first.
   const state = { column: model.numRuns > 1 ? columns.findIndex((column) => column.className === "difference") : 1, sign: -1,
-    most: MOST_ROWS };
+    most: MOST_ROWS, isOpen: false };
 
   const box = element("div", "", "kernels");
   const tools = element("div", "", "tools");
@@ -91,12 +92,17 @@ function makeKernelTable(model, body, choose) {
     state.most += MOST_ROWS;
     update();
   });
-  Object.assign(search, { type: "search", placeholder: `Search ${part.what} by name ( / )` });
+  const fold = button("", "quiet all-rows", () => {
+    state.isOpen = !state.isOpen;
+    update();
+    fold.scrollIntoView({ block: "nearest" });
+  });
+  Object.assign(search, { type: "search", placeholder: `Search ${part.what} by name (press /)` });
   search.setAttribute("aria-label", `Search ${part.what}`);
   tools.append(search, found);
   table.append(makeHead(), rows);
   scroll.append(table);
-  box.append(tools, scroll, more);
+  box.append(tools, scroll, more, fold);
   body.append(box);
 
   function makeHead() {
@@ -109,7 +115,7 @@ function makeKernelTable(model, body, choose) {
         if (state.column === index) state.sign = -state.sign;
         else Object.assign(state, { column: index, sign: index ? -1 : 1 });
         update();
-        say(`sorted by ${column.label}, ${state.sign < 0 ? "descending" : "ascending"}`);
+        say(`Sorted by ${column.label}, ${state.sign < 0 ? "descending" : "ascending"}`);
       }));
       row.append(header);
     });
@@ -151,18 +157,22 @@ function makeKernelTable(model, body, choose) {
     fitting.sort((a, b) => compare(read(a), read(b)) || a.value - b.value);
     const most = largest(fitting, (kernel) => kernel.times[0]) || 1;
     const focused = rows.contains(document.activeElement) ? document.activeElement.dataset.value : null;
-    rows.replaceChildren(...fitting.slice(0, state.most).map((kernel) => makeRow(kernel, most)));
+    const isFolded = !state.isOpen && !wanted;
+    const limit = isFolded ? MOST_OPEN : state.most;
+    rows.replaceChildren(...fitting.slice(0, limit).map((kernel) => makeRow(kernel, most)));
     if (rows.rows.length) rows.rows[0].tabIndex = 0;
     if (focused !== null) [...rows.rows].find((row) => row.dataset.value === focused)?.focus();
     const headers = table.tHead.rows[0].cells;
     for (const header of headers) header.removeAttribute("aria-sort");
     headers[state.column].setAttribute("aria-sort", state.sign < 0 ? "descending" : "ascending");
-    const left = fitting.length - Math.min(fitting.length, state.most);
-    more.hidden = !left;
-    more.textContent = `show ${formatNumber(Math.min(left, MOST_ROWS), 0)} more of ${formatNumber(left, 0)}`;
+    const left = fitting.length - Math.min(fitting.length, limit);
+    more.hidden = isFolded || !left;
+    more.textContent = `Show ${formatNumber(Math.min(left, MOST_ROWS), 0)} more of ${formatNumber(left, 0)}`;
+    fold.hidden = Boolean(wanted) || fitting.length <= MOST_OPEN;
+    fold.textContent = state.isOpen ? "Show fewer" : `Show all ${formatNumber(fitting.length, 0)} ${part.what}`;
     found.textContent = fitting.length === values.length ? `${formatNumber(values.length, 0)} ${part.what}`
       : `${formatNumber(fitting.length, 0)} of ${formatNumber(values.length, 0)} ${part.what}`;
-    scroll.classList.toggle("short", fitting.length <= 12);
+    scroll.classList.toggle("short", rows.rows.length <= 12);
   }
 
   function restart() {
@@ -183,7 +193,7 @@ function makeKernelTable(model, body, choose) {
   rows.addEventListener("pointerleave", () => tip.hide());
   rows.addEventListener("focusin", (event) => {
     const row = rowOf(event);
-    // Tab comes back to the row that was left.
+    // Tab returns to the row that last had the focus.
     for (const other of rows.querySelectorAll('[tabindex="0"]')) other.tabIndex = -1;
     row.tabIndex = 0;
     if (!row.matches(":focus-visible")) return;

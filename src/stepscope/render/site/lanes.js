@@ -1,17 +1,17 @@
-// One step as a chart: its data, what lies at a time, and what a reader does with it. lanes_painter.js draws it.
+// One step as a chart: its data, lookup by time, and interaction. lanes_painter.js draws it.
 
-// Tracks of spans as columns.
+// Unpacks the tracks, whose spans are columns.
 function layLanes(part) {
-  // Further in there is nothing more to see: a kernel starts on a whole nanosecond.
+  // The shortest view: kernels start on whole nanoseconds, so a closer zoom shows nothing new.
   const LEAST_VIEW_NS = 50;
   const spanNs = Math.max(part.span, 1);
-  // Two steps side by side have one scale, the longer one's; the shorter ends before it.
+  // Two steps next to each other share the scale of the longer one.
   const roomNs = Math.max(spanNs, part.longest ?? 0);
   const groups = part.groups;
   const expand = (column, length, Kind) =>
     Array.isArray(column) ? Kind.from(column) : new Kind(length).fill(column);
 
-  // Starts and ends are sums of gaps and lengths: nanoseconds of a step are exact in a double.
+  // Starts and ends are sums of gaps and lengths, which are exact: a step has far fewer than 2^53 nanoseconds.
   function unpack(track) {
     const count = track.length.length;
     const starts = new Float64Array(count);
@@ -29,7 +29,7 @@ function layLanes(part) {
 
   const tracks = part.tracks.map(unpack);
 
-  // The first span that ends after a time: those of a track are in order and do not overlap.
+  // The first span that ends after a time: the spans of a track are sorted and do not overlap.
   function findFirst(track, time) {
     let low = 0;
     let high = track.size;
@@ -41,7 +41,7 @@ function layLanes(part) {
     return low;
   }
 
-  // The span at a time, or the nearest within `slack` of it, as a span may be thinner than a pixel; -1 where none is.
+  // The span at a time, or the nearest within `slack`, because a span can be thinner than a pixel; -1 if there is none.
   function findAt(track, time, slack) {
     const at = findFirst(track, time);
     if (at < track.size && track.starts[at] <= time) return at;
@@ -51,12 +51,12 @@ function layLanes(part) {
     return before < after ? at - 1 : at;
   }
 
-  // What runs: streams, or where there are none the host, or every track.
+  // The tracks with kernels: streams, without streams the CPU, otherwise all tracks.
   const told = ["stream", "host"]
     .map((kind) => tracks.filter((track) => track.kind === kind))
     .find((found) => found.length) || tracks;
 
-  // What is in view, where the plot lies in the canvas, and what the reader points at.
+  // The visible range, the position of the plot in the canvas, and the state of the pointer.
   const view = { start: 0, end: roomNs };
   const plot = { left: 0, top: 0, width: 1, height: 1, all: 1, total: 1, ratio: 1 };
   const state = { pointer: null, found: null, only: -1, isTelling: false };
@@ -91,12 +91,12 @@ charts.lanes = (root, part, page) => {
     redraw();
   }
 
-  // Kept in its place while there is nothing to go back from, so that nothing moves.
+  // Invisible rather than removed while the whole step is in view, so that the layout does not move.
   function sayWhere() {
     const length = Math.round(view.end - view.start);
     whole.style.visibility = model.isWhole() ? "hidden" : "visible";
     status.textContent = model.isWhole()
-      ? `the whole step, ${page.formatTime(spanNs)}`
+      ? `Whole step, ${page.formatTime(spanNs)}`
       : `${formatExactly(length)} of ${page.formatTime(spanNs)}, from ${formatExactly(Math.round(view.start))}`;
   }
 
@@ -112,7 +112,7 @@ charts.lanes = (root, part, page) => {
 
   const reset = () => setView(0, roomNs);
 
-  // ---- the span under the pointer, or the one that keys went to
+  // ---- the span selected by pointer or keys
 
   function describeSpan({ track: row, at }) {
     const track = tracks[row];
@@ -124,12 +124,12 @@ charts.lanes = (root, part, page) => {
     if (group && group !== part.names[track.names[at]]) lines.push({ text: group, colour: page.colourOf(group) });
     lines.push(`${formatExactly(length)}, ${share} of the step`, `from ${formatExactly(start)}`);
     const count = page.formatNumber(track.counts[at], 0);
-    if (track.counts[at] > 1) lines.push(track.kind === "stream" ? `${count} drawn as one` : `${count} ${page.what}`);
+    if (track.counts[at] > 1) lines.push(track.kind === "stream" ? `${count} kernels, drawn as one` : `${count} ${page.what}`);
     for (const text of detail ? detail.split("\n") : []) lines.push({ text, className: "of" });
     return [...lines, { text: track.label, className: "of" }];
   }
 
-  // A label has a tip of its own, as it may be cut.
+  // A label has its own tooltip, because it can be cut off.
   function point(place, event) {
     const isLabel = place && place.x < plot.left;
     state.pointer = isLabel ? null : place;
@@ -144,7 +144,7 @@ charts.lanes = (root, part, page) => {
 
   const findRow = (y) => tracks.findIndex((track) => y >= track.y && y < track.y + track.height);
 
-  // A span that is thinner than a pixel is found two pixels around it.
+  // A span can be thinner than a pixel, so the search extends two pixels to both sides.
   function findUnder({ x, y }) {
     const row = findRow(y);
     if (row < 0) return null;
@@ -152,7 +152,7 @@ charts.lanes = (root, part, page) => {
     return at < 0 ? null : { track: row, at };
   }
 
-  // To the next span of its track or the one before; brings it into view and says it.
+  // Selects the next or the previous span of the track, scrolls it into view and announces it.
   function step(by) {
     const row = state.found?.track ?? tracks.findIndex((track) => track === model.told[0]);
     const track = tracks[row];
@@ -173,7 +173,7 @@ charts.lanes = (root, part, page) => {
     page.say(lines.map((line) => line.text ?? line).join(", "));
   }
 
-  // To another track, at the same time.
+  // Selects a span at the same time on another track.
   function changeTrack(by) {
     const row = (state.found?.track ?? (by > 0 ? -1 : tracks.length)) + by;
     if (row < 0 || row >= tracks.length || !tracks[row].size) return;
@@ -189,17 +189,17 @@ charts.lanes = (root, part, page) => {
     setView(start - (end - start) * 0.15, end + (end - start) * 0.15);
   }
 
-  // A click on what ran narrows the breakdown to its class, and says so, as it may be out of sight.
+  // A click on a kernel narrows the breakdown to its class. A message says so, because the breakdown can be off screen.
   function click() {
     const track = state.found && tracks[state.found.track];
     const group = track && model.told.includes(track) ? model.groups[track.groups[state.found.at]] : "";
     const isNarrowed = group !== "" && page.narrow("class", group);
-    linked.textContent = isNarrowed ? `The time below is narrowed to ${group}.` : "";
+    linked.textContent = isNarrowed ? `The breakdown is narrowed to ${group}.` : "";
   }
 
   // ---- around the canvas
 
-  // A name shows its group alone; pressed again, all of them.
+  // A legend button shows only its group; pressed again, all groups.
   function listenToLegend() {
     const buttons = [...root.querySelectorAll(".legend button")];
     for (const button of buttons) {
@@ -213,7 +213,7 @@ charts.lanes = (root, part, page) => {
     }
   }
 
-  // A window is moved by its middle, widened by its sides, and comes to where the map is pressed.
+  // Dragging its middle moves the window, and dragging its sides resizes it; a press elsewhere centres it there.
   function listenToMap() {
     let grip = null;
     const timeAt = (event) => ((event.offsetX - plot.left) / plot.width) * roomNs;

@@ -1,8 +1,8 @@
-// Draws one step as it ran, in tracks under one another, from the whole step down to a nanosecond.
+// Draws one step as tracks, from the whole step down to a nanosecond.
 //
-// A track is one row of pixels, made by a loop over the spans in view and stretched to its height: a frame costs what
-// the canvas is wide and the view has spans, not what there are pixels. Where spans are thinner than a pixel, its column
-// has the colour of the group that takes most of it, as strong as it is busy. What is empty stays empty: that is idle.
+// A track is one row of pixels, filled by a loop over the visible spans and stretched to its height: a frame costs the
+// width of the canvas plus the number of visible spans, not the number of pixels. Where spans are thinner than a pixel, a
+// column has the colour of its largest group, with the share of busy time as opacity. Idle time stays empty.
 function makeLanesPainter(model, { map, back, front }, page) {
   const HEIGHTS = { phase: 24, layer: 20, module: 18, stream: 30, host: 20 };
   const [GAP, AXIS, LABEL_ROW, MAP_ROW, NARROW, LEAST_NAME] = [5, 30, 15, 9, 640, 13];
@@ -17,7 +17,7 @@ function makeLanesPainter(model, { map, back, front }, page) {
   function readTheme() {
     theme = { ...page.theme() };
     const paper = parseColour(theme.paper);
-    // What has no group is there for its name, and stays behind what has one.
+    // Spans without a group only show their name, in a colour that stays in the background.
     theme.fills = model.groups.map((group) => mixColours(parseColour(page.colourOf(group)), paper, group ? 0 : 0.55));
     theme.quiet = theme.fills.map((fill) => mixColours(fill, paper, 0.82));
     mapIsStale = true;
@@ -46,7 +46,7 @@ function makeLanesPainter(model, { map, back, front }, page) {
 
   // ---- pixels
 
-  // One row of pixels for a track from `start` to `end`; `wide` gets the spans that have room for a name.
+  // Fills one row of pixels for a track from `start` to `end`; `wide` receives the spans with room for a name.
   function paintRow(words, offset, columns, track, start, end, wide) {
     const perNs = columns / (end - start);
     const shares = new Float64Array(model.groups.length);
@@ -78,7 +78,7 @@ function makeLanesPainter(model, { map, back, front }, page) {
       const [from, to] = [Math.round(left), Math.max(Math.round(left) + 1, Math.round(right))];
       const fill = state.only < 0 || state.only === group ? theme.fills[group] : theme.quiet[group];
       words.fill(plotting.pack(fill), offset + from, offset + to);
-      // A hairline between neighbours, where both are wide enough to spare it.
+      // A hairline between neighbours that are wide enough for it.
       if (to - from > 4 && track.starts[at] > start) words[offset + from] = plotting.pack(fill, 70);
       if (wide && to - from >= LEAST_NAME * plot.ratio) wide.push({ at, from, to, fill });
     }
@@ -115,7 +115,7 @@ function makeLanesPainter(model, { map, back, front }, page) {
     back.dataset.frameMs = (performance.now() - began).toFixed(2);
   }
 
-  // Round times, in the unit in which they are short.
+  // Ticks at round times, in the unit that keeps them short.
   function drawAxis(context) {
     const length = view.end - view.start;
     const [unit, size] = length >= 2e6 ? ["ms", 1e6] : length >= 2e3 ? ["µs", 1e3] : ["ns", 1];
@@ -129,7 +129,7 @@ function makeLanesPainter(model, { map, back, front }, page) {
     }
   }
 
-  // Where the step ends before the scale does: what comes after is not idle.
+  // Marks the end of a step that is shorter than the scale: the rest is not idle time.
   function drawEnd(context) {
     const x = Math.round(model.toX(spanNs)) + 0.5;
     if (roomNs === spanNs || x > plot.left + plot.width) return;
@@ -145,7 +145,7 @@ function makeLanesPainter(model, { map, back, front }, page) {
     Object.assign(context, { fillStyle: theme.faint, textAlign: plot.isNarrow ? "left" : "right" });
     const [x, y] = plot.isNarrow ? [plot.left, track.y - 7] : [plot.left - 9, track.y + track.height / 2 + 0.5];
     if (plot.isNarrow) {
-      // Over the grid, which would cross the letters.
+      // On top of the grid, which would cross the letters.
       const width = context.measureText(track.label).width;
       context.clearRect(x, y - 7, width + 3, 13);
     }
@@ -153,13 +153,13 @@ function makeLanesPainter(model, { map, back, front }, page) {
     context.fillText(plotting.fitText(context, track.label, room), x, y);
   }
 
-  // Names in the part of their span that is in view, so that a long one keeps its name however far in one is.
+  // Names are in the visible part of their span, so that a long span keeps its name at any zoom.
   function drawNames(context, track, wide) {
     const isCentred = track.kind !== "stream" && track.kind !== "host";
     const roomIn = ({ from, to }) => (to - from) / plot.ratio - (isCentred ? 4 : 10);
     const nameOf = ({ at }) => part.names[track.names[at]];
-    // Layers are all called by their number where one of them has to be, and none is where one has no room for it:
-    // numbers here and there are read as a count.
+    // If one layer needs its number instead of its name, all layers get numbers; if one has no room for its number, none
+    // does, because readers would take a few numbers for a count.
     const areShort = track.kind === "layer" && wide.some((span) => measure(context, nameOf(span)) > roomIn(span));
     const lastOf = (name) => name.split(".").at(-1);
     const least = areShort ? Math.max(...wide.map((span) => measure(context, lastOf(nameOf(span))))) : 0;
@@ -178,13 +178,13 @@ function makeLanesPainter(model, { map, back, front }, page) {
     }
   }
 
-  // Measured once a name: measuring text takes longer than everything else in a frame.
+  // Each name is measured once: measuring text takes longer than the rest of a frame.
   function measure(context, text) {
     if (!widths.has(text)) widths.set(text, context.measureText(text).width);
     return widths.get(text);
   }
 
-  // A path loses its beginning where it does not fit, anything else its end: `blocks.2.mlp` becomes `mlp`.
+  // A path that does not fit loses its start (`blocks.2.mlp` becomes `mlp`), other names lose their end.
   function shorten(context, track, text, room) {
     if (measure(context, text) <= room) return text;
     if (track.kind === "layer" || track.kind === "module") {
@@ -196,7 +196,7 @@ function makeLanesPainter(model, { map, back, front }, page) {
     return kept >= 3 ? plotting.fitText(context, text.slice(0, kept + 4), room) : "";
   }
 
-  // ---- the whole step above, with what is in view
+  // ---- the map: the whole step, with the visible range
 
   function paintMap() {
     const rows = model.told.slice(0, 4);
@@ -225,7 +225,7 @@ function makeLanesPainter(model, { map, back, front }, page) {
 
   // ---- the pointer
 
-  // A hairline at the pointer, and a frame around the span under it.
+  // A hairline at the pointer, and a frame around the span below it.
   function drawPointer() {
     const context = plotting.openCanvas(front, plot.all, plot.total);
     const { pointer, found } = state;

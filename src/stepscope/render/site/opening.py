@@ -1,4 +1,4 @@
-"""The first screen: the step in one sentence, its figures, what would save most, and how far to trust it."""
+"""The first screen: the step in one sentence, the main figures, the measurement quality and the findings."""
 
 import re
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from stepscope.render.formats import COPYABLE
 from stepscope.render.numbers import format_value
 from stepscope.render.site.html import markup, prose
 
-_CARDS, _MOST_WORDS = 3, 80  # advice that is open; characters around a figure
+_CARDS, _MOST_WORDS = 3, 80  # cards that are open; characters of a figure's label
 _MARKS = {"sound": "✓", "doubtful": "!", "unknown": "?"}
-_VERDICTS = {"sound": "Sound", "doubtful": "Doubtful", "unknown": "Soundness unknown"}
+_VERDICTS = {"sound": "Reliable", "doubtful": "Unreliable", "unknown": "Measurement quality unknown"}
 
 
 def write_opening(report: Report) -> str:
     strip = (
-        '<p class="strip" role="note"><strong>This report is not complete.</strong> It was interrupted or is still '
-        "being made; what is missing says so in its place.</p>"
+        '<p class="strip" role="note"><strong>This report is incomplete.</strong> It was interrupted or is still '
+        "being made. Each missing part says how to get it.</p>"
     )
     return f"""<header class="opening" id="top">
 {strip if report.is_partial else ""}
@@ -50,7 +50,7 @@ def _write_fact(fact: Fact) -> str:
 
 
 def _figure(fact: Fact, value: Cell) -> str:
-    """The number, and its unit smaller behind it."""
+    """Return the number with its unit in smaller type."""
     number, space, unit = format_value(fact.kind, value).partition(" ")
     if isinstance(value, str) or not unit:
         return markup(f"{number}{space}{unit}", _MOST_WORDS)
@@ -58,7 +58,7 @@ def _figure(fact: Fact, value: Cell) -> str:
 
 
 def _ratio(value: Cell, before: Cell) -> str:
-    """B's value as a multiple of A's, where both are numbers."""
+    """Return B's value as a multiple of A's, where both are numbers."""
     if isinstance(value, str) or isinstance(before, str) or value is None or not before:
         return ""
     return format_value("ratio", value / before)
@@ -71,7 +71,7 @@ def _write_soundness(soundness: Soundness) -> str:
         return f'<p class="soundness {soundness.verdict}">{line}</p>'
     details = "".join(f"<li>{prose(detail)}</li>" for detail in soundness.details)
     return (
-        f'<details class="soundness {soundness.verdict}"><summary>{line}<span class="more">what it rests on</span>'
+        f'<details class="soundness {soundness.verdict}"><summary>{line}<span class="more">Details</span>'
         f"</summary><ul>{details}</ul></details>"
     )
 
@@ -145,14 +145,14 @@ def _write_remark(advice: Advice) -> str:
 
 
 def write_copyable(copyable: Copyable) -> str:
-    """Something to copy: the button is the script's, and without it the text can be marked by hand."""
+    """Return text with a copy button. The button needs the script; without it the text can be selected."""
     code = markup(copyable.text, COPYABLE, lines=True)
     is_code = "\n" in code
     if not is_code:
-        # A command is broken between its words; left alone, browsers break it after the hyphens of a flag.
+        # Break a command only between words: browsers would break it after the hyphens of a flag.
         code = re.sub(r"\S+", r"<span>\g<0></span>", code)
     label = f'<span class="label">{markup(copyable.label)}</span>' if copyable.label else ""
     return (
         f'<div class="copyable{" lines" if is_code else ""}">{label}<pre tabindex="0"><code>{code}</code></pre>'
-        '<button type="button" class="copy" hidden>copy</button></div>'
+        '<button type="button" class="copy" hidden>Copy</button></div>'
     )

@@ -1,7 +1,7 @@
-"""What the script draws or answers with, as plain JSON, as small as it is without a decoder.
+"""The data of the page's script as plain JSON, as small as possible without a decoder.
 
-Columns instead of objects, texts once and by their place, times as differences, and one number where a whole column
-is the same. Every text goes through `clean`. Numbers that JSON does not have are null.
+Columns instead of objects, each text once and referred to by its index, times as differences, and one number for a
+column of equal values. Every text goes through `clean`. Numbers that JSON does not have become null.
 """
 
 import math
@@ -27,15 +27,15 @@ from stepscope.render.formats import NAME, PROSE, clean
 from stepscope.render.site.charts import pack_drawing
 from stepscope.render.site.sections import name_inner
 
-_COUNT_DIGITS = 6  # counts are means of steps, and times are divided by them
+_COUNT_DIGITS = 6  # counts are means over steps, and times are divided by them
 _MOST_DETAIL, _MOST_LABEL = 600, 60
 _MOST_DETAIL_LINES = 30
-# Times are kept to a thousandth of a slice: finer than any screen shows, and shorter to write than a float.
+# Times are rounded to a thousandth of a slice: finer than any screen, and shorter than a float.
 _TIME_DIGITS = 3
 
 
 def pack_exhibits(report: Report) -> dict[str, Any]:
-    """Everything that is drawn, by the key of its place on the page."""
+    """Return the data of all charts, by their key on the page."""
     exhibits = [exhibit for section in report.sections for exhibit in section.exhibits]
     what = next((exhibit.part.what for exhibit in exhibits if isinstance(exhibit.part, Breakdown)), "kernels")
     return {key: packed for exhibit in exhibits for key, packed in _pack_part(exhibit.key, exhibit.part, what)}
@@ -57,7 +57,7 @@ def _pack_part(key: str, part: Part | None, what: str) -> Iterable[tuple[str, di
 
 
 def _pack_beside(key: str, part: Part | None, beside: Beside, what: str) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Steps and memory side by side are compared by their size: one scale for all."""
+    """Steps and memory of two runs share one scale, so that their sizes can be compared."""
     match part:
         case Lanes():
             yield key, pack_lanes(part, max(other.span_ns for other in beside.parts if isinstance(other, Lanes)))
@@ -69,7 +69,7 @@ def _pack_beside(key: str, part: Part | None, beside: Beside, what: str) -> Iter
 
 
 def pack_breakdown(part: Breakdown) -> dict[str, Any]:
-    """Times in whole nanoseconds: the least that a recording tells apart."""
+    """Return a breakdown, with times in whole nanoseconds, the resolution of a recording."""
     return {
         "runs": [clean(run, 20) for run in part.runs],
         "what": clean(part.what, 40),
@@ -82,7 +82,7 @@ def pack_breakdown(part: Breakdown) -> dict[str, Any]:
             }
             for dimension in part.dimensions
         ],
-        # A column a dimension.
+        # One column per dimension.
         "places": [[row[at] for row in part.places] for at in range(len(part.dimensions))],
         "times": [[_whole(time) for time in column] for column in part.times_ns],
         "counts": [[_shorten(count) for count in column] for column in part.counts],
@@ -94,7 +94,7 @@ def pack_breakdown(part: Breakdown) -> dict[str, Any]:
 
 
 def _whole(time_ns: float) -> int:
-    """JSON has no number for what is not finite, and a damaged recording may."""
+    """Return whole nanoseconds; 0 for infinities and NaN, which JSON does not have and a damaged recording may."""
     return round(time_ns) if math.isfinite(time_ns) else 0
 
 
@@ -106,7 +106,7 @@ def _shorten(count: float) -> float:
 
 
 def pack_lanes(lanes: Lanes, longest_ns: int | None = None) -> dict[str, Any]:
-    """A step. `longest_ns` is what the axis reaches at least."""
+    """Return a step. `longest_ns` is the least length of the axis."""
     return {
         "title": clean(lanes.title),
         "span": lanes.span_ns,
@@ -122,7 +122,7 @@ def pack_lanes(lanes: Lanes, longest_ns: int | None = None) -> dict[str, Any]:
 
 
 def _pack_spans(spans: Spans) -> dict[str, Any]:
-    """Gaps and lengths: a gap is from the end of the span before, and so a small number, often 0."""
+    """Return gaps and lengths. A gap starts at the end of the previous span, so it is a small number, often 0."""
     ends = [start + length for start, length in zip(spans.starts_ns, spans.lengths_ns, strict=True)]
     gaps = [start - end for start, end in zip(spans.starts_ns, (0, *ends), strict=False)]
     return {
@@ -135,7 +135,7 @@ def _pack_spans(spans: Spans) -> dict[str, Any]:
 
 
 def _pack_column(values: Sequence[int]) -> list[int] | int:
-    """One number where all are the same."""
+    """Return one number if all are equal."""
     return values[0] if values and len(set(values)) == 1 else list(values)
 
 
@@ -143,13 +143,14 @@ def _pack_column(values: Sequence[int]) -> list[int] | int:
 
 
 def find_highest(timeline: Timeline) -> int:
-    """How high a timeline reaches, its line included: what two of them side by side share as their scale."""
+    """Return the greatest height of a timeline, including its line; two next to each other share it as their scale."""
     totals = (sum(heights) for heights in zip(*(area.values for area in timeline.areas), strict=True))
     return max((*totals, *(timeline.line.values if timeline.line else ())), default=0)
 
 
 def pack_timeline(timeline: Timeline, detail: float = DEFAULT_DETAIL, highest: int | None = None) -> dict[str, Any]:
-    """A timeline with this share of its pieces told apart at first. `highest` is what the axis reaches at least."""
+    """Return a timeline with this share of its pieces drawn one by one at first. `highest` is the least height of the
+    axis."""
     bands = [*timeline.areas, *([timeline.line] if timeline.line else [])]
     sizes = (piece.size for piece in timeline.pieces)
     grain = math.gcd(*(value for band in bands for value in band.values), *sizes) or 1
@@ -190,7 +191,7 @@ def _pack_area(area: Area, grain: int) -> dict[str, Any]:
 
 
 def _pack_pieces(timeline: Timeline, grain: int, strings: dict[str, int]) -> dict[str, Any]:
-    """The pieces as columns. Their texts become places in `strings`, which is filled on the way."""
+    """Return the pieces as columns. Their texts become indices into `strings`, which this function fills."""
 
     def place(texts: Iterable[str]) -> list[int]:
         return [strings.setdefault(clean(text), len(strings)) for text in texts]

@@ -1,17 +1,17 @@
-// What the charts of a page share: a canvas as sharp as the screen, text that fits, and a view
-// that moves under a pointer, fingers and keys. It knows nothing of what is drawn.
+// What the canvas charts share: a canvas at screen resolution, text that fits, and a view that moves with pointer, fingers
+// and keys. Independent of what is drawn.
 const plotting = (() => {
   const FAMILY = getComputedStyle(document.documentElement).getPropertyValue("--font").trim();
   const FONT = `12px ${FAMILY}`;
   const BOLD_FONT = `bold ${FONT}`;
-  // A press that moves less than this, in pixels, was meant as a click.
+  // A press that moves less than this, in pixels, is a click.
   const CLICK_PIXELS = 4;
 
   // ---- canvases
 
   const findRatio = () => Math.min(window.devicePixelRatio || 1, 3);
 
-  // Sets a canvas to a size in CSS pixels and empties it; what is drawn next is in CSS pixels.
+  // Resizes and clears a canvas; sizes and later drawing are in CSS pixels.
   function openCanvas(canvas, width, height) {
     const ratio = findRatio();
     const [columns, rows] = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -27,7 +27,7 @@ const plotting = (() => {
     return context;
   }
 
-  // Draws once a frame, however often it is asked to. A chart that is not laid out has nothing to draw on.
+  // Draws at most once per frame. A chart without layout cannot be drawn on.
   function onceAFrame(draw) {
     let frame = 0;
     return () => {
@@ -51,7 +51,7 @@ const plotting = (() => {
     context.stroke();
   }
 
-  // As much of a text as the width holds, or nothing where that would be too little to be read.
+  // As much of a text as fits the width, or nothing if that is too little to read.
   function fitText(context, text, width) {
     if (width < 8) return "";
     const whole = context.measureText(text).width;
@@ -68,10 +68,10 @@ const plotting = (() => {
 
   // ---- moving
 
-  // Turns what a reader does into calls: `zoom(factor, share, isShift)`, `pan(across, up)` in shares of the view,
-  // `reset()`, `point(place, event)` with null when the pointer left, `click(place, event)`. `frame()` is where the plot
-  // lies in the canvas. The wheel is the page's until the chart was clicked or Ctrl is held, and where there is
-  // nothing left to zoom out of: a page that stops scrolling because a chart came by is a trap.
+  // Turns events into calls: `zoom(factor, share, isShift)`, `pan(across, up)` in shares of the view, `reset()`,
+  // `point(place, event)` with null once the pointer has left, `click(place, event)`. `frame()` is the plot's rectangle in
+  // the canvas. The wheel scrolls the page until the chart is clicked or Ctrl is held, and when the chart cannot zoom out
+  // further: a page must not stop scrolling because a chart moves under the pointer.
   function makeMovable(canvas, { frame, zoom, pan, reset, point, click, isWhole, keys = {}, wheelIsFree = false }) {
     const fingers = new Map();
     let pressed = null;
@@ -118,7 +118,7 @@ const plotting = (() => {
     };
     canvas.addEventListener("pointerup", release);
     canvas.addEventListener("pointercancel", release);
-    // A finger that is lifted leaves what it touched on the screen, to be read; the next touch elsewhere takes it away.
+    // After a touch, the tooltip stays until the next touch elsewhere.
     canvas.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && point(null, event));
     document.addEventListener("pointerdown", (event) => event.target !== canvas && point(null, event));
     canvas.addEventListener("dblclick", reset);

@@ -1,4 +1,4 @@
-"""The sections of a page: their leads, their exhibits as HTML, and what is missing in its place."""
+"""The sections of a page as HTML: the lead, the exhibits, and a box for each one that was not measured."""
 
 from collections.abc import Iterable
 from html import escape
@@ -23,7 +23,8 @@ from stepscope.findings import (
 )
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.site.charts import write_body
-from stepscope.render.site.html import FOLDED_FROM, markup, prose, write_notes, write_summary, write_table
+from stepscope.render.site.hints import write_hint
+from stepscope.render.site.html import MOST_OPEN, markup, prose, write_notes, write_summary, write_table
 from stepscope.render.site.opening import write_copyable
 
 KINDS: dict[type, str] = {
@@ -35,7 +36,7 @@ KINDS: dict[type, str] = {
     Bars: "bars",
 }
 
-_NOT_KNOWN = "Not known of this run."
+_NOT_KNOWN = "Not measured in this run."
 
 
 def write_navigation(report: Report) -> str:
@@ -46,7 +47,7 @@ def write_navigation(report: Report) -> str:
     return (
         '<nav class="sections" aria-label="Sections"><a class="brand" href="#top">stepscope</a>'
         f'<ul><li><a href="#top">Summary</a></li>{links}</ul>'
-        '<button type="button" id="theme" class="quiet" hidden>theme: auto</button></nav>'
+        '<button type="button" id="theme" class="quiet" hidden>Theme: auto</button></nav>'
     )
 
 
@@ -55,20 +56,38 @@ def write_sections(report: Report, palette: Palette) -> str:
 
 
 def _write_section(section: Section, palette: Palette) -> str:
-    key = f"section-{escape(section.key)}"  # an exhibit may have the same key, and has it as its id
+    key = f"section-{escape(section.key)}"  # not the plain key, which may be the id of an exhibit
     lead = "".join(f'<p class="lead">{prose(line)}</p>' for line in section.lead.split("\n") if line)
     exhibits = "\n".join(_write_exhibits(section, palette))
     missing = "".join(map(_write_missing, section.missing))
     return f"""<section class="section" id="{key}" aria-labelledby="{key}-title">
-<h2 id="{key}-title">{markup(section.title)}</h2>
+<div class="titled"><h2 id="{key}-title">{markup(section.title)}</h2>{_write_section_hint(section)}</div>
 {lead}
 {exhibits}
 {missing}
 </section>"""
 
 
+def _write_section_hint(section: Section) -> str:
+    """The hint of a chart whose title is left out because the section has the same one."""
+    hints = (_find_hint(one.part) for one in section.exhibits if one.part.title == section.title)
+    return next(filter(None, hints), "")
+
+
+def _find_hint(part: Part | None) -> str:
+    match part:
+        case Lanes() | Breakdown() | Roofline() | Figure() | Timeline() | Bars():
+            return write_hint(part)
+        case Beside():
+            untitled = (inner for inner in part.parts if inner is not None and inner.title == part.title)
+            return next(filter(None, map(_find_hint, untitled)), "")
+        case _:
+            return ""
+
+
 def _write_exhibits(section: Section, palette: Palette) -> Iterable[str]:
-    """Tables that follow one another share a box, in which narrow ones stand side by side."""
+    """Tables that follow one another share a box, where narrow ones are side by side. A long table is closed unless it
+    comes first."""
     first = section.exhibits[:1]
     for is_table, exhibits in groupby(section.exhibits, key=lambda exhibit: isinstance(exhibit.part, Table)):
         written = "\n".join(
@@ -77,7 +96,7 @@ def _write_exhibits(section: Section, palette: Palette) -> Iterable[str]:
                 exhibit.key,
                 section.title,
                 palette,
-                folded=exhibit not in first and _is_long(exhibit.part),
+                is_closed=exhibit not in first and _is_long(exhibit.part),
             )
             for exhibit in exhibits
         )
@@ -87,7 +106,7 @@ def _write_exhibits(section: Section, palette: Palette) -> Iterable[str]:
 def _is_long(part: Part | None) -> bool:
     if isinstance(part, Beside):
         return any(map(_is_long, part.parts))
-    return isinstance(part, Table) and len(part.rows) > FOLDED_FROM
+    return isinstance(part, Table) and len(part.rows) > MOST_OPEN
 
 
 def _write_missing(missing: Missing) -> str:
@@ -97,16 +116,26 @@ def _write_missing(missing: Missing) -> str:
     )
 
 
-def write_part(part: Part, key: str, above: str, palette: Palette, run: str = "", *, folded: bool = False) -> str:
-    """A part's HTML. A title that repeats the one above it is left out. `run` is whose it is, beside another's; a
-    `folded` table shows its title until it is opened."""
+def write_part(
+    part: Part,
+    key: str,
+    above: str,
+    palette: Palette,
+    run: str = "",
+    *,
+    is_closed: bool = False,
+    is_whole: bool = False,
+) -> str:
+    """Return a part as HTML. A title that repeats the one `above` it is left out; `run` names the run of a part that
+    is next to another run's. A table that `is_closed` shows only its title, and one that `is_whole` all rows."""
     match part:
         case Table():
-            return write_table(part, escape(key), titled=part.title != above, run=run, folded=folded)
+            titled = part.title != above
+            return write_table(part, escape(key), titled=titled, run=run, is_closed=is_closed, is_whole=is_whole)
         case Questions():
             return _write_questions(part, escape(key), above)
         case Beside():
-            return _write_beside(part, key, above, palette, folded=folded)
+            return _write_beside(part, key, above, palette, is_closed=is_closed)
         case _:
             return write_chart(part, escape(key), above, palette)
 
@@ -114,7 +143,7 @@ def write_part(part: Part, key: str, above: str, palette: Palette, run: str = ""
 def write_chart(
     part: Lanes | Breakdown | Roofline | Figure | Timeline | Bars, key: str, above: str, palette: Palette
 ) -> str:
-    title = _write_title(part.title, above)
+    title = _write_title(part.title, above, write_hint(part))
     subtitle = part.subtitle if isinstance(part, Figure | Timeline) else ""
     below = f"<p>{prose(subtitle)}</p>" if subtitle else ""
     caption = f"<figcaption>{title}{below}</figcaption>" if title or below else ""
@@ -133,8 +162,8 @@ def _write_questions(questions: Questions, key: str, above: str) -> str:
     return f'<div class="questions" id="{key}">{title}{items}</div>'
 
 
-def _write_title(title: str, above: str) -> str:
-    return f"<h3>{markup(title)}</h3>" if title and title != above else ""
+def _write_title(title: str, above: str, hint: str = "") -> str:
+    return f'<div class="titled"><h3>{markup(title)}</h3>{hint}</div>' if title and title != above else ""
 
 
 def _write_question(question: Question) -> str:
@@ -149,33 +178,33 @@ def _write_answer(question: Question) -> str:
     figure = f'<p class="figure">{markup(question.figure)}</p>' if question.figure else ""
     evidence = ""
     if question.evidence is not None:
-        table = write_table(question.evidence, "", titled=False).replace(' id=""', "", 1)
-        evidence = f"<details><summary>evidence</summary>{table}</details>"
+        table = write_table(question.evidence, "", titled=False)
+        evidence = f"<details><summary>Evidence</summary>{table}</details>"
     command = write_copyable(Copyable(label="", text=question.command)) if question.command else ""
     return f'{figure}<p class="answer">{prose(question.answer)}</p>{command}{evidence}'
 
 
-def _write_beside(beside: Beside, key: str, above: str, palette: Palette, *, folded: bool) -> str:
-    title = _write_title(beside.title, above)
+def _write_beside(beside: Beside, key: str, above: str, palette: Palette, *, is_closed: bool) -> str:
+    title = _write_title(beside.title, above, _find_hint(beside))
     asked = [part if isinstance(part, Questions) else None for part in beside.parts]
     if any(asked):
-        return f'<div class="beside" id="{escape(key)}">{title}{_write_both_answers(beside.runs, asked)}</div>'
+        return f'<div class="pair" id="{escape(key)}">{title}{_write_both_answers(beside.runs, asked)}</div>'
     alone = " alone" if sum(part is not None for part in beside.parts) < 2 else ""
     columns = []
     for number, (run, part) in enumerate(zip(beside.runs, beside.parts, strict=True)):
         inner = f'<p class="quiet">{_NOT_KNOWN}</p>'
         if part is not None:
-            inner = write_part(part, name_inner(key, number), beside.title, palette, run)
+            inner = write_part(part, name_inner(key, number), beside.title, palette, run, is_whole=is_closed)
         columns.append(f'<div class="side"><p class="run">{markup(run)}</p>{inner}</div>')
     sides = f'<div class="sides{alone}">{"".join(columns)}</div>'
-    if folded and beside.title:
+    if is_closed and beside.title:
         most = max(len(part.rows) for part in beside.parts if isinstance(part, Table))
-        return f'<details class="fold beside" id="{escape(key)}">{write_summary(beside.title, most)}{sides}</details>'
-    return f'<div class="beside" id="{escape(key)}">{title}{sides}</div>'
+        return f'<details class="fold pair" id="{escape(key)}">{write_summary(beside.title, most)}{sides}</details>'
+    return f'<div class="pair" id="{escape(key)}">{title}{sides}</div>'
 
 
 def _write_both_answers(runs: tuple[str, ...], asked: list[Questions | None]) -> str:
-    """Each question once, with the answers of the runs beside each other."""
+    """Each question once, with the answers of both runs next to each other."""
     by_run = [{question.question: question for question in part.questions} if part else {} for part in asked]
     articles = []
     for text in dict.fromkeys(text for questions in by_run for text in questions):
@@ -196,12 +225,12 @@ def _write_one_of_both(question: Question | None) -> str:
 
 
 def name_inner(key: str, number: int) -> str:
-    """The key of a part that stands beside another."""
+    """Return the key of a part that is next to another run's."""
     return f"{key}-{'abcdefgh'[number]}"
 
 
 def write_footer(report: Report) -> str:
     commands = "".join(map(write_copyable, report.commands))
-    again = f'<h2>Make it again</h2><div class="commands">{commands}</div>' if commands else ""
+    again = f'<h2>Reproduce this report</h2><div class="commands">{commands}</div>' if commands else ""
     version = f" {markup(report.version, 60)}" if report.version else ""
-    return f'<footer class="footer">{again}<p class="version">Made by stepscope{version}.</p></footer>'
+    return f'<footer class="footer">{again}<p class="version">Made with stepscope{version}.</p></footer>'

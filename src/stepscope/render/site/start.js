@@ -1,4 +1,4 @@
-// Starts the page: builds charts as they come near, marks the section that is read, and gives buttons their work.
+// Starts the page: builds charts before they scroll into view, marks the current section, and connects the buttons.
 
 const root = document.documentElement;
 root.classList.add("js");
@@ -22,7 +22,7 @@ function build(figure) {
   }
 }
 
-// Narrows the breakdown from another chart; says whether it could.
+// Narrows the breakdown from another chart; returns whether it could.
 page.narrow = (dimension, value) => {
   const figure = document.querySelector("figure.breakdown");
   if (figure) build(figure);
@@ -41,7 +41,7 @@ const nearing = new IntersectionObserver((entries) => {
 figures.forEach((figure) => nearing.observe(figure));
 if (figures.length === 1) build(figures[0]);
 
-// Before a jump everything is built: what grows on the way would push the target out of the window.
+// Build everything before a jump: a chart that grows on the way would push the target out of the window.
 for (const link of document.querySelectorAll('a[href^="#"]')) link.addEventListener("click", () => figures.forEach(build));
 if (location.hash) {
   figures.forEach(build);
@@ -55,12 +55,12 @@ themeButton.hidden = false;
 themeButton.addEventListener("click", () => {
   const next = THEMES[(THEMES.indexOf(root.dataset.theme) + 1) % THEMES.length];
   setTheme(next);
-  themeButton.textContent = `theme: ${next}`;
+  themeButton.textContent = `Theme: ${next}`;
 });
 darkness.addEventListener("change", themeChanged);
 onTheme(redrawAll);
 
-// On paper everything is drawn, and light.
+// Print all charts, in the light theme.
 let themeOnScreen = root.dataset.theme;
 addEventListener("beforeprint", () => {
   themeOnScreen = root.dataset.theme;
@@ -75,7 +75,7 @@ const links = new Map([...document.querySelectorAll("nav.sections li a")].map((l
 const places = [...links.keys()].map((id) => document.getElementById(id)).filter(Boolean);
 let current = null;
 
-// The last section that has begun above the upper third of the window; at the very end, the last.
+// The last section that starts above the upper third of the window; at the end of the page, the last one.
 function markSection() {
   const line = innerHeight / 3;
   const isAtEnd = scrollY > 0 && scrollY + innerHeight >= root.scrollHeight - 2;
@@ -109,18 +109,18 @@ markSection();
 
 // ---- copying
 
-// The clipboard may be refused to a file: then the text is marked, and one key copies it.
+// A browser may refuse the clipboard to a local file: then the text is selected, ready to copy.
 async function copy(box, made) {
   const code = box.querySelector("code");
   try {
     await navigator.clipboard.writeText(code.textContent);
-    made.textContent = "copied";
+    made.textContent = "Copied";
   } catch {
     getSelection().selectAllChildren(code);
-    made.textContent = document.execCommand("copy") ? "copied" : "marked: press Ctrl+C";
+    made.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl+C";
   }
   say(made.textContent);
-  setTimeout(() => { made.textContent = "copy"; }, 2000);
+  setTimeout(() => { made.textContent = "Copy"; }, 2000);
 }
 
 for (const box of document.querySelectorAll(".copyable")) {
@@ -143,6 +143,7 @@ addEventListener("keydown", (event) => {
     search.select();
   } else if (event.key === "Escape") {
     tip.hide();
+    for (const hint of document.querySelectorAll(".hint[open]")) hint.open = false;
     dispatchEvent(new Event("clear"));
   }
 });

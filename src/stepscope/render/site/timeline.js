@@ -1,11 +1,11 @@
-// A timeline as a chart: its data, what lies where, and what a reader does with it. timeline_painter.js draws it.
-// Several can stand on one page; each has its own state, in `model`.
+// A timeline as a chart: its data, layout and interaction. timeline_painter.js draws it. A page can have several; each has
+// its own state, in `model`.
 //
-// Areas and pieces are written into pixels directly, column by column: a frame costs what the canvas has pixels, not
-// what the timeline has events. As paths, a lively area makes every piece above it one of a thousand corners.
-// Columns that hold several slices show the highest of them, so that no peak is lost at any zoom.
+// Areas and pieces are written to pixels directly, column by column: the cost of a frame depends on the pixels of the
+// canvas, not on the events of the timeline. As paths, every piece above a busy area would have a thousand corners.
+// Columns with several slices show the highest of them, so that no peak is lost at any zoom.
 function layTimeline(part, page) {
-  // The data, unpacked: heights in steps of `grain` and as differences, pieces as columns.
+  // Unpack the data: heights are differences in units of `grain`, pieces are columns.
   const times = Float64Array.from(part.times);
   const numSlices = times.length;
   const accumulate = (steps) => {
@@ -32,18 +32,18 @@ function layTimeline(part, page) {
   const totals = new Float64Array(numSlices);
   const view = { start: first, end, low: 0, high: 1 };
   const state = { numShown: 0, chosen: -1, pointer: null, top: 1 };
-  // Where the plot lies in the canvas, and which columns of it show one slice together, from left to right.
+  // The position of the plot in the canvas, and the runs of columns that show the same slice, from left to right.
   const plot = { left: 0, top: 0, width: 1, height: 1, ratio: 1 };
   const runs = { slices: new Int32Array(0), edges: new Int32Array(1) };
 
-  // ---- words and numbers
+  // ---- text and numbers
 
   const formatHeight = (value) =>
     part.bytes ? page.formatBytes(value) : `${page.formatNumber(value)} ${part.yUnit}`.trim();
   const formatTime = (value) => `${page.formatNumber(value)} ${part.xUnit}`.trim();
   const timeOf = (slice) => (slice < numSlices ? times[slice] : end);
 
-  // The unit of the vertical axis, and how much one of it is.
+  // The unit of the vertical axis, and its size.
   function findUnit() {
     if (!part.bytes) return [part.yUnit, 1];
     let power = 0;
@@ -51,9 +51,9 @@ function layTimeline(part, page) {
     return [UNITS[power], 1024 ** power];
   }
 
-  // ---- what is where
+  // ---- layout
 
-  // With everything shown, two timelines side by side reach as high as the higher of them.
+  // With all areas shown, two timelines next to each other share the height of the higher one.
   function sumUp() {
     totals.fill(0);
     for (const area of areas) if (area.shown) for (let at = 0; at < numSlices; at++) totals[at] += area.values[at];
@@ -64,7 +64,7 @@ function layTimeline(part, page) {
     Object.assign(view, { low: 0, high: state.top });
   }
 
-  // The first place in ascending numbers whose value is not below another.
+  // The first index in ascending numbers whose value is at least the given one.
   function findPlace(values, value) {
     let low = 0;
     let high = values.length;
@@ -102,12 +102,12 @@ function layTimeline(part, page) {
     Object.assign(runs, { slices: Int32Array.from(slices), edges: Int32Array.from(edges) });
   }
 
-  // Pieces too thin for a pixel melt into their area like those that were not asked for.
+  // Pieces thinner than a pixel merge into their area, like those beyond the slider.
   const isToldApart = (piece, leastSize) =>
     piece.index === state.chosen || (piece.index < state.numShown && piece.size >= leastSize);
   const sizeOfPixel = () => (view.high - view.low) / (plot.height * plot.ratio);
 
-  // What lies at a height of one slice: its area and piece, if any.
+  // The area at a height of a slice, and the piece if there is one.
   function findAt(slice, height) {
     const leastSize = sizeOfPixel();
     let bottom = 0;
@@ -165,7 +165,7 @@ charts.timeline = (root, part, page) => {
   const [back, front, detail, shown] = ["canvas.back", "canvas.front", "input", ".shown"].map(find);
   const painter = makeTimelinePainter(model, back, front, page);
   const redraw = plotting.onceAFrame(painter.draw);
-  // On a page of its own, the largest pieces are in a table.
+  // A page with a single chart has a table of the largest pieces.
   const rows = part.isAlone ? [...document.querySelectorAll("#pieces tbody tr")] : [];
 
   // ---- the view
@@ -230,7 +230,7 @@ charts.timeline = (root, part, page) => {
     }
   }
 
-  // Choosing a row marks its piece in the chart.
+  // Selecting a row marks its piece in the chart.
   function listenToTable() {
     rows.forEach((row, at) => {
       row.tabIndex = 0;

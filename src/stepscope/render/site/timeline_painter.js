@@ -1,4 +1,4 @@
-// Draws a timeline, and what is under the pointer, from what timeline.js says lies where.
+// Draws a timeline and its pointer from the layout in timeline.js.
 function makeTimelinePainter(model, back, front, page) {
   const { part, areas, line, lanes, view, state, plot, runs, numSlices, times, totals } = model;
   const { formatHeight, formatTime, toX, toY, timeOf } = model;
@@ -41,7 +41,7 @@ function makeTimelinePainter(model, back, front, page) {
     const width = pixels.width;
     const last = Math.min(pixels.height, Math.round(low)) * width;
     for (let row = Math.max(0, Math.round(high)) * width; row < last; row += width) {
-      // A call for a pixel or two costs more than the pixels.
+      // A call costs more than a pixel or two.
       if (to - from > 16) words.fill(colour, row + from, row + to);
       else for (let at = row + from; at < row + to; at++) words[at] = colour;
     }
@@ -70,7 +70,7 @@ function makeTimelinePainter(model, back, front, page) {
     });
   }
 
-  // One piece over the runs it lives in, with a line along its top and its sides.
+  // Fills one piece over its runs, with a line along its top and its sides.
   function paintPiece(words, piece, turn, filled, tops, toRow) {
     const fills = theme.fills[piece.area];
     const chosen = piece.index === state.chosen;
@@ -103,7 +103,7 @@ function makeTimelinePainter(model, back, front, page) {
     names.push(passage);
   }
 
-  // Names of pieces, each in the longest straight part of its piece, where that has room for one.
+  // Writes the name of a piece in its longest straight part, if there is room.
   function drawNames(context) {
     Object.assign(context, { textAlign: "center", textBaseline: "middle" });
     for (const { piece, fill, left, right, low, high } of names) {
@@ -125,7 +125,7 @@ function makeTimelinePainter(model, back, front, page) {
     drawAxes(context);
     if (numSlices) {
       paintAreas();
-      // Through a canvas of its own, as pixels that are put directly replace the grid where they are transparent.
+      // Through another canvas: putImageData would replace the grid with transparent pixels.
       layer.getContext("2d").putImageData(pixels, 0, 0);
       context.drawImage(layer, plot.left, plot.top, plot.width, plot.height);
       drawStretches(context);
@@ -209,7 +209,7 @@ function makeTimelinePainter(model, back, front, page) {
     context.restore();
   }
 
-  // The highest of what is shown: with an area switched off it is another instant than the peak in the heading.
+  // The peak of the visible areas: with an area hidden it can differ from the peak in the heading.
   function drawPeak(context) {
     const best = model.findPeak();
     const x = toX((times[best] + timeOf(best + 1)) / 2);
@@ -230,7 +230,7 @@ function makeTimelinePainter(model, back, front, page) {
     context.fillText(text, place, level);
   }
 
-  // How high on the canvas the line comes between two places: a label stands above it.
+  // The highest point of the line between two places: a label goes above it.
   function highestOfLine(left, right) {
     let highest = Infinity;
     for (let run = 0; line && line.shown && run < runs.slices.length; run++) {
@@ -261,7 +261,7 @@ function makeTimelinePainter(model, back, front, page) {
     state.isTelling = true;
   }
 
-  // What is under the pointer, in lines for the tip.
+  // The tooltip for the pointer, as lines.
   function describe(slice, found) {
     const lines = [];
     if (found && found.piece) {

@@ -1,0 +1,83 @@
+"""The hint of each kind of chart: how to read it, and what a pointer, fingers and keys do.
+
+It is behind a `?` next to the chart's title, and is a `details` element: it opens without a script, and by keyboard.
+"""
+
+from typing import NamedTuple
+
+from stepscope.findings import Bars, Breakdown, Figure, Lanes, Roofline, Timeline
+from stepscope.render.site.html import prose
+
+
+class Hint(NamedTuple):
+    """Lines on how to read a chart, and on how to use it with a mouse and keys, or with fingers. The style sheet shows
+    one of the last two."""
+
+    reading: tuple[str, ...]
+    mouse: tuple[str, ...]
+    touch: tuple[str, ...] = ()
+
+
+_TOUCH = "Pinch to zoom, drag with one finger to move, and tap to see details."
+_ONLY = "Select a name in the legend to show only that class."
+_HINTS: dict[type, Hint] = {
+    Lanes: Hint(
+        reading=(
+            "Colours are classes. Where kernels are too short to draw, a column has the colour of the class that takes "
+            "most of its time. Empty columns are idle time.",
+            _ONLY,
+        ),
+        mouse=(
+            "Zoom with Ctrl and the wheel, or click the chart and use the wheel. Drag the chart or the strip above it "
+            "to move.",
+            "Click a kernel to narrow the breakdown to its class.",
+            "Keys: ← → move, + − zoom, 0 shows the whole step, N and P select the next and the previous span, ↑ ↓ "
+            "change the track, F zooms to the selected span.",
+        ),
+        touch=(_TOUCH,),
+    ),
+    Breakdown: Hint(
+        reading=(
+            "Colours are classes.",
+            "Select a bar to narrow all other lists and the table to it; select it again to undo.",
+        ),
+        mouse=("Keys: ↑ ↓ move within a list, ← → between lists, / searches, Esc clears the selection.",),
+    ),
+    Roofline: Hint(
+        reading=(
+            "A point is all calls of one operator with one shape; its area is their time per step.",
+            "Points under the slope are limited by memory bandwidth, points under a flat line by compute. The distance "
+            "from a point up to its line is the possible gain.",
+            _ONLY,
+        ),
+        mouse=("Keys: ← → move from point to point.",),
+        touch=("Tap a point to see details.",),
+    ),
+    Figure: Hint(
+        reading=("Select a name in the legend to hide or show it.",),
+        mouse=("Hover over a point to see its values. Keys: ← → move from point to point.",),
+        touch=("Tap a point to see its values.",),
+    ),
+    Timeline: Hint(
+        reading=(
+            "Areas are stacked. The slider sets how many of the largest pieces are drawn one by one.",
+            "Select a name in the legend to hide or show it.",
+        ),
+        mouse=(
+            "Zoom in time with the wheel, and in height with Shift and the wheel; in a report, click the chart first. "
+            "Drag to move.",
+            "Keys: arrows move, + − zoom, 0 or a double click shows the whole timeline.",
+        ),
+        touch=(_TOUCH,),
+    ),
+}
+
+
+def write_hint(part: Lanes | Breakdown | Roofline | Figure | Timeline | Bars) -> str:
+    """Return a `?` that opens how to read and use the chart; nothing for bars, which have their values next to them."""
+    hint = _HINTS.get(type(part))
+    if hint is None:
+        return ""
+    kinds = (("", hint.reading), (' class="for-mouse"', hint.mouse), (' class="for-touch"', hint.touch))
+    items = "".join(f"<li{kind}>{prose(line)}</li>" for kind, lines in kinds for line in lines)
+    return f'<details class="hint"><summary aria-label="How to read this chart">?</summary><ul>{items}</ul></details>'
