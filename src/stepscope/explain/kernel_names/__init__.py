@@ -24,7 +24,7 @@ from stepscope.explain.kernel_names.vocabulary import CLASSES, KernelClass, Kern
 __all__ = ["CLASSES", "KernelClass", "KernelName", "NamePart", "decode", "describe"]
 
 # The most frequent families come first. The order matters for nested names: attention kernels and cuDNN's convolutions
-# # have CUTLASS wrappers. The fallback by words comes last.
+# have CUTLASS wrappers. The fallback by words comes last.
 _FAMILIES: tuple[Callable[[Anatomy], KernelName | None], ...] = (
     communication.recognise_transfer,
     inductor.recognise,

@@ -155,7 +155,7 @@ def _explain_nvjet_word(word: str) -> str:
         return "groups of warps share one tile; how is not documented"
     if "bias" in lower:
         return "the epilogue adds a bias"
-    return "not published"
+    return "not documented"
 
 
 def _decode_split_k_sum(anatomy: Anatomy) -> KernelName:

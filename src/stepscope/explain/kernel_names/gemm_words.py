@@ -99,7 +99,7 @@ def read(name: str) -> GemmReading:
         _read_word(reading, word, words, index)
     reading.split_k = reading.split_k or split_along_k(name)
     if reading.unknown:
-        reading.note(", ".join(dict.fromkeys(reading.unknown)), "no published meaning")
+        reading.note(", ".join(dict.fromkeys(reading.unknown)), "undocumented")
     return reading
 
 
