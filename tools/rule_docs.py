@@ -1,6 +1,7 @@
-"""Writes what docs/rule.md says of each rule, from the rules themselves: `python tools/rule_docs.py`.
+"""Generate the parts of docs/rule.md that describe the rules: `python tools/rule_docs.py`.
 
-The page has two parts between comments, the list of all rules and a section for each; the rest is written by hand.
+The page has two generated parts between comments: the list of rules and a section per rule. The rest is written by
+hand.
 """
 
 import re
@@ -15,7 +16,7 @@ _WIDTH = 120
 
 
 def fill_in(page: str) -> str:
-    """The page with both parts as the rules are now."""
+    """Return the page with both parts generated from the current rules."""
     for name, lines in (("rules", _list_rules()), ("pages", _describe_rules())):
         start, end = f"<!-- {name}: written by tools/rule_docs.py -->\n", f"<!-- end of {name} -->\n"
         before, found, rest = page.partition(start)
@@ -27,10 +28,10 @@ def fill_in(page: str) -> str:
 
 
 def _list_rules() -> Iterator[str]:
-    yield "| code | what it finds | for the built-in model |"
+    yield "| code | finding | what to do |"
     yield "| --- | --- | --- |"
     for rule in RULES.values():
-        yield f"| {rule.code} | {rule.title} | {_mark_flags(rule.builtin)} |"
+        yield f"| [{rule.code}](#{rule.code.lower()}) | {rule.title} | {rule.action} |"
 
 
 def _describe_rules() -> Iterator[str]:
@@ -39,24 +40,26 @@ def _describe_rules() -> Iterator[str]:
 
 
 def _describe_rule(rule: Rule) -> Iterator[str]:
-    yield f"### {rule.code}: {rule.title}"
+    yield f"### {rule.code}"
     yield ""
-    for lead, text in (
-        ("", rule.meaning),
-        ("**How it is seen.** ", rule.seen),
-        ("**The saving.** ", rule.saving),
-        ("**Built-in model.** ", _mark_flags(rule.builtin)),
-    ):
-        yield textwrap.fill(f"{lead}{text}", _WIDTH, break_long_words=False, break_on_hyphens=False)
-        yield ""
-    yield "```text"  # not `python`, which ruff would lay out differently
+    yield from _fill(f"**{rule.title}.** {rule.meaning}")
+    yield from _fill(f"**Fix.** {rule.action}:")
+    yield "```text"  # not `python`: ruff would reformat it
     yield from rule.own
     yield "```"
+    yield ""
+    yield from _fill(f"**Built-in model.** {_mark_flags(rule.builtin)}.")
+    yield from _fill(f"**How it is detected.** {rule.seen}")
+    yield from _fill(f"**Estimated saving.** {rule.saving}")
+
+
+def _fill(paragraph: str) -> Iterator[str]:
+    yield textwrap.fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False)
     yield ""
 
 
 def _mark_flags(text: str) -> str:
-    """Flags and commands as code."""
+    """Mark flags and commands as code."""
     return re.sub(
         r"--[a-z-]+(?: (?!or\b)[a-z0-9-]+(?=[ ,]|$))?|stepscope (?:doctor|kernel NAME)",
         lambda found: f"`{found[0]}`",

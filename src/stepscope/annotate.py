@@ -1,20 +1,19 @@
-"""Named ranges in a recording: `stepscope.annotate`.
+"""Named ranges in a trace: `stepscope.annotate`.
 
     @stepscope.annotate("rotate")                with stepscope.annotate("rotate"):
     def rotate(x): ...                               ...
 
     stepscope.annotate.push("rotate"); ...; stepscope.annotate.pop()
 
-Ranges exist only while a recorder runs; otherwise entering one is a look at a flag. Which recorder it is makes no
-difference to who annotates: `activate` chooses the one function that opens a range, in PyTorch's profiler or as NVTX.
+Ranges exist only while a recorder runs; otherwise, entering one checks a flag and returns. Annotated code does not
+depend on the recorder: `activate` chooses the function that opens a range, in PyTorch's profiler or as NVTX.
 
-Inside of compiled code a range does nothing: the question whether we are being compiled comes before any other, so
-that `torch.compile` folds the whole range away, and has no guard on our flag that would compile anew once a recorder
-starts.
+In compiled code, ranges do nothing. The check for compilation comes first, so `torch.compile` removes the whole range
+and adds no guard on our flag, which would trigger recompilation when a recorder starts.
 
-`torch.profiler.record_function` goes through the dispatcher and costs eight times as much as the class used here (17 µs
-against 2 µs a range on a 2-core VM), which its own compiler uses. Told that its scope is the user's, it is written as
-`user_annotation`, too; the profiler looks at that only where it records shapes, which ours does.
+`torch.profiler.record_function` goes through the dispatcher and costs 8× as much as the class used here, which
+PyTorch's own compiler uses (17 µs instead of 2 µs per range on a 2-core VM). With the user scope, its ranges are
+written as `user_annotation`, too. The profiler honors the scope only when it records shapes, as stepscope does.
 """
 
 import sys
@@ -37,7 +36,7 @@ _USER_SCOPE = {"scope": "user_scope"}
 
 
 class _Open(threading.local):
-    """The ranges that this thread has open, innermost last, each with its owner and with what closes it."""
+    """This thread's open ranges, innermost last: the owner of each, and the function that closes it."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[object, Close]] = []
@@ -47,13 +46,15 @@ _opened = _Open()
 
 
 class Range(AbstractContextManager["Range"]):
-    """One name. It may be entered any number of times, from any thread, and decorate any number of functions."""
+    """A named range. It can be entered any number of times, from any thread, and decorate any number of functions."""
 
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):
-            raise TypeError(f"a range has a name: stepscope.annotate('name'), not a {type(name).__name__}")
+            raise TypeError(
+                f"stepscope.annotate expects a name, got {type(name).__name__}; write @stepscope.annotate('name')"
+            )
         self.name = name
 
     def __enter__(self) -> "Range":
@@ -72,19 +73,19 @@ class Range(AbstractContextManager["Range"]):
 
 
 class Annotate:
-    """`stepscope.annotate`: a decorator, a context manager, and a pair of calls."""
+    """`stepscope.annotate`: a decorator, a context manager, and `push` and `pop`."""
 
     def __call__(self, name: str) -> Range:
         return Range(name)
 
     def push(self, name: str) -> None:
-        """Opens a range in this thread, until `pop`."""
+        """Open a range in this thread until `pop`."""
         if not _is_compiling() and _open is not None:
             _opened.ranges.append((self, _open(name)))
 
     def pop(self) -> None:
-        """Closes the range that this thread pushed last. Without one it does nothing: the push may have come before the
-        recorder did."""
+        """Close the range that this thread pushed last. Does nothing if there is none, because the push may have come
+        before the recorder started."""
         if not _is_compiling():
             _close_own(self)
 
@@ -93,7 +94,7 @@ annotate = Annotate()
 
 
 def wrap(function: Callable[P, R], name: str) -> Callable[P, R]:
-    """`function` with a range around each call while a recorder runs."""
+    """Wrap `function` so that each call is a range while a recorder runs."""
 
     @wraps(function)
     def annotated(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -110,8 +111,8 @@ def wrap(function: Callable[P, R], name: str) -> Callable[P, R]:
 
 @contextmanager
 def activate(backend: Backend | Opener) -> Iterator[None]:
-    """Ranges exist inside of this. For the profiler it stands inside of the profiler's own context: a range that was
-    opened before the profiler started cannot be closed in it. Any other recorder gives the function that opens one."""
+    """Enable ranges within this context. For the profiler, enter it inside the profiler's own context: a range opened
+    before the profiler started cannot be closed in it. Other recorders pass the function that opens a range."""
     global _open
     assert _open is None, "two recorders at once"
     match backend:
@@ -130,12 +131,12 @@ def activate(backend: Backend | Opener) -> Iterator[None]:
 
 
 def open_range(name: str) -> Close:
-    """For ranges that no `with` can hold: what it returns closes the range."""
+    """Open a range and return the function that closes it, for ranges that do not fit a `with` block."""
     return _open(name) if _open is not None else lambda: None
 
 
 def _close_own(owner: object) -> None:
-    """Closes the innermost range if `owner` opened it: one that was entered before a recorder ran is not there."""
+    """Close the innermost range if `owner` opened it. A range entered before the recorder started does not exist."""
     ranges = _opened.ranges
     if ranges and ranges[-1][0] is owner:
         ranges.pop()[1]()

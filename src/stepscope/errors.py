@@ -1,8 +1,8 @@
-"""The error a user sees, and the exit codes.
+"""The errors that users see, and the exit codes.
 
-Whatever a user can cause is a `StepscopeError`: what went wrong with the offending value in backticks, what was
-expected, and a hint that is a command to type. `cli.main` catches it once and prints it without a traceback. A bad
-argument inside the library is a `ValueError`, and our own mistakes are assertions.
+Anything a user can cause is a `StepscopeError`: what went wrong, with the offending value in backticks, what was
+expected, and a hint that is a command to type. `cli.main` catches it and prints it without a traceback. A bad argument
+in library code is a `ValueError`, and a bug in stepscope is an assertion.
 """
 
 import difflib
@@ -11,18 +11,18 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """What the process's exit status means. Scripts rely on these: they never change."""
+    """The exit codes. Scripts rely on them, so they never change."""
 
     OK = 0
     GATE_FAILED = 1  # a gate the user asked for: a regression, a refuted claim
     BAD_INPUT = 2
     UNDECIDED = 3  # the evidence cannot answer the question
-    OUR_MISTAKE = 70  # something in stepscope itself went wrong, and nothing is said about the question
+    OUR_MISTAKE = 70  # a bug in stepscope; the question is not answered
     INTERRUPTED = 130
 
 
 class StepscopeError(Exception):
-    """Something the user can mend. `detail` says what was expected; `hint` is a command to type next."""
+    """An error that the user can fix. `detail` says what was expected; `hint` is a command to type next."""
 
     def __init__(self, message: str, *, detail: str = "", hint: str = "") -> None:
         super().__init__(message)
@@ -39,6 +39,6 @@ class StepscopeError(Exception):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` was most likely meant to be, or None when none is close."""
+    """The word in `known` that is closest to `word`, or None if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None

@@ -1,18 +1,18 @@
-"""Files and folders on disk: read without surprises, written whole or not at all, and nothing of anybody else's lost.
+"""Files and directories: safe reads, atomic writes, and no overwriting of files that stepscope did not write.
 
-Five questions are answered here and nowhere else. How is a file read that somebody names: `open_plain`, `read_plain`
-and `decode`, because a name may lead to a pipe that never ends, to a device, or to a document that was damaged or made
-to do damage. How is something written so that a kill leaves the old version or the new one: `replacing`,
-`write_atomically`. Whose is it: `is_ours` for figures, pages and traces, by what they say of themselves; `read_schema`
-and `claim` for data. May it be replaced: `check_target`, `find_foreign`. And where is kept what can be made again:
-`cache_folder`.
+- Reading: `open_plain`, `read_plain` and `decode`. A path may be a pipe that never ends, a device, or a damaged or
+  malicious document.
+- Writing: `replacing` and `write_atomically`. If the process is killed, the old version or the new one is on disk.
+- Ownership: `is_ours` recognizes figures, pages and traces by their generator note; `read_schema` and `claim`
+  recognize data.
+- Overwriting: `check_target` and `find_foreign`.
+- Caching: `cache_folder`.
 
-What is being made lies in a scratch folder. A file in it marks it as ours, says which host it belongs to, and is locked
-as long as its process lives. One that nobody has locked was left by a process that was killed. The next process on that
-host that writes to the same place removes it, and moves back what had been moved out of the way. A lock, unlike a
-process id, holds across the containers of one machine. Between machines it may not: some network file systems keep a
-lock to the machine that took it. So scratch folders of other hosts are left alone, and so are all where the file system
-has no locks.
+Work in progress is in a scratch directory. A lock file in it marks it as stepscope's, names its host, and stays locked
+while its process lives. If it is not locked, its process was killed. The next process on that host that writes to the
+same place removes the directory and restores whatever had been moved out of the way. Unlike a process id, a lock works
+across the containers of one machine. It may not work between machines, because some network file systems keep locks
+local. So scratch directories of other hosts are left alone, and so are all of them if the file system has no locks.
 """
 
 import errno
@@ -35,9 +35,9 @@ import msgspec
 from stepscope import __version__
 from stepscope.errors import StepscopeError
 
-MOST_BYTES = 1 << 30  # of what is read whole: a sweep writes kilobytes per case
+MOST_BYTES = 1 << 30  # for files that are read whole; a sweep writes kilobytes per case
 
-# A number that may be too long for 64 bits, unless it stands in a text.
+# A number that may not fit in 64 bits. It may also be part of a string.
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _WHOLE_NUMBERS = range(-(2**63), 2**63)
 
@@ -46,24 +46,24 @@ File = tuple["io.BufferedReader[io.FileIO]", os.stat_result]
 
 _SCRATCH = ".stepscope-scratch"
 _SCRATCH_NAME = re.compile(rf"\..*\.\w{{8}}{re.escape(_SCRATCH)}", re.DOTALL)
-_SCRATCH_NAME_BYTES = 100  # of what it is for, in the name of a scratch folder: names of files have at most 255
-_LOCK_NAME = ".stepscope-lock"  # in a scratch folder: the first file to come and the last to go
+_SCRATCH_NAME_BYTES = 100  # of the target's name, in the name of a scratch directory: file names have at most 255
+_LOCK_NAME = ".stepscope-lock"  # in a scratch directory: created first and removed last
 _LOCK_SCHEMA = "stepscope.scratch/1"
 _HOST = os.uname().nodename
-_NEW, _OLD = "new", "old"  # in a scratch folder: what is being made, and what it takes the place of
-MARKER_NAME = ".stepscope"  # in a folder that was made by us
-_HINT = "--out FOLDER"
+_NEW, _OLD = "new", "old"  # in a scratch directory: the new version, and the old one that it replaces
+MARKER_NAME = ".stepscope"  # in every directory that stepscope creates
+_HINT = "--out DIR"
 _NO_LOCKS, _NO_SYNC = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP), (errno.EACCES, errno.EINVAL)
-_LARGEST_DOCUMENT = 64 << 20  # bytes that are read to find out what a document is
+_LARGEST_DOCUMENT = 64 << 20  # bytes to read when looking for the schema of a document
 
 GENERATOR = f"stepscope {__version__}"
 PERFETTO_MARK = b'"stepscope":"a picture"'
-_PNG, _PNG_HEADER_BYTES = b"\x89PNG\r\n\x1a\n", 33  # the signature, and with it the one chunk that must come first
-_LOOKED_AT = 2048  # bytes at either end of a file, in which one of ours names its generator
+_PNG, _PNG_HEADER_BYTES = b"\x89PNG\r\n\x1a\n", 33  # the signature, and its length with the mandatory first chunk
+_LOOKED_AT = 2048  # bytes at either end of a file in which to look for the generator note
 
 
 class Versioned(msgspec.Struct, kw_only=True):
-    """What a document of ours says it is, before anything else of it is decoded; empty where it says nothing."""
+    """The schema of a document, decoded before anything else; empty if it has none."""
 
     schema: str = ""
 
@@ -73,7 +73,8 @@ class _Result(Versioned, kw_only=True):
 
 
 class _Lock(Versioned, kw_only=True):
-    """What the lock of a scratch folder says: whose it is, and which name next to it `replacing` works on, if any."""
+    """The content of a scratch directory's lock: its host, and the name that `replacing` works on next to it, if
+    any."""
 
     host: str
     target: bytes
@@ -84,7 +85,7 @@ class _Lock(Versioned, kw_only=True):
 
 @contextmanager
 def open_plain(path: Path, *, what: str) -> Iterator[File]:
-    """The file and its state: of the file that was opened, as a name may mean another one a moment later."""
+    """Yield the open file and its state, which is that of the opened file even if the path is replaced meanwhile."""
     try:
         with _open(path) as opened:
             yield opened
@@ -93,37 +94,38 @@ def open_plain(path: Path, *, what: str) -> Iterator[File]:
 
 
 def read_plain(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """All of a regular file. Raises OSError, as `Path.read_bytes` does, for anything else and beyond the bound."""
+    """Read a whole regular file. Raises OSError for anything else, or if it is larger than `most_bytes`."""
     with _open(path) as (file, state):
         content = _read_start(file, state, most_bytes + 1)
     if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB")
+        raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB")
     return content
 
 
 def decode(content: bytes, kind: type[T]) -> T:
-    """A JSON document as a `kind`. Raises msgspec.DecodeError, with the place, for whatever is wrong with it; a
-    ValidationError unless it might only be cut short."""
+    """Decode a JSON document as a `kind`. Raises msgspec.DecodeError with the position of the problem, or its subclass
+    ValidationError if the document cannot just be truncated."""
     try:
         decoded = msgspec.json.decode(content, type=kind)
         if _LONG_NUMBER.search(content):
             _require_64_bits(msgspec.json.decode(content))
         return decoded
     except UnicodeDecodeError as error:
-        raise msgspec.ValidationError(f"not UTF-8: {error.reason} at byte {error.start} of a text") from None
+        raise msgspec.ValidationError(f"not UTF-8: {error.reason} at byte {error.start} of a string") from None
     except RecursionError:
         raise msgspec.ValidationError("nested too deeply") from None
 
 
 def decode_as(content: bytes, kind: type[T], schema: str) -> T:
-    """The same for a document that says what it is: a ValidationError too where that is not `schema`."""
+    """Like `decode`, and a ValidationError if the document's schema is not `schema`."""
     if decode(content, Versioned).schema != schema:
         raise msgspec.ValidationError(f"its schema is not `{schema}`")
     return decode(content, kind)
 
 
 def read_document(path: Path, kind: type[T], *, refusal: str, hint: str) -> T | None:
-    """A JSON document of ours; None where there is no file. `refusal` begins the error for one that cannot be read."""
+    """Read a JSON document of stepscope; None if there is no file. `refusal` starts the message if it cannot be
+    read."""
     try:
         return decode(read_plain(path), kind)
     except FileNotFoundError:
@@ -133,9 +135,9 @@ def read_document(path: Path, kind: type[T], *, refusal: str, hint: str) -> T | 
 
 
 def _require_64_bits(value: object) -> None:
-    """No measurement needs more, and neither tables nor floats can hold it."""
+    """Raise ValidationError for integers that tables and floats cannot hold. No measurement needs them."""
     if isinstance(value, int) and value not in _WHOLE_NUMBERS:
-        raise msgspec.ValidationError("a whole number that does not fit into 64 bits")
+        raise msgspec.ValidationError("an integer that does not fit in 64 bits")
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _require_64_bits(one)
 
@@ -150,8 +152,8 @@ def _open(path: Path) -> Iterator[File]:
 
 
 def _read_start(file: "io.BufferedReader[io.FileIO]", state: os.stat_result, most_bytes: int) -> bytes:
-    """A file may be longer than its size says: it grows, or it is one of the kernel's own, whose size is 0. Nothing is
-    what a read gives (as None) that would have to wait."""
+    """Read up to `most_bytes`. A file may be longer than its size says: it may be growing, or a kernel file of size 0.
+    A read that would block returns None and counts as the end."""
     content = file.read(min(state.st_size + 1, most_bytes)) or b""
     if len(content) > state.st_size:
         content += file.read(most_bytes - len(content)) or b""
@@ -164,7 +166,7 @@ def _read_document(path: Path) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """A pipe is refused, not waited for."""
+    """Open without blocking, so that a pipe is an error instead of a wait."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -175,10 +177,10 @@ def _open_at_once(path: str, flags: int) -> int:
 def writing(
     path: Path,
     *,
-    if_full: str = "the rows that were there are whole; free some space and the same command goes on",
+    if_full: str = "rows already written are intact; free some space and run the same command again to resume",
     hint: str = _HINT,
 ) -> Iterator[None]:
-    """Turns an operating system's refusal to write at `path` into an error that says what to do."""
+    """Turn an OSError while writing to `path` into a StepscopeError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -191,14 +193,15 @@ def writing(
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Readers see the old content or the new, never a mixture. The new one is on the disk when this returns."""
+    """Replace a file so that readers see the old content or the new one. The new content is on disk when this
+    returns."""
     with replacing(path) as new, new.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     try:
         _sync_folder(Path(os.path.realpath(path)).parent)
-    except OSError as error:  # one may write there and not list, or the file system syncs no folders
+    except OSError as error:  # the directory is writable but not readable, or cannot be synced on this file system
         if error.errno not in _NO_SYNC:
             raise
 
@@ -213,9 +216,9 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, last: str = "") -> Iterator[Path]:
-    """Yields where to write the file or folder that takes the place of `path` when the block ends without an error.
-    Until then, and after an error or a kill, `path` is as it was. A symbolic link is followed: what it points to is
-    replaced, and the link stays. An empty folder is filled, with the file called `last` after all others."""
+    """Yield the path at which to write a file or directory that replaces `path` when the block ends without an error.
+    Until then, and after an error or a kill, `path` is unchanged. A symbolic link is followed: its target is replaced
+    and the link stays. An empty directory is filled, with the file called `last` coming last."""
     place = Path(os.path.realpath(path))
     place.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(place.parent, place.name, target=place.name) as scratch:
@@ -224,15 +227,16 @@ def replacing(path: Path, *, last: str = "") -> Iterator[Path]:
 
 
 def restore(path: Path) -> None:
-    """Moves back a folder that a killed process had moved out of the way and not yet replaced."""
-    with suppress(OSError, ValueError):  # nothing that could be looked into, or no name that a file can have
+    """Move back a directory that a killed process had moved out of the way and not yet replaced."""
+    with suppress(OSError, ValueError):  # unreadable, or not a valid file name
         if not path.exists():
             _remove_abandoned(Path(os.path.realpath(path)).parent)
 
 
 def _put_in_place(new: Path, place: Path, last: str) -> None:
-    """A folder cannot replace one with files in it, so the old one steps aside first and goes last. One that is empty
-    is filled: somebody's shell may be in it. Permissions stay as they were."""
+    """Move `new` to `place`. A directory cannot replace one that has files, so the old one is moved aside first and
+    removed last. An empty directory is filled, because it may be some shell's working directory. Permissions are
+    kept."""
     if os.path.lexists(place):
         _require_replaceable(place)
         mode = stat.S_IMODE(place.stat().st_mode)
@@ -250,14 +254,14 @@ def _put_in_place(new: Path, place: Path, last: str) -> None:
 
 def _require_replaceable(place: Path) -> None:
     if not place.is_file() and not place.is_dir():
-        raise OSError(errno.EINVAL, "it exists and is not a regular file")
+        raise OSError(errno.EINVAL, "exists and is not a regular file")
 
 
 @contextmanager
 def scratch_folder(parent: Path | None = None, name: str = "stepscope", *, target: str = "") -> Iterator[Path]:
-    """A private folder inside `parent`, or where the system keeps temporary files. It is gone when the block is left,
-    and if the process is killed, when the next one on this host asks for a folder in the same parent. `target` is for
-    `replacing`: what is moved out of the way belongs there."""
+    """Yield a private directory inside `parent`, or inside the system's temporary directory. It is removed when the
+    block ends. If the process is killed, the next process on this host that asks for one in the same parent removes it.
+    `target` is for `replacing`: the name of what is moved out of the way."""
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
     folder, descriptor = _make_locked(parent, name, target)
@@ -265,13 +269,13 @@ def scratch_folder(parent: Path | None = None, name: str = "stepscope", *, targe
         yield folder
     finally:
         is_empty = _discard(folder, target)
-        os.close(descriptor)  # first: on NFS, a file that is removed while it is open keeps its folder from going
+        os.close(descriptor)  # first: on NFS, removing an open file leaves a file behind in the directory
         if is_empty:
             _remove_empty(folder)
 
 
 def _make_locked(parent: Path, name: str, target: str) -> tuple[Path, int]:
-    """Again when another process, which looks for abandoned ones, removed or locked it first."""
+    """Create and lock a scratch directory. Retries if a process that removes abandoned ones was faster."""
     content = msgspec.json.encode(_Lock(schema=_LOCK_SCHEMA, host=_HOST, target=os.fsencode(target)))
     short = os.fsencode(name)[:_SCRATCH_NAME_BYTES].decode(errors="ignore")
     while True:
@@ -293,17 +297,17 @@ def _lock_new(path: Path, content: bytes) -> int:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    if not os.access(parent, os.R_OK):  # into which one may write and not look: others will have to
+    if not os.access(parent, os.R_OK):  # writable but not readable: another process has to clean up
         return
     for folder in [one for one in parent.iterdir() if _SCRATCH_NAME.fullmatch(one.name)]:
-        with suppress(OSError):  # gone meanwhile, in use (BlockingIOError), or somebody else's
+        with suppress(OSError):  # already gone, in use (BlockingIOError), or another user's
             state = folder.lstat()
             if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid():
                 _remove_if_abandoned(folder)
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """A folder without a lock was left before it got one, and is empty, or is not ours."""
+    """Remove a scratch directory whose process was killed. One without a lock file is removed only if it is empty."""
     try:
         descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -319,7 +323,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _read_lock(descriptor: int) -> _Lock | None:
-    """None for what is not a lock of ours, or not yet written, and then it may be any host's."""
+    """The content of a lock file, or None if it is not one of stepscope's or not yet written."""
     try:
         lock = decode(os.pread(descriptor, _LOOKED_AT, 0), _Lock)
     except (OSError, msgspec.DecodeError):
@@ -329,8 +333,8 @@ def _read_lock(descriptor: int) -> _Lock | None:
 
 
 def _discard(scratch: Path, target: str) -> bool:
-    """Deletes what is in it but the lock, unless that is a folder that was moved out of the way of one that never came
-    and has no way back. Whether only the lock is left."""
+    """Delete everything but the lock, and return whether only the lock is left. A directory that had been moved out of
+    the way and was never replaced is moved back first; if that is impossible, nothing is deleted."""
     old, new, place = scratch / _OLD, scratch / _NEW, scratch.parent / target
     with suppress(OSError):
         if target and old.exists() and new.exists():
@@ -347,7 +351,7 @@ def _discard(scratch: Path, target: str) -> bool:
 
 
 def _remove_empty(scratch: Path) -> None:
-    with suppress(OSError):  # another process, which took it for abandoned, was faster
+    with suppress(OSError):  # another process is already removing it
         (scratch / _LOCK_NAME).unlink(missing_ok=True)
         scratch.rmdir()
 
@@ -357,8 +361,8 @@ def _names_in(folder: Path) -> set[str]:
 
 
 def _is_scratch(path: Path) -> bool:
-    """Whether it is a scratch folder of ours, on whatever host, or was one a moment ago. One that is still empty gets
-    its lock next."""
+    """Whether this is a scratch directory of stepscope, on any host, or was one a moment ago. An empty one is about to
+    get its lock."""
     if _SCRATCH_NAME.fullmatch(path.name) is None or path.is_symlink():
         return False
     inside: set[str] = set()
@@ -375,8 +379,8 @@ def _is_scratch(path: Path) -> bool:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Whether the lock was had, without waiting; BlockingIOError where another process has it. False on network file
-    systems that lock no files, where it is up to the user to run one command per folder."""
+    """Take the lock without waiting; BlockingIOError if another process has it. Returns False on network file systems
+    without locks, where users must run one command per directory."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -387,7 +391,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def lock_or_raise(descriptor: int, refusal: StepscopeError) -> None:
-    """`refusal` is raised when another process has the lock."""
+    """Take the lock, or raise `refusal` if another process has it."""
     try:
         try_lock(descriptor)
     except BlockingIOError:
@@ -396,7 +400,7 @@ def lock_or_raise(descriptor: int, refusal: StepscopeError) -> None:
 
 @contextmanager
 def locked(folder: Path, refusal: StepscopeError, *, name: str = "") -> Iterator[None]:
-    """Holds the lock of `folder`, which is made where there is none, or that of the file `name` in it."""
+    """Hold the lock of `folder`, or of the file `name` in it. Creates the directory if necessary."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) if name else os.open(folder, os.O_RDONLY)
@@ -408,11 +412,11 @@ def locked(folder: Path, refusal: StepscopeError, *, name: str = "") -> Iterator
         os.close(descriptor)
 
 
-# --- Whose it is ------------------------------------------------------------------------------------------------------
+# --- Ownership --------------------------------------------------------------------------------------------------------
 
 
 def stamp(content: bytes, suffix: str) -> bytes:
-    """A figure with a note of what made it, by which `is_ours` knows it again. Pages (`.html`) carry their own."""
+    """Add a generator note to a figure, by which `is_ours` recognizes it. Pages (`.html`) already have one."""
     match suffix:
         case ".png":
             chunk = b"tEXtSoftware\0" + GENERATOR.encode()
@@ -420,7 +424,7 @@ def stamp(content: bytes, suffix: str) -> bytes:
             return content[:_PNG_HEADER_BYTES] + packed + content[_PNG_HEADER_BYTES:]
         case ".svg":
             return content.rstrip() + f"\n<!-- Generator: {GENERATOR} -->\n".encode()
-        case ".pdf":  # before the pointer to the table of offsets, so that nothing it points to moves
+        case ".pdf":  # before the pointer to the offset table, so that no offset changes
             head, pointer, tail = content.rpartition(b"startxref")
             return head + f"% Generator: {GENERATOR}\n".encode() + pointer + tail
         case _:
@@ -428,7 +432,7 @@ def stamp(content: bytes, suffix: str) -> bytes:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file is a figure, a page or a Perfetto trace that stepscope wrote, as it says itself."""
+    """Whether a file is a figure, page or Perfetto trace that stepscope wrote, by its generator note."""
     try:
         with _open(path) as (file, state):
             head = file.read(_LOOKED_AT) or b""
@@ -451,10 +455,10 @@ def is_ours(path: Path) -> bool:
 
 
 def read_schema(path: Path) -> str:
-    """What a JSON document, or the first of JSON lines, says it is; empty where it says nothing."""
+    """The schema of a JSON document, or of the first of JSON lines; empty if there is none."""
     try:
         content = _read_document(path)
-    except (OSError, ValueError):  # nothing that could be read, or no name that a file can have
+    except (OSError, ValueError):  # unreadable, or not a valid file name
         return ""
     for text in (content, content.partition(b"\n")[0]):
         with suppress(msgspec.DecodeError):
@@ -468,7 +472,7 @@ def is_of_kind(path: Path, schema: str) -> bool:
 
 
 def is_result_of(path: Path, command: str) -> bool:
-    """Whether a document of ours was measured by this very command; `--force` in it makes no difference."""
+    """Whether this document is the result of `command`; `--force` is ignored in the comparison."""
     try:
         found = decode(_read_document(path), _Result)
     except (OSError, msgspec.DecodeError):
@@ -481,8 +485,8 @@ def _without_force(command: str) -> list[str]:
 
 
 def claim(folder: Path, schema: str, *, knows: Callable[[Path], bool] = lambda _: False, hint: str = _HINT) -> None:
-    """Makes `folder` one of ours, for data of `schema`: gives it a marker, unless it has one or `knows` it. Several
-    processes may claim one folder at a time. StepscopeError, and nothing is touched, where `require_own` raises it."""
+    """Mark `folder` as stepscope's, for data of `schema`, unless it has a marker or `knows` it. Several processes may
+    claim the same directory at once. Raises StepscopeError like `require_own`, without changing anything."""
     require_own(folder, schema, knows=knows, hint=hint)
     if not is_of_kind(folder / MARKER_NAME, schema) and not knows(folder):
         with writing(folder, hint=hint):
@@ -492,13 +496,13 @@ def claim(folder: Path, schema: str, *, knows: Callable[[Path], bool] = lambda _
 def require_own(
     folder: Path, schema: str, *, knows: Callable[[Path], bool] = lambda _: False, hint: str = _HINT
 ) -> None:
-    """StepscopeError unless `folder` is new or empty, has our marker for data of `schema`, or, as folders of earlier
-    versions have none, `knows` it by its content."""
+    """Raise StepscopeError unless `folder` is new, empty, marked for data of `schema`, or recognized by `knows`, which
+    handles directories that earlier versions wrote without a marker."""
     if folder.exists() and not folder.is_dir():
         raise StepscopeError(f"`{folder}` is not a directory", hint=hint)
     with writing(folder, hint=hint):
         foreign = find_foreign(folder, lambda _: False) if folder.is_dir() else None
-    # In this order: it may be claimed between the two looks, and then the second one shows it.
+    # In this order: if another process claims it in between, the second check sees the marker.
     if foreign is not None and not is_of_kind(folder / MARKER_NAME, schema) and not knows(folder):
         raise StepscopeError(
             f"`{folder}` contains files that stepscope did not create: `{foreign}`",
@@ -507,24 +511,24 @@ def require_own(
         )
 
 
-# --- May it be replaced? ----------------------------------------------------------------------------------------------
+# --- Overwriting ------------------------------------------------------------------------------------------------------
 
 
 def check_target(path: Path, *, force: bool, flag: str, command: str | None = None) -> None:
-    """Refuses, before anything runs, a file that could not or should not be written afterwards. `force` replaces
-    any regular file; without it a figure or page of ours is replaced, and what was measured, for which `command` is
-    given, if the same command measured it."""
+    """Raise StepscopeError, before anything runs, for a file that could not or should not be written afterwards.
+    `force` overwrites any regular file. Without it, only a figure or page by stepscope is overwritten, or, if `command`
+    is given, a result of the same command."""
     if path.is_dir():
-        raise StepscopeError(f"`{path}` is a directory", detail="expected the name of a file", hint=f"{flag} FILE")
+        raise StepscopeError(f"`{path}` is a directory", detail="expected a file name", hint=f"{flag} FILE")
     if path.exists() and not path.is_file():
         raise StepscopeError(
-            f"`{path}` exists and is not a regular file", detail="expected the name of a file", hint=f"{flag} FILE"
+            f"`{path}` exists and is not a regular file", detail="expected a file name", hint=f"{flag} FILE"
         )
     require_parent(path)
     if path.exists() and not force and not (is_ours(path) if command is None else is_result_of(path, command)):
-        detail = "it is not a file that stepscope wrote" if command is None else "another command wrote it"
+        detail = "stepscope did not write it" if command is None else "another command wrote it"
         raise StepscopeError(
-            f"`{path}` exists", detail=detail, hint=f"--force replaces it, or another name: {flag} FILE"
+            f"`{path}` already exists", detail=detail, hint=f"--force to overwrite it, or another name: {flag} FILE"
         )
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise StepscopeError(f"cannot write to `{path.parent}`", hint=f"{flag} FILE")
@@ -532,13 +536,12 @@ def check_target(path: Path, *, force: bool, flag: str, command: str | None = No
 
 def require_parent(path: Path) -> None:
     if not path.parent.is_dir():
-        raise StepscopeError(f"there is no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")
+        raise StepscopeError(f"directory not found: `{path.parent}`", hint=f"mkdir -p {path.parent}")
 
 
 def find_foreign(folder: Path, is_own: Callable[[str], bool]) -> str | None:
-    """The first thing in a folder that is not ours, by its path there; None where there is none. `is_own` judges paths,
-    those of folders with a slash at their end. Symbolic links are never ours, and what a process is just writing, or
-    left when it was killed, always is."""
+    """The relative path of the first entry in a directory that stepscope did not write, or None. `is_own` decides by
+    path; directories end with a slash. Symbolic links are always foreign, and scratch directories never are."""
     waiting = [folder]
     while waiting:
         for path in sorted(waiting.pop().iterdir()):
@@ -552,32 +555,32 @@ def find_foreign(folder: Path, is_own: Callable[[str], bool]) -> str | None:
     return None
 
 
-# --- What can be made again: read traces, tuned tiles ----------------------------------------------------------------
+# --- Cache: decoded traces, tuned tiles -------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:
-    """STEPSCOPE_CACHE, or `stepscope` where the system keeps caches. Containers often run as a user without a home, or
-    with one that cannot be written: the cache is then in the folder for temporary files."""
+    """The cache directory: STEPSCOPE_CACHE, or `stepscope` in the user's cache directory. Containers often run as a
+    user without a writable home; the cache is then in the temporary directory."""
     if named := os.environ.get("STEPSCOPE_CACHE"):
         return Path(named)
     if caches := os.environ.get("XDG_CACHE_HOME"):
         return Path(caches) / "stepscope"
     try:
         folder = Path.home() / ".cache" / "stepscope"
-    except RuntimeError:  # HOME is not set, and the system does not know this user
+    except RuntimeError:  # HOME is not set and the user is not in the password database
         return _temporary_folder()
     return folder if _is_writable(folder) else _temporary_folder()
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether it can be written, or created."""
-    while not os.path.exists(folder):  # noqa: PTH110  # where we may not look, Path.exists raises
+    """Whether the directory can be written to, or created."""
+    while not os.path.exists(folder):  # noqa: PTH110  # Path.exists raises without permission
         folder = folder.parent
     return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _temporary_folder() -> Path:
-    """This user's own. One that somebody else has made under its name is not trusted: nothing is kept then."""
+    """This user's temporary directory. If another user owns it, nothing is cached."""
     folder = Path(tempfile.gettempdir()) / f"stepscope-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

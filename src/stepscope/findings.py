@@ -54,15 +54,25 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that costs time, with what shows it and what to do. The code is stable; `stepscope rule CODE` is its
-    page. `saving_ns` is what one step would gain, None where it cannot be estimated."""
+    """Something that costs time: what is wrong, the evidence, and what to do. `stepscope rule CODE` explains the code,
+    which is stable.
+
+    `action` is an imperative sentence ("Use `fused=True`") and `fix` the code or command that applies it. A finding
+    without one is a remark: it is listed after the findings that can be fixed by pasting something. `saving_ns` is how
+    much shorter one step would be, None if there is no estimate.
+    """
 
     code: str
     title: str
     evidence: str
-    fix: str
+    fix: str = ""
     saving_ns: int | None = None
     share: float | None = None  # of the step's wall time
+    action: str = ""
+
+    @property
+    def is_remark(self) -> bool:
+        return not self.fix
 
     @property
     def saving_ms(self) -> float | None:

@@ -27,7 +27,7 @@ def test_a_grid_with_what_does_not_fit_and_what_cannot_run_completes_and_goes_on
     }
     assert "it needs a CUDA GPU" in found["triton", 16]["reason"]
     assert "fwd vs sdpa" in first.stdout
-    assert "closed form" in first.stdout
+    assert "predicted" in first.stdout
     assert "next: stepscope attention --from runs/attention/results.jsonl --plot attention.png" in first.stderr
     wider = stepscope(tmp_path, *command, "--implementation", "naive,sdpa,tiled,triton")
     assert "6 of 8 cases are done already" in wider.stderr
@@ -52,7 +52,7 @@ def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path) -> None
     sweep = start(tmp_path, *TINY[:-1], "1000", "--seconds", "0.1", "--implementation", "naive", "--length", lengths)
     wait_until(lambda: len(rows(tmp_path, OUT)) >= 2)
     assert kill(sweep, signal.SIGINT) == 130
-    assert "interrupted: what is done is kept" in (tmp_path / "stderr.txt").read_text()
+    assert "interrupted: finished cases are saved" in (tmp_path / "stderr.txt").read_text()
     assert workers(tmp_path) == []
     assert 2 <= len(rows(tmp_path, OUT)) < 39
 

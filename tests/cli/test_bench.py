@@ -136,7 +136,7 @@ def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path, with_si
     sweep = start(tmp_path, "bench", *TINY, "--context", ",".join(contexts))
     wait_until(partial(_has_rows, tmp_path, 1))
     assert kill(sweep, with_signal) == 130
-    assert "interrupted: what is done is kept" in (tmp_path / "stderr.txt").read_text()
+    assert "interrupted: finished cases are saved" in (tmp_path / "stderr.txt").read_text()
     assert workers(tmp_path) == []
     assert 1 <= len(rows(tmp_path)) < len(contexts)
 
@@ -203,7 +203,7 @@ def test_a_model_of_images_has_no_context(tmp_path: Path) -> None:
     assert found["tflops"] > 0
     refused = stepscope(tmp_path, *command, "--context", "128")
     assert refused.returncode == 2
-    assert "`vit` takes no context" in refused.stderr
+    assert "`vit` does not support `--context`" in refused.stderr
 
 
 @pytest.mark.parametrize("contexts", ["16,32", "32,16"])
@@ -248,25 +248,25 @@ def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(t
     [
         (["--size", "smal"], ["unknown size: `smal`", "did you mean `small`", "hint: stepscope bench --list"]),
         (["--num-heads", "7"], ["num_heads `7`", "hint: --num-heads 8"]),
-        (["--batch", "0"], ["batch `0` is not positive"]),
-        (["--steps", "-3"], ["steps `-3` is not positive"]),
+        (["--batch", "0"], ["batch must be at least 1, got `0`"]),
+        (["--steps", "-3"], ["steps must be at least 1, got `-3`"]),
         (["--size"], ["--size"]),
         (["--contxt", "8"], ["--contxt", "--context"]),
         (["--model", "mine:raises"], ["building `mine:raises` raised RuntimeError: no such dataset", "mine.py:"]),
         (["--model", "mine:missing"], ["`mine` has no `missing`"]),
-        (["--model", "absent:build"], ["cannot import `absent`", "hint: run from the folder"]),
+        (["--model", "absent:build"], ["cannot import `absent`", "hint: run from the directory"]),
         (["--model", "broken:build"], ["importing `broken:build` raised SyntaxError"]),
-        (["--model", "gone/mine.py:build"], ["there is no file `gone/mine.py`", "hint: --model path/to/file.py:build"]),
+        (["--model", "gone/mine.py:build"], ["not found: `gone/mine.py`", "hint: --model path/to/file.py:build"]),
         (["--model", "mine.py:trained", "--optimizer", "sgd"], ["`--optimizer sgd`", "its own Adagrad"]),
         (["--hf", "acme/Llama-8B"], ["on the Hugging Face Hub", "hint: --hf llama", "hf download acme/Llama-8B"]),
-        (["--hf", "gone/config.json"], ["there is no file `gone/config.json`"]),
-        (["--device", "cuda:7"], ["no device `cuda:7`", "hint: stepscope doctor"]),
-        (["--config", "none.toml"], ["cannot read the settings file: `none.toml`"]),
+        (["--hf", "gone/config.json"], ["not found: `gone/config.json`"]),
+        (["--device", "cuda:7"], ["device not found: `cuda:7`", "hint: stepscope doctor"]),
+        (["--config", "none.toml"], ["settings file: `none.toml`"]),
         (["--out", "mine.py/x"], ["cannot write to", "hint: stepscope bench --out FOLDER"]),
         (["--out", "old"], ["not a results file of this version", "stepscope.bench/0"]),
         (["--from", "nowhere.jsonl"], ["cannot read the results file: `nowhere.jsonl`"]),
         (["--plot", "chart.gif"], ["chart.gif", ".png"]),
-        (["--plot", "none/chart.png"], ["no folder `none`", "mkdir"]),
+        (["--plot", "none/chart.png"], ["not found: `none`", "mkdir"]),
         (["--precision", "tf32", "--device", "cpu"], ["tf32", "hint: --precision"]),
         (["--seed", "99999999999999999999"], ["seed", "out of range"]),
         (["--batch", "99999999999999999999"], ["batch", "too large"]),
@@ -274,11 +274,11 @@ def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(t
         (["--plot", ""], ["cannot be written", "--plot figure.png"]),
         (["--out", "x" * 300], ["cannot write to", "too long"]),
         (["--from", "mine.py"], ["not a results file of this version: `mine.py`", "stepscope bench --out"]),
-        (["--config", "deep.toml"], ["not a TOML file"]),
+        (["--config", "deep.toml"], ["not a valid TOML file"]),
         (["--model", "mine:build", "--set", "batch=7"], ["`--set batch`", "hint: --batch 7"]),
         (["--model", "endless:build", "--timeout", "8"], ["timed out after 8 s while importing `endless:build`"]),
-        (["--set", "depth=2"], ["`--set` without a model of your own"]),
-        (["--from", "old/results.jsonl", "--size", "small"], ["`--size` does nothing here"]),
+        (["--set", "depth=2"], ["`--set` requires `--model`"]),
+        (["--from", "old/results.jsonl", "--size", "small"], ["`--size` has no effect"]),
         (["--model", "quits:build"], ["importing `quits:build` raised SystemExit"]),
         (["--model", "half:build"], ["importing `half:build` raised ImportError", "half.py:1"]),
     ],

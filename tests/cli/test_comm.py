@@ -27,7 +27,7 @@ def test_a_rank_that_is_killed_costs_its_case_and_an_interrupt_leaves_no_process
     os.kill(ranks[-1], signal.SIGKILL)
     wait_until(lambda: any(row["status"] != "ok" for row in rows(tmp_path, OUT)))
     assert kill(sweep, signal.SIGINT) == 130
-    assert "interrupted: what is done is kept" in (tmp_path / "stderr.txt").read_text()
+    assert "interrupted: finished cases are saved" in (tmp_path / "stderr.txt").read_text()
     assert _ranks(tmp_path) == []
     (failed,) = [row for row in rows(tmp_path, OUT) if row["status"] != "ok"]
     assert failed["status"] == "killed"

@@ -13,10 +13,10 @@ from tests.unit.ncu_files import COUNTED, StandIn
     [
         (["--counters"], ["`ncu` is not on the PATH", "hint: stepscope doctor"]),
         (["--counters", "--size", "medium"], ["`24` layers are too many", "0.2 to 0.5 s a kernel", "--num-layers 2"]),
-        (["--counters", "--nsys"], ["`--nsys` and `--counters` together"]),
-        (["--counters", "--annotate", "a:b"], ["`--annotate` does nothing with `--counters`"]),
-        (["--kernel-class", "GEMM"], ["`--kernel-class` does nothing without `--counters`"]),
-        (["--format", "csv"], ["the page is text or json, not `csv`"]),
+        (["--counters", "--nsys"], ["`--nsys` and `--counters` are mutually exclusive"]),
+        (["--counters", "--annotate", "a:b"], ["`--annotate` cannot be used with `--counters`"]),
+        (["--kernel-class", "GEMM"], ["`--kernel-class` requires `--counters`"]),
+        (["--format", "csv"], ["unsupported format: `csv`"]),
     ],
 )
 def test_what_cannot_be_counted_is_refused_before_anything_runs(
@@ -34,7 +34,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     StandIn(tmp_path)
     done = stepscope(tmp_path, "profile", "--counters", PATH=f"{tmp_path}:/usr/bin:/bin")
     assert done.returncode == 2
-    assert "hardware counters are a GPU's, and device `auto` here is the CPU" in done.stderr
+    assert "hardware counters require a GPU; device `auto` is the CPU" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

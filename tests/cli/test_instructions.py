@@ -65,7 +65,7 @@ def test_bench_runs_where_bf16_products_die_and_its_rows_say_what_was_limited(
     assert rows(tmp_path) == [row], "the same command finds the row again"
     line = _verdicts(tmp_path, machine)["cpu instructions"]
     assert line["verdict"] == "limited"
-    assert "SIGILL in a bf16 product" in line["found"]
+    assert "SIGILL in a bf16 GEMM" in line["found"]
 
 
 def test_a_setting_of_the_users_own_that_dies_is_said_and_stays(tmp_path: Path, machine: dict[str, str]) -> None:

@@ -52,7 +52,7 @@ def test_a_kept_result_is_replaced_only_by_force(kept: Path) -> None:
     before = (kept / "toy.json").read_bytes()
     refused = stepscope(kept, "precision", *TOY, "--set", "loss=mean", "--out", "toy.json")
     assert refused.returncode == 2
-    assert "`toy.json` exists" in refused.stderr
+    assert "`toy.json` already exists" in refused.stderr
     assert (kept / "toy.json").read_bytes() == before
     other = stepscope(kept, "precision", *TOY, "--set", "loss=mean", "--precision", "bf16", "--out", "b.json")
     assert other.returncode == 0, other.stderr
@@ -90,9 +90,9 @@ def test_speeds_of_bench_stand_beside_the_errors(tmp_path: Path) -> None:
         ([*TOY, "--format", "csv"], ["the page is text or json", "--table dtypes --format csv"]),
         ([*TOY, "--table", "speed"], ["`--table speed` without `--bench`"]),
         ([*TOY, "--bench", "missing.jsonl"], ["cannot read the results file"]),
-        ([*TOY, "--out", "no/such/a.json"], ["there is no folder", "hint: mkdir -p"]),
+        ([*TOY, "--out", "no/such/a.json"], ["directory not found", "hint: mkdir -p"]),
         (["--from", "missing.json"], ["cannot read `missing.json`"]),
-        (["--from", "missing.json", "--size", "nano"], ["`--size` does nothing here"]),
+        (["--from", "missing.json", "--size", "nano"], ["`--size` has no effect"]),
         (["--from", "missing.json", "--out", "b.json"], ["`--out` with `--from`"]),
     ],
 )

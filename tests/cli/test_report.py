@@ -98,7 +98,7 @@ def test_its_folder_is_told_again_without_running(
     assert is_ours(tmp_path / "both.html")
     refused = stepscope(tmp_path, "report", str(made[0] / "data"), "--size", "nano")
     assert refused.returncode == 2
-    assert "`--size` does nothing here" in refused.stderr
+    assert "`--size` has no effect" in refused.stderr
 
 
 def wait_for(text: str, folder: Path, process: "subprocess.Popen[bytes]") -> None:
@@ -166,7 +166,7 @@ def test_bad_input_leaves_nothing(folder: Path) -> None:
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("<html>my own</html>")
     calls = {
-        ("--out", "mine.html"): "not a file that stepscope wrote",
+        ("--out", "mine.html"): "stepscope did not write it",
         ("--out", "report.pdf"): "a report is a page, not `.pdf`",
         ("--without", "memroy"): "there is no stage `memroy`",
         ("--size", "nano,small"): "one case to record, got 2",

@@ -125,7 +125,7 @@ def test_a_job_that_is_queued_again_goes_on_and_so_does_a_command_that_was_inter
     (tmp_path / "go").touch()
     _begin_again(number)
     assert waiting.wait(PATIENCE_S) == 0
-    assert f"submitted before and not collected yet: job {number}" in (tmp_path / "stderr.txt").read_text()
+    assert f"submitted earlier, not collected yet: job {number}" in (tmp_path / "stderr.txt").read_text()
     assert [row["status"] for row in rows(tmp_path)] == ["ok", "error", "ok"]
     assert "not at 32" in rows(tmp_path)[1]["reason"]
     assert (tmp_path / "runs/bench/results.jsonl").read_text().startswith(first), "nothing is measured twice"
@@ -168,7 +168,7 @@ def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
 def test_options_of_a_cluster_without_one_are_refused(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "bench", *TINY, "--partition", "debug")
     assert done.returncode == 2
-    assert "`--partition` does nothing without --slurm" in done.stderr
+    assert "`--partition` requires `--slurm`" in done.stderr
 
 
 class _Watcher:
@@ -242,7 +242,7 @@ def test_a_fresh_training_that_is_typed_again_is_collected_and_not_deleted(tmp_p
     assert shown.returncode == 0, shown.stderr
     again = stepscope(tmp_path, *command)
     assert again.returncode == 0, again.stderr
-    assert "submitted before and not collected yet" in again.stderr
+    assert "submitted earlier, not collected yet" in again.stderr
     assert log.read_text() == written
     anew = stepscope(tmp_path, *command)
     assert anew.returncode == 0, anew.stderr

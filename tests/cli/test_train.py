@@ -39,7 +39,7 @@ def test_two_ranks_train_resume_and_are_shown(tmp_path: Path) -> None:
     assert row["exposed_ms"] <= row["step_ms"]
     more = stepscope(tmp_path, *command, "--steps", "5", "--strategy", "fsdp", "--memory", **ONE_THREAD)
     assert more.returncode == 0, more.stderr
-    assert "going on after step 3" in more.stderr
+    assert "resuming after step 3" in more.stderr
     assert "optimizer state" in more.stdout
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
     shown = stepscope(tmp_path, "train", "--from", "runs/train", "--plot", "loss.svg", "--format", "csv")
@@ -55,7 +55,7 @@ def test_two_ranks_train_resume_and_are_shown(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
     anew = stepscope(tmp_path, *command, "--fresh", "--steps", "1", "--seed", "1", **ONE_THREAD)
     assert anew.returncode == 0, anew.stderr
-    assert "going on" not in anew.stderr
+    assert "resuming" not in anew.stderr
     assert steps(tmp_path) == [1]
     assert sorted(path.name for path in (tmp_path / "runs/train/checkpoints").iterdir()) == [
         "step-00000001.json",
@@ -80,7 +80,7 @@ def test_a_killed_rank_is_named_and_the_same_command_goes_on(tmp_path: Path) -> 
     assert done >= 10
     again = stepscope(tmp_path, *command, "--steps", str(done + 1), **ONE_THREAD)
     assert again.returncode == 0, again.stderr
-    assert f"going on after step {done}" in again.stderr
+    assert f"resuming after step {done}" in again.stderr
     assert steps(tmp_path) == list(range(1, done + 2))
 
 
@@ -152,7 +152,7 @@ def test_half_a_rank_is_refused(tmp_path: Path) -> None:
 
 def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
     for arguments, said in (
-        (["--ranks", "3"], "batch `4` cannot be shared out to 3 ranks"),
+        (["--ranks", "3"], "batch `4` cannot be split evenly over 3 ranks"),
         (["--data", "missing.txt"], "cannot read the data: `missing.txt`"),
         (["--strategy", "bucketted"], "bucketed"),
         (["--context", "8,16"], "one value for `context`"),

@@ -66,7 +66,7 @@ def not_a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 )
 def test_wrong_results_do_not(attend: Callable[[Tensor, Tensor, Tensor], Tensor], results: str) -> None:
     said = say_wrong(check(problem_of(attend)))
-    assert said.startswith(f"{results} is off by")
+    assert said.startswith(f"{results} has a relative error of")
 
 
 def test_a_wrong_gradient_of_the_last_sequence_alone_is_found() -> None:
@@ -166,7 +166,7 @@ def test_a_wrong_result_is_a_failed_case(monkeypatch: pytest.MonkeyPatch) -> Non
 
     statuses = outcomes(monkeypatch, attend, 16, 32, 64)
     assert [status for status, _ in statuses] == ["ok", "wrong", "ok"]
-    assert statuses[1][1].startswith("output is off by 0.01 of its largest value")
+    assert statuses[1][1].startswith("output has a relative error of 0.01")
 
 
 def test_a_compiler_forgets_each_shape_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,14 +258,17 @@ def step_of(module: nn.Module, every: int, *, nested: bool = False) -> Step:
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (Model(residual_outside), "does not hand the result of the block before straight to `blocks.1`"),
-        (Model(by_name), "`blocks.0` does not take its input as first argument by place"),
-        (Model(in_turn(1.0, 2.0)), "`blocks.1` is called with other arguments than `blocks.0`"),
-        (Model(in_turn(torch.ones(4), torch.zeros(4))), "other arguments"),
-        (Model(in_turn(object(), object())), "other arguments"),
+        (Model(residual_outside), "result of the previous block directly to `blocks.1`"),
+        (Model(by_name), "`blocks.0` does not get its input as the first positional argument"),
+        (Model(in_turn(1.0, 2.0)), "`blocks.1` gets different arguments than `blocks.0`"),
+        (Model(in_turn(torch.ones(4), torch.zeros(4))), "different arguments"),
+        (Model(in_turn(object(), object())), "different arguments"),
         (Model(leaves_the_last_out), "did not call `blocks.3` after `blocks.2`"),
-        (Model(backwards), "the model called `blocks.3`, where `blocks.2` comes next"),
-        (Model(lambda blocks, x: in_turn(1.0)(blocks, x)[0] * 0 + x, Pair), "returns a tuple, not one tensor"),
+        (Model(backwards), "the model called `blocks.3`; expected `blocks.2`"),
+        (
+            Model(lambda blocks, x: in_turn(1.0)(blocks, x)[0] * 0 + x, Pair),
+            "returns a tuple instead of a single tensor",
+        ),
     ],
 )
 def test_what_a_group_would_compute_differently_is_refused(module: nn.Module, said: str) -> None:

@@ -125,7 +125,7 @@ def test_a_factory_makes_a_micro_batch_that_runs_as_often_as_the_step_has_them(o
 
 def test_a_factory_that_takes_no_batch_is_refused(own_module: str) -> None:
     settings: dict[str, Scalar] = {"model": f"{own_module}:deaf", "device": "cpu", "grad_accumulation": 2}
-    with pytest.raises(StepscopeError, match="takes no `batch`"):
+    with pytest.raises(StepscopeError, match="requires a `batch` parameter"):
         build(build_case(settings).workload, CPU)
 
 

@@ -98,15 +98,15 @@ class TestTransformers:
         ("config", "overrides", "said"),
         [
             ("gtp2", {}, "did you mean `gpt2`"),
-            ("gpt2", {"n_layers_": 2}, "has no `n_layers_`"),
-            ("gpt2", {"n_positions": 8}, "longer than the model's `8` positions"),
-            ("sam", {}, "needs more than its config to run"),
-            ("vit", {}, "takes no context"),
+            ("gpt2", {"n_layers_": 2}, "no field `n_layers_`"),
+            ("gpt2", {"n_positions": 8}, "`8` positions"),
+            ("sam", {}, "from its config alone"),
+            ("vit", {}, "does not support `--context`"),
             ("whisper", {"vocab_size": 60}, "`pad_token_id` 50256"),
             ("meta-llama/Llama-3.1-8B", {}, "--hf llama"),
-            ("meta-llama/Llama-3.1-8B", {}, "nothing is downloaded"),
-            ("nobody/config.json", {}, "no file `nobody/config.json`"),
-            ("./nobody", {}, "no file `./nobody`"),
+            ("meta-llama/Llama-3.1-8B", {}, "downloads nothing"),
+            ("nobody/config.json", {}, "not found: `nobody/config.json`"),
+            ("./nobody", {}, "not found: `./nobody`"),
         ],
     )
     def test_what_transformers_cannot_build(self, config: str, overrides: dict[str, Scalar], said: str) -> None:
@@ -171,7 +171,7 @@ class TestTransformers:
     ) -> None:
         (tmp_path / "configs").mkdir()
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(StepscopeError, match="there is no file `configs/llama`"):
+        with pytest.raises(StepscopeError, match="not found: `configs/llama`"):
             make(hf="configs/llama")
 
     @pytest.mark.parametrize("config", ["t5", "whisper", "vit"])

@@ -22,7 +22,7 @@ def test_the_program_itself_says_when_there_is_no_gpu(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", str(folder))
     StandIn(folder).set(run_target=True)
     case = build_case({"size": "nano", "device": "cpu", "mode": "inference"})
-    with pytest.raises(StepscopeError, match="hardware counters are a GPU's, and device `cpu` here is the CPU"):
+    with pytest.raises(StepscopeError, match="hardware counters require a GPU; device `cpu` is the CPU"):
         count_with_ncu(case, metrics=["dram__bytes_read.sum"], scratch=tmp_path)
 
 
@@ -43,6 +43,6 @@ def test_a_model_with_too_many_layers_is_refused_when_it_is_seen() -> None:
         return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(layers)), "head": nn.Linear(2, 2)})
 
     check_layers(model(12))
-    with pytest.raises(StepscopeError, match="`13` layers are too many to count") as raised:
+    with pytest.raises(StepscopeError, match="too many layers to count: `13`") as raised:
         check_layers(model(13))
     assert "--set" in raised.value.hint

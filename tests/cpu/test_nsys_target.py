@@ -16,6 +16,6 @@ def test_the_program_itself_says_when_there_is_no_gpu(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", str(folder))
     StandIn(folder, training_step().write(tmp_path / "made before.sqlite")).set(run_target=True)
     case = build_case({"size": "nano", "device": "cpu"})
-    with pytest.raises(StepscopeError, match="Nsight Systems records CUDA, and device `cpu` here is the CPU") as raised:
+    with pytest.raises(StepscopeError, match="Nsight Systems requires CUDA; device `cpu` is the CPU") as raised:
         record_with_nsys(case, out_folder=tmp_path / "out")
     assert "stepscope profile" in raised.value.hint

@@ -131,9 +131,9 @@ def test_weights_or_inputs_that_differ_are_refused(own: Callable[..., PrecisionC
     def other_inputs(batch: int) -> object:
         return nn.Linear(4, 4), torch.full((batch, 4), float(next(numbers))), lambda output: output.sum()
 
-    with pytest.raises(StepscopeError, match="made other weights"):
+    with pytest.raises(StepscopeError, match="gave different weights"):
         own(other_weights, "fp32")
-    with pytest.raises(StepscopeError, match="made other inputs"):
+    with pytest.raises(StepscopeError, match="gave different inputs"):
         own(other_inputs, "fp32")
 
 

@@ -217,21 +217,21 @@ def test_set_reaches_the_factory(own_module: str) -> None:
     ("factory", "settings", "said"),
     [
         ("two_things", {}, "a tuple of 2"),
-        ("no_module", {}, "a str as module"),
-        ("bad_input", {}, "a int as input"),
-        ("bad_loss", {}, "a int as loss"),
-        ("needs_more", {}, "needs `width`"),
-        ("build", {"set": {"dept": 3}}, "takes no `dept`"),
-        ("build", {"attention": "sdpa"}, "takes no `attention`"),
-        ("deaf", {}, "takes no `batch`"),
+        ("no_module", {}, "a str as the module"),
+        ("bad_input", {}, "a int as the input"),
+        ("bad_loss", {}, "a int as the loss"),
+        ("needs_more", {}, "requires `width`"),
+        ("build", {"set": {"dept": 3}}, "no parameter `dept`"),
+        ("build", {"attention": "sdpa"}, "no parameter `attention`"),
+        ("deaf", {}, "no parameter `batch`"),
         ("biuld", {}, "did you mean `build`"),
         ("Own.forward.nothing", {}, "has no"),
         ("flat", {"checkpoint": "block"}, "no repeated blocks"),
         ("not_callable", {}, "not a function"),
-        ("no_optimizer", {}, "a str as optimizer"),
-        ("other_parameters", {}, "holds no parameter of its module"),
+        ("no_optimizer", {}, "a str as the optimizer"),
+        ("other_parameters", {}, "no parameters of the returned module"),
         ("trained", {"optimizer": "adamw-fused"}, "returns its own SGD"),
-        ("trained", {"set": {"kind": "LBFGS"}}, "needs a closure"),
+        ("trained", {"set": {"kind": "LBFGS"}}, "requires a closure"),
     ],
 )
 def test_a_factory_off_the_contract_is_told_what_is_wrong(
@@ -288,7 +288,7 @@ def test_the_digest_covers_every_file_of_the_user(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_scalar_is_refused(own_module: str) -> None:
-    with pytest.raises(StepscopeError, match="not a scalar"):
+    with pytest.raises(StepscopeError, match="must be a scalar tensor"):
         make(model=f"{own_module}:vector_loss").run()
 
 
@@ -396,7 +396,7 @@ class TestFiles:
         ("target", "said"),
         [
             ("models/my_model.py:build", "did you mean `models/my-model.py`"),
-            ("nowhere/gone.py:build", "no file `nowhere/gone.py`"),
+            ("nowhere/gone.py:build", "not found: `nowhere/gone.py`"),
             ("folder.py:build", "`folder.py` is a directory"),
             ("models:build", "--model models/FILE.py:build"),
             ("models/my-model.py:biuld", "did you mean `build`"),

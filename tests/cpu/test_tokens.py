@@ -49,5 +49,5 @@ def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"x" * 33)
     assert Tokens(msgspec.structs.replace(MADE, data=str(tmp_path / "text"))).batch(1).shape == (4, 33)
     (tmp_path / "text").write_bytes(b"x" * 32)
-    with pytest.raises(StepscopeError, match="has 32 bytes and a sequence needs 33"):
+    with pytest.raises(StepscopeError, match="32 bytes, and a sequence needs 33"):
         Tokens(msgspec.structs.replace(MADE, data=str(tmp_path / "text")))

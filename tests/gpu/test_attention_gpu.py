@@ -17,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability(CUDA)[0] == 9
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="for Hopper alone")
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 
 # B, H, G, L, K, D: whole tiles; odd lengths; grouped; more keys than queries; more queries than keys (blind rows).
 SHAPES = [

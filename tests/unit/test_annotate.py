@@ -104,7 +104,7 @@ def test_a_pop_closes_only_what_its_own_thread_pushed() -> None:
 
 
 def test_a_range_without_a_name_is_refused() -> None:
-    with pytest.raises(TypeError, match="has a name"):
+    with pytest.raises(TypeError, match="expects a name"):
         stepscope.annotate(double)  # type: ignore[arg-type]
 
 

@@ -422,7 +422,7 @@ def test_a_target_is_refused_where_it_could_not_or_should_not_be_written(tmp_pat
     check_target(path, force=True, flag="--out")
     with pytest.raises(StepscopeError, match="is a directory"):
         check_target(tmp_path, force=True, flag="--out")
-    with pytest.raises(StepscopeError, match="there is no folder"):
+    with pytest.raises(StepscopeError, match="directory not found"):
         check_target(tmp_path / "b" / "a.json", force=True, flag="--out")
 
 

@@ -83,7 +83,7 @@ def test_a_pipe_in_place_of_a_document_is_refused_at_once(tmp_path: Path, name: 
 def test_settings_are_read_from_a_file_that_ends(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, why in ((tmp_path / "pipe", "not a regular file"), (Path("/dev/zero"), "not a regular file")):
-        with pytest.raises(StepscopeError, match="cannot read the settings file") as raised:
+        with pytest.raises(StepscopeError, match="cannot read settings file") as raised:
             grid_from_toml(path)
         assert why in raised.value.detail
 

@@ -1,1 +1,1 @@
-"""The public Python API. `stepscope` exports its names; the command line is a thin layer on it."""
+"""The public Python API. The `stepscope` package exports its names, and the command line is a thin layer on top."""

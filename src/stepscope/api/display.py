@@ -1,5 +1,5 @@
-"""Tables and figures that show themselves: in a notebook as HTML, on a terminal as text, and for programs as polars
-frames. The names of all tables are here too; `--table` takes the same."""
+"""Tables and figures with rich display: HTML in a notebook, text on a terminal, polars frames for programs. The table
+names are here too; `--table` takes the same."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 StrPath = str | PathLike[str]
 FormatName = Literal["text", "md", "latex", "csv", "json"]
 MemoryPart = Literal["categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved"]
-# Tables of a recording of time, then those that only a recording of memory has.
+# Tables of a trace, then those that only a memory snapshot has.
 RunPart = Literal[
     "classes",
     "phases",
@@ -40,11 +40,11 @@ RunPart = Literal[
 ]
 PrecisionPart = Literal["dtypes", "errors", "underflow", "accumulation", "norm", "speed"]
 
-_FRAME_HEIGHT = 800  # pixels, of a page inside a notebook
+_FRAME_HEIGHT = 800  # pixels, for a page in a notebook
 
 
 class DataTable(Table, frozen=True, kw_only=True):
-    """A table of results: raw values under typed columns. `frame` returns them as a polars frame."""
+    """A table of results with raw values in typed columns. `frame` is the same as a polars frame."""
 
     @classmethod
     def of(cls, table: Table) -> "DataTable":
@@ -52,14 +52,15 @@ class DataTable(Table, frozen=True, kw_only=True):
 
     @property
     def frame(self) -> "pl.DataFrame":
-        """One column per key, with full precision; `.to_pandas()` is polars' own."""
+        """The table as a polars frame in full precision, one column per key. Call `.to_pandas()` on it for pandas."""
         import polars as pl
 
         columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.columns)
         return pl.DataFrame([_series(column, cells) for column, cells in zip(self.columns, columns, strict=True)])
 
     def render(self, format: FormatName = "text", *, detail: bool = False, width: int | None = None) -> str:  # noqa: A002
-        """What `--format` prints. `detail` shows all columns, as CSV and JSON always do; `width` wraps text."""
+        """The table as `--format` prints it. `detail` shows all columns, as CSV and JSON always do; `width` wraps
+        text."""
         from stepscope.render.formats import Format
         from stepscope.render.tables import render
 
@@ -86,7 +87,7 @@ def _series(column: Column, cells: "tuple[Cell, ...]") -> "pl.Series":
 
 
 def write_table(table: Table) -> str:
-    """A table as HTML for a notebook, which brings its own styles for tables."""
+    """A table as HTML, for a notebook, which brings its own table styles."""
     from stepscope.render.numbers import lay_out
 
     sheet = lay_out(table, detail=False)
@@ -104,7 +105,7 @@ def write_table(table: Table) -> str:
 
 
 def write_frame(page: str) -> str:
-    """A whole HTML page inside a notebook. Its scripts run, and cannot reach outside the frame."""
+    """An HTML page as a frame in a notebook. Its scripts run but cannot reach outside the frame."""
     return (
         f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts allow-popups allow-downloads" allow="clipboard-write" '
         f'style="width:100%;height:{_FRAME_HEIGHT}px;border:0"></iframe>'
@@ -113,13 +114,13 @@ def write_frame(page: str) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Picture:
-    """A figure, drawn when it is shown or saved. `figure` is what it is drawn from."""
+    """A figure, drawn when it is displayed or saved. `figure` holds its data."""
 
     figure: Figure | Timeline
 
     def save(self, path: StrPath, *, force: bool = False) -> Path:
-        """Writes a .png, .svg, .pdf or .html file, by the suffix. Without `force`, it replaces only a figure that
-        stepscope wrote."""
+        """Save as .png, .svg, .pdf or .html, depending on the suffix. Without `force`, only a figure by stepscope is
+        overwritten."""
         from stepscope.render.figures import check_figure, save
 
         target = Path(path)
@@ -139,5 +140,5 @@ class Picture:
 
 
 def encode_document(content: msgspec.Struct) -> str:
-    """JSON as the command line prints it."""
+    """The JSON document that the command line prints."""
     return msgspec.json.format(msgspec.json.encode(content), indent=1).decode() + "\n"

@@ -1,8 +1,8 @@
-"""Files for a report: what each is, and which run it belongs to.
+"""The input files of a report: what each one is, and which run it belongs to.
 
-Recordings of time make the runs: one, or two that are compared, or the ranks of one. A folder of an earlier report is a
-run by itself, and so is a run that was loaded in Python. Everything else goes to the first run that has none of its
-kind yet. What could be meant in two ways is an error that says what to type.
+Traces define the runs: one run, two runs to compare, or the ranks of one run. The directory of an earlier report is a
+run of its own, and so is a run loaded in Python. Every other file goes to the first run that has no file of its kind
+yet. Ambiguous input is an error that says what to type.
 """
 
 import re
@@ -45,29 +45,29 @@ _KINDS: dict[str, Kind] = {
     precision_report.SCHEMA: "precision",
 }
 _ALSO_TAKEN = (
-    "results.jsonl of `stepscope bench`, `memory` or `attention`, a file of `stepscope precision --out`, or the folder "
-    "of an earlier report"
+    "a results.jsonl of `stepscope bench`, `memory` or `attention`, a file written by `stepscope precision --out`, "
+    "or the directory of an earlier report"
 )
-# What people call a file of a kind, and the stage whose place it takes.
+# The name of each kind in messages, and the report stage that it replaces.
 _NAMES: dict[Kind, tuple[str, str]] = {
-    "data": ("folder of a report", ""),
-    "time": ("recording of time", "profile"),
-    "memory": ("recording of memory", "memory"),
-    "bench rows": ("results file of `stepscope bench`", "bench"),
-    "memory rows": ("results file of `stepscope memory`", "memory"),
-    "attention rows": ("results file of `stepscope attention`", "attention"),
-    "precision": ("file of `stepscope precision --out`", "precision"),
+    "data": ("report directory", ""),
+    "time": ("trace", "profile"),
+    "memory": ("memory snapshot", "memory"),
+    "bench rows": ("`stepscope bench` results file", "bench"),
+    "memory rows": ("`stepscope memory` results file", "memory"),
+    "attention rows": ("`stepscope attention` results file", "attention"),
+    "precision": ("`stepscope precision` result", "precision"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """A file, and what it is."""
+    """An input file and its kind."""
 
     path: Path
     kind: Kind
-    run: Run | None = None  # of a recording
-    is_whole: bool = False  # all of a run, as it was loaded in Python
+    run: Run | None = None  # for recordings
+    is_whole: bool = False  # a complete run, loaded in Python
 
 
 @dataclass(kw_only=True)
@@ -80,7 +80,7 @@ class _RunFiles:
 
 
 def read_runs(sources: Sequence[Path | Run], *, command: str, cached: bool) -> list[Materials]:
-    """What files, and runs that are loaded already, tell of one run, or of two."""
+    """Read files and loaded runs into the materials of one run, or of two runs to compare."""
     _refuse_twice([source for source in sources if isinstance(source, Path)])
     runs = _sort([_look_at(source, cached=cached) for source in sources])
     named = [replace(_read_run(run), command=command) for run in runs]
@@ -93,11 +93,11 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
     seen: set[Path] = set()
     for path in paths:
         if path.resolve() in seen:
-            raise StepscopeError(f"`{path}` is named twice", hint="name every file once")
+            raise StepscopeError(f"`{path}` is given twice", hint="give each file once")
         seen.add(path.resolve())
 
 
-# --- What a file is -------------------------------------------------------------------------------------------------
+# --- Kinds of files -------------------------------------------------------------------------------------------------
 
 
 def _look_at(source: Path | Run, *, cached: bool) -> _Given:
@@ -124,14 +124,14 @@ def _give(run: Run) -> _Given:
 
 
 def _also_taken(error: StepscopeError) -> StepscopeError:
-    """Where it says what could be read: a report takes more than that."""
+    """Add the inputs that only a report accepts to an error that lists what was expected."""
     more = f"{error.detail}; or {_ALSO_TAKEN}" if "expected" in error.detail else error.detail
     return StepscopeError(error.message, detail=more, hint=error.hint)
 
 
 def _find_kind(path: Path) -> Kind | None:
-    """Of a document or a results file of ours, which say what they are first of all. What cannot be read is left to
-    the reader of recordings, who says what is wrong with it."""
+    """The kind of a stepscope document or results file, by its schema. None for other files and unreadable ones, for
+    which the recording reader has the better error."""
     if not path.is_file():
         return None
     try:
@@ -144,14 +144,14 @@ def _find_kind(path: Path) -> Kind | None:
     schema = found[1].decode(errors="replace")
     if schema not in _KINDS and schema.startswith("stepscope."):
         raise StepscopeError(
-            f"a report has no place for `{path}`",
-            detail=f"its schema is `{schema}`; expected one of {', '.join(_KINDS)}, a recording or a trace",
+            f"a report cannot show `{path}`",
+            detail=f"its schema is `{schema}`; expected a recording, a trace, or one of {', '.join(_KINDS)}",
             hint="stepscope report --help",
         )
     return _KINDS.get(schema)
 
 
-# --- Which run it belongs to ----------------------------------------------------------------------------------------
+# --- Assigning files to runs ----------------------------------------------------------------------------------------
 
 
 def _sort(given: Sequence[_Given]) -> list[_RunFiles]:
@@ -166,16 +166,16 @@ def _sort(given: Sequence[_Given]) -> list[_RunFiles]:
             runs += free
         if not free:
             raise StepscopeError(
-                f"no run is left for the {name} `{one.path}`",
-                detail=f"of {len(runs)} run{'s' * (len(runs) > 1)} each has one already",
-                hint="one of each kind for a run; two runs are compared",
+                f"too many files: `{one.path}` is another {name}",
+                detail="the run already has one" if len(runs) == 1 else f"all {len(runs)} runs already have one",
+                hint="pass one file of each kind per run, for one run or two",
             )
         free[0].others[stage] = one
     return runs
 
 
 def _make_runs(given: Sequence[_Given]) -> list[_RunFiles]:
-    """From recordings of time and folders of reports, in the order in which they were named."""
+    """One run per trace and report directory, in the order given; traces of all ranks are one run."""
     recordings = [one for one in given if one.kind == "time"]
     folders = [one for one in given if one.kind == "data"]
     if _are_ranks(recordings) and not folders:
@@ -187,15 +187,15 @@ def _make_runs(given: Sequence[_Given]) -> list[_RunFiles]:
     ]
     if len(runs) > _MOST_RUNS:
         raise StepscopeError(
-            f"{len(runs)} runs, and a report is of one or compares two",
+            f"got {len(runs)} runs; expected one, or two to compare",
             detail=_say_ranks(recordings),
-            hint="stepscope report A B, or the files of all ranks of one run",
+            hint="stepscope report A B, or the traces of all ranks of one run",
         )
     return runs or [_RunFiles()]
 
 
 def _are_ranks(recordings: Sequence[_Given]) -> bool:
-    """Several files with ranks of their own, of one number of ranks."""
+    """Whether these are the ranks of one run: distinct ranks, and the same world size."""
     ranks = [rank for one in recordings if (rank := _manifest(one).rank) is not None]
     worlds = {_manifest(one).world_size for one in recordings}
     if any(one.is_whole for one in recordings):
@@ -212,7 +212,7 @@ def _say_ranks(recordings: Sequence[_Given]) -> str:
         + ("no rank" if (rank := _manifest(one).rank) is None else f"rank {rank} of {_manifest(one).world_size}")
         for one in recordings
     ]
-    return "they are not the ranks of one run: " + ", ".join(said) if said else ""
+    return "these are not the ranks of one run: " + ", ".join(said) if said else ""
 
 
 def _manifest(one: _Given) -> Manifest:
@@ -235,7 +235,7 @@ def _all(run: _RunFiles) -> Iterator[_Given]:
     yield from run.others.values()
 
 
-# --- What a run has -------------------------------------------------------------------------------------------------
+# --- Reading a run --------------------------------------------------------------------------------------------------
 
 
 def _read_run(run: _RunFiles) -> Materials:
@@ -243,7 +243,7 @@ def _read_run(run: _RunFiles) -> Materials:
     if run.recordings:
         profiles = _make_profiles(run.recordings)
         materials = replace(materials, profile=profiles[0], ranks=profiles if len(profiles) > 1 else ())
-    # In this order: a recording says which of a results file's cases the run is.
+    # In this order: a recording determines which case of a results file belongs to the run.
     readers: dict[str, Callable[[_Given, Materials], Materials]] = {
         "memory": _add_memory,
         "bench": _add_bench,
@@ -260,19 +260,19 @@ def _read_run(run: _RunFiles) -> Materials:
 
 
 def _check_device(one: _Given, before: Materials, after: Materials) -> None:
-    """Files of one run name one device, as far as they name any: figures of two would make one sentence."""
+    """Raise StepscopeError if the files of a run come from different devices, whose figures must not be mixed."""
     known = set(_devices(before))
     added = next((device for device in _devices(after) if device not in known), None)
     if known and added is not None:
         raise StepscopeError(
-            f"`{one.path}` is of another device than the run: `{added}`",
-            detail=f"the other files are of {', '.join(sorted(known))}",
-            hint="files of one run; two runs are compared as stepscope report A B",
+            f"`{one.path}` was measured on another device: `{added}`",
+            detail=f"the other files of the run were measured on {', '.join(sorted(known))}",
+            hint="pass files from one device; to compare two runs: stepscope report A B",
         )
 
 
 def _devices(materials: Materials) -> Iterator[str]:
-    """What the driver calls them."""
+    """The device names, as the driver spells them."""
     for profile in (materials.profile, materials.memory):
         if profile is not None and profile.recording.manifest.device:
             yield profile.recording.manifest.device
@@ -287,7 +287,7 @@ def _make_profiles(recordings: Sequence[_Given]) -> tuple[Profile, ...]:
 
 
 def _read_data(folder: Path) -> Materials:
-    """What an earlier report kept, and why there is nothing of the rest."""
+    """The saved stages of an earlier report, and the reasons for the missing ones."""
     state = read_state(folder)
     materials = Materials(name=describe_case(state.case), absent=dict(state.absent))
     for stage in stages.ALL:
@@ -301,7 +301,7 @@ def _read_data(folder: Path) -> Materials:
             not_done = Missing(what=stage.what, why="the report was not finished", command=state.command)
             materials.absent[stage.name] = not_done
     if not state.done:
-        raise StepscopeError(f"no stage of the report in `{folder}` is done", hint=state.command)
+        raise StepscopeError(f"the report in `{folder}` has no finished stages", hint=state.command)
     return materials
 
 
@@ -314,14 +314,14 @@ def _add_memory(one: _Given, materials: Materials) -> Materials:
 
 
 def _add_bench(one: _Given, materials: Materials) -> Materials:
-    """The row of the run, and beside it those that differ from it in precision alone."""
+    """The row of the run, followed by those that differ from it only in precision."""
     rows = _ok_rows(read_rows(one.path, BenchRow)[0], one.path)
     case = find_case(materials)
     if case is None and len({_in_fp32(row.case) for row in rows}) == 1:
         case = rows[0].case
     chosen = _choose_row(rows, one.path, case)
-    beside = [row for row in rows if row is not chosen and _in_fp32(row.case) == _in_fp32(chosen.case)]
-    return replace(materials, bench=(chosen, *beside))
+    others = [row for row in rows if row is not chosen and _in_fp32(row.case) == _in_fp32(chosen.case)]
+    return replace(materials, bench=(chosen, *others))
 
 
 def _in_fp32(case: Case) -> Case:
@@ -331,26 +331,26 @@ def _in_fp32(case: Case) -> Case:
 def _ok_rows(rows: Sequence[Any], path: Path) -> tuple[Any, ...]:
     done = tuple(row for row in rows if row.status == "ok")
     if not done:
-        raise StepscopeError(f"no case in `{path}` was measured", detail=f"{rows[0].status}: {rows[0].reason}")
+        raise StepscopeError(f"`{path}` has no successful cases", detail=f"{rows[0].status}: {rows[0].reason}")
     return done
 
 
 def _choose_row(rows: Sequence[R], path: Path, case: Case | None) -> R:
-    """The one that is of the run: of its workload, where that is known, and else the only one there is."""
+    """The row of the run: the one with its workload if that is known, or else the only row."""
     done: tuple[R, ...] = _ok_rows(rows, path)
     fitting = [row for row in done if case is None or row.case.workload == case.workload]
     if len(fitting) == 1 or (fitting and case is not None):
         return fitting[-1]
     if case is not None:
         raise StepscopeError(
-            f"no case in `{path}` is the one that was recorded",
-            detail=f"it was {describe_case(case)}; the file has {_list_cases(done)}",
-            hint="leave the file out",
+            f"`{path}` does not contain the recorded case",
+            detail=f"the recording is {describe_case(case)}; the file has {_list_cases(done)}",
+            hint=f"remove {path}",
         )
     raise StepscopeError(
-        f"`{path}` has {len(done)} cases, and a report is of one",
-        detail=f"it has {_list_cases(done)}",
-        hint=f"stepscope report RECORDING {path}, with a recording of the one that is meant",
+        f"`{path}` has {len(done)} cases; a report shows one",
+        detail=f"its cases: {_list_cases(done)}",
+        hint=f"add a recording of the case to show: stepscope report RECORDING {path}",
     )
 
 

@@ -1,14 +1,14 @@
 """Measuring from Python: `bench`, `profile`, `memory` and `precision` run workloads and return the results.
 
-A workload takes the settings that the command line has as flags:
+A workload takes the same settings as the command line:
 
     stepscope.bench(stepscope.workload(size="small", context=1024, precision="bf16"))
     stepscope.bench(stepscope.grid(size="small", context=[256, 1024]), out="runs/bench")
 
-Models run in processes of their own, so that torch is never imported here and an out-of-memory error costs one case.
-Nothing is printed. `progress` is a function that receives lines of text, or a `SweepListener`, which follows a sweep
-case by case. Nothing is kept unless `out` names a place; there, the same call resumes. `command` is stored with the
-results; by default it is the command that measures the same.
+Models run in separate processes, so torch is never imported here and an out-of-memory error costs one case. Nothing is
+printed. `progress` is a function that receives lines of text, or a `SweepListener`, which follows a sweep case by case.
+Results are kept only if `out` names a directory, from which the same call resumes. `command` is stored with the
+results; by default it is the equivalent command line.
 """
 
 import weakref
@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import msgspec
 
-from stepscope.api.arguments import as_folder, require_amount, require_choice, require_choices, require_count
+from stepscope.api.arguments import (
+    as_folder,
+    naming_parameters,
+    require_amount,
+    require_choice,
+    require_choices,
+    require_count,
+)
 from stepscope.api.display import DataTable, Picture, PrecisionPart, StrPath, encode_document, write_table
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.bench_tables import bench_figure, bench_table
@@ -53,55 +60,60 @@ if TYPE_CHECKING:
 
 RetryChoice = Retry | Literal["failed", "doubtful"]
 Progress = SweepListener | OnStage
-# What a measuring function takes; a `Grid` is what the command line makes of flags.
+# What the measuring functions accept. The command line passes a `Grid`.
 Workloads = Workload | Iterable[Workload] | Grid | None
 
 R = TypeVar("R", bound=Row)
+
+_RECORD_AGAIN = "record it again with fresh=True, or --fresh on the command line"
 
 
 # --- Workloads --------------------------------------------------------------------------------------------------------
 
 
 def workload(**settings: object) -> Workload:
-    """A workload from the settings of the command line, `workload(size="small", context=1024, precision="bf16")`, or
-    with your own model, `workload(model="my_model.py:build", set={"depth": 4})`. None leaves a setting at its
-    default."""
+    """Return a workload, such as `workload(size="small", context=1024, precision="bf16")`, or one with your own model,
+    such as `workload(model="my_model.py:build", set={"depth": 4})`. The settings are those of the command line; None
+    means the default."""
     made = grid(**settings)
     if len(made) > 1:
-        raise ValueError(f"these settings make {len(made)} workloads: use stepscope.grid")
+        raise ValueError(f"expected one workload, got {len(made)}; use stepscope.grid for several")
     return made[0]
 
 
 def grid(**settings: object) -> tuple[Workload, ...]:
-    """All combinations of settings, each a value or a list of values. The first setting varies slowest."""
+    """Return one workload per combination of settings. Each setting is a value or a list of values; the first one
+    varies slowest."""
     for name in settings:
         if name in TIMING_SETTINGS:
             raise SpecError(
-                f"`{name}` is not a setting of a workload",
-                detail="it sets how a workload is timed",
+                f"`{name}` is not a workload setting",
+                detail="it controls timing and belongs to the measuring function",
                 hint=f"stepscope.bench(workload, {name}=…)",
             )
     given = {name: value for name, value in settings.items() if value is not None}
-    return tuple(case.workload for case in grid_from_settings(given).cases())
+    with naming_parameters():
+        return tuple(case.workload for case in grid_from_settings(given).cases())
 
 
 def make_grid(workloads: Workloads, **timing: int | str | None) -> Grid:
-    """The cases to measure. None becomes the empty grid, for which every job has a default."""
+    """The cases to measure. None becomes the empty grid, for which each job has its own default."""
     given = {name: value for name, value in timing.items() if value is not None}
     for name, value in given.items():
         if not isinstance(value, int | str):
-            raise ValueError(f"{name} takes one value, got {value!r}")
+            raise ValueError(f"{name} must be a single value, got {value!r}")
     if workloads is None or isinstance(workloads, Grid):
         return (workloads or Grid()).override(grid_from_settings(given)) if given else workloads or Grid()
     if not isinstance(workloads, Workload | Iterable):
         raise ValueError(f"expected a stepscope.Workload, got {type(workloads).__name__}")
     listed = (workloads,) if isinstance(workloads, Workload) else tuple(workloads)
     if not listed:
-        raise ValueError("no workload to measure")
+        raise ValueError("expected at least one workload, got none")
     for one in listed:
         if not isinstance(one, Workload):
             raise ValueError(f"expected a stepscope.Workload, got {type(one).__name__}")
-    clock: Timing = grid_from_settings(given).cases()[0].timing
+    with naming_parameters():
+        clock: Timing = grid_from_settings(given).cases()[0].timing
     return Grid(listed=tuple(Case(workload=one, timing=clock) for one in listed))
 
 
@@ -112,12 +124,12 @@ def make_grid_of_one(workload: Workload | Grid | None) -> Grid:
 
 
 def name_command(verb: str, grid: Grid) -> str:
-    """The command that is stored with results. For one workload, it is the command that measures the same."""
+    """The command to store with the results. For a single workload, it is the equivalent command line."""
     if not grid.listed:
         return f"stepscope {verb}"
     if len(grid.listed) > 1:
         return f"stepscope.{verb}(…), {len(grid.listed)} workloads"
-    from stepscope.explain.story.commands import write_command
+    from stepscope.explain.commands import write_command
 
     (case,) = grid.listed
     usual = Timing()
@@ -143,8 +155,8 @@ def _tell_nobody(_text: str) -> None:
 
 
 class CaseResults(Sequence[R], Generic[R]):
-    """Measured cases, one row each. A row has its `case`, a `status` (`ok`, `oom`, `error`, …) with a `reason`, and the
-    measurement. `remarks` say which rows of a file were left out."""
+    """Measured cases, one row each. A row has a `case`, a `status` (`ok`, `oom`, `error`, …) with a `reason`, and the
+    measurement. `remarks` lists the rows of a file that were skipped, with the reasons."""
 
     def __init__(self, rows: Sequence[R], remarks: Sequence[str] = ()) -> None:
         self.rows = tuple(rows)
@@ -156,7 +168,7 @@ class CaseResults(Sequence[R], Generic[R]):
 
     @property
     def frame(self) -> "pl.DataFrame":
-        """A row per case, with every setting and every statistic."""
+        """One row per case, with all settings and statistics, as a polars frame."""
         return self.table.frame
 
     @overload
@@ -183,11 +195,11 @@ class CaseResults(Sequence[R], Generic[R]):
 
 
 class BenchResults(CaseResults[BenchRow]):
-    """What `bench` measured: the time of a step and of its phases, throughput, MFU and peak memory."""
+    """The results of `bench`: step time, time per phase, throughput, MFU and peak memory."""
 
     @classmethod
     def read(cls, path: StrPath) -> "BenchResults":
-        """Reads a `results.jsonl` of `stepscope bench`."""
+        """Read a `results.jsonl` written by `stepscope bench`."""
         return cls(*read_rows(Path(path), BenchRow))
 
     @property
@@ -200,8 +212,8 @@ class BenchResults(CaseResults[BenchRow]):
 
 
 class MemoryResults(CaseResults[MemoryRow]):
-    """What `memory` recorded: a row per case, and in `folder` a recording of each case that succeeded. A study compares
-    ways to recompute the activations of one workload."""
+    """The results of `memory`: one row per case, and in `folder` a recording of each successful case. A study compares
+    the activation checkpointing options of one workload."""
 
     def __init__(
         self, rows: Sequence[MemoryRow], folder: Path, remarks: Sequence[str] = (), *, is_study: bool = False
@@ -212,29 +224,27 @@ class MemoryResults(CaseResults[MemoryRow]):
 
     @classmethod
     def read(cls, path: StrPath) -> "MemoryResults":
-        """Reads a `results.jsonl` of `stepscope memory`, with the recordings next to it."""
+        """Read a `results.jsonl` written by `stepscope memory`, with the recordings next to it."""
         rows, remarks = read_rows(Path(path), MemoryRow)
         return cls(rows, Path(path).parent, remarks)
 
     def run(self, index: int = 0) -> "Run":
-        """The recording of a case."""
+        """Return the recording of a case."""
         from stepscope.api.run import Opened, Run
         from stepscope.recording import store
 
         path = recording_folder(self.folder, self.rows[index].key)
         if not store.is_recording(path):
             raise StepscopeError(
-                f"the recording of this case is gone: `{path}`",
-                detail="its row is there, and says what the table shows",
-                hint="the same command with --fresh",
+                f"the recording of this case is missing: `{path}`",
+                detail="its row is still there, so tables work",
+                hint=_RECORD_AGAIN,
             )
         try:
             run = Run([Opened(path, store.load(path), None)])
             assert run.memory
         except StepscopeError as error:
-            raise StepscopeError(
-                error.message, detail=error.detail, hint="the same command with --fresh records it again"
-            ) from None
+            raise StepscopeError(error.message, detail=error.detail, hint=_RECORD_AGAIN) from None
         return run
 
     @property
@@ -243,7 +253,7 @@ class MemoryResults(CaseResults[MemoryRow]):
 
     @property
     def tables(self) -> tuple[DataTable, ...]:
-        """The peaks of all cases, and what a lower precision saves where cases differ in precision alone."""
+        """The peaks of all cases, and the savings of lower precision if the cases differ only in precision."""
         from stepscope.explain.memory.grid import grid_table, is_study, precision_table, study_table
 
         if self._is_study or is_study(self.rows):
@@ -252,14 +262,14 @@ class MemoryResults(CaseResults[MemoryRow]):
         return tuple(map(DataTable.of, [grid_table(self.rows), *([compared] if compared else [])]))
 
     def compare_saved(self) -> tuple[DataTable, ...]:
-        """What autograd saves in eager mode, next to compiled, for two cases that differ in nothing else."""
+        """Compare what is saved for backward in eager and compiled mode, for two cases that differ in nothing else."""
         from stepscope.explain.memory.saved import compare_saved
 
         pair = {row.case.workload.compile: place for place, row in enumerate(self.rows) if row.status == "ok"}
         if len(self.rows) != 2 or len(pair) != 2:
             raise StepscopeError(
-                "`--table` needs a single case; `--table saved` also takes one case, eager and compiled",
-                hint="--table saved --compile no,yes",
+                f"table `saved` needs one case, or one case eager and compiled; got {len(self.rows)} cases",
+                hint="--table saved --compile no,yes, or compile=[False, True] in Python",
             )
         eager, compiled = (self.run(pair[value]).memory.recording.saved for value in (False, True))
         return tuple(map(DataTable.of, compare_saved(eager, compiled)))
@@ -272,19 +282,19 @@ class MemoryResults(CaseResults[MemoryRow]):
 
 
 class PrecisionResult:
-    """What `precision` found: the dtype of everything, and the errors of each precision against float64. `report` is
-    the document that `to_json` writes."""
+    """The result of `precision`: the dtype of every tensor, and the error of each precision against float64. `report`
+    is the document that `to_json` returns."""
 
     def __init__(self, report: PrecisionReport) -> None:
         self.report = report
 
     @classmethod
     def read(cls, path: StrPath) -> "PrecisionResult":
-        """Reads a file of `stepscope precision --out`."""
+        """Read a file written by `stepscope precision --out`."""
         return cls(read_report(Path(path)))
 
     def table(self, name: PrecisionPart = "errors", *, detail: bool = False) -> DataTable:
-        """One table of `stepscope precision --table`. `detail` shows a row per module instead of one per role."""
+        """Return a table of `stepscope precision --table`. `detail` shows a row per module instead of one per role."""
         from stepscope.explain.precision.precision_tables import make_table
 
         require_choice("table", name, PrecisionPart)
@@ -303,7 +313,7 @@ class PrecisionResult:
         return msgspec.json.decode(self.to_json(), type=dict[str, Any])
 
     def with_speeds(self, timed: Sequence[BenchRow]) -> "PrecisionResult":
-        """The same result with speeds added, from rows of `bench` for this model in fp32 and other precisions."""
+        """Return the same result with speeds added, from `bench` rows for this model in fp32 and other precisions."""
         from stepscope.explain.precision.precision_tables import find_speeds
 
         return PrecisionResult(msgspec.structs.replace(self.report, speeds=find_speeds(timed, self.report.case)))
@@ -332,11 +342,11 @@ def bench(
     progress: Progress | None = None,
     command: str = "",
 ) -> BenchResults:
-    """Times a step of each workload, in a process of its own.
+    """Time a training step of each workload, each in its own process.
 
-    `out` is a folder that keeps `results.jsonl`. Cases that it holds do not run again, except with `fresh`, or where
-    `retry` selects them: `failed` or `doubtful` ones. A case that fails is a row with its status; `StepscopeError` is
-    raised for what would fail in every case. `timeout_s` is per case.
+    `out` is a directory for `results.jsonl`. Cases already in it do not run again, unless `fresh` is set or `retry`
+    selects them (`failed`, or `doubtful` for unreliable timings). A failed case is a row with its status.
+    `StepscopeError` is raised for problems that affect every case. `timeout_s` is per case.
     """
     require_amount("timeout_s", timeout_s, or_equal=False)
     wanted = make_grid(workloads, warmup=warmup, steps=steps, memory_limit=memory_limit)
@@ -367,11 +377,11 @@ def memory(
     progress: Progress | None = None,
     command: str = "",
 ) -> MemoryResults:
-    """Records every allocation of each workload's first steps.
+    """Record every allocation of each workload's first steps.
 
-    `checkpoint_study` compares the ways to recompute one workload's activations. `snapshots` keeps the memory
-    snapshot of every case; that of a single case is always kept. Without `out`, recordings are deleted with
-    the result.
+    `checkpoint_study` compares the activation checkpointing options of one workload. `snapshots` keeps the memory
+    snapshot of every case; the snapshot of a single case is always kept. Without `out`, the recordings are deleted
+    together with the result object.
     """
     require_amount("timeout_s", timeout_s, or_equal=False)
     wanted = make_grid(workloads, steps=steps, memory_limit=memory_limit)
@@ -401,10 +411,10 @@ def profile(
     progress: OnStage | None = None,
     command: str = "",
 ) -> "Run":
-    """Records a few steps with PyTorch's profiler.
+    """Record a few steps with PyTorch's profiler.
 
-    `annotate` names functions to put ranges around (`module:function`). `stacks` records Python call stacks, which
-    slows the steps down. `out` is a folder for the recording; `force` replaces one that another command made.
+    `annotate` lists functions to annotate (`module:function`). `stacks` records Python call stacks, which slows the
+    steps down. `out` is a directory for the recording; `force` overwrites one that another command made.
     """
     from stepscope.api.run import Run
     from stepscope.jobs.recorders.recording_job import ProfileJob
@@ -435,9 +445,9 @@ def precision(
     progress: OnStage | None = None,
     command: str = "",
 ) -> PrecisionResult:
-    """Runs one step in each precision that the device supports, or in `precisions`, and compares it with float64.
+    """Run one step in each precision that the device supports, or in `precisions`, and compare it with float64.
 
-    The step is one forward and backward pass, uncompiled: the workload's own precision, mode, compilation,
+    A step is one forward and backward pass without compilation. The workload's own precision, mode, compilation,
     checkpointing and optimizer have no effect. `bench` takes timings to show next to the errors.
     """
     from stepscope.jobs.precision import PrecisionJob

@@ -1,4 +1,4 @@
-"""`stepscope.report`: the page of one run, or of two runs compared."""
+"""`stepscope.report`: an HTML page about one run, or about two runs compared."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,18 +21,18 @@ Source = Run | StrPath
 
 
 class NothingMeasuredError(StepscopeError):
-    """Every stage of a report failed. A page that was there before is unchanged."""
+    """Every stage of a report failed. An existing page is unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ReportPage:
     """A report as one HTML page. `report` is its content as data: a sentence, facts, advice and sections. `path` is the
-    file, None if it was not written; `data` is the folder that keeps what was measured for it."""
+    file, or None if it was not written. `data` is the directory with the measurements."""
 
     report: Report
     path: Path | None = None
     data: Path | None = None
-    num_done: int | None = None  # stages that have something to show, where the report measured
+    num_done: int | None = None  # stages with results, if the report measured
 
     @property
     def html(self) -> str:
@@ -41,7 +41,7 @@ class ReportPage:
         return write_site(self.report)
 
     def export(self, folder: StrPath) -> tuple[Path, ...]:
-        """Writes its figures and tables as files, for a paper. Replaces only an earlier export."""
+        """Write the figures and tables to files, for a paper. Overwrites only an earlier export."""
         from stepscope.render.export import check_folder, export
 
         check_folder(Path(folder))
@@ -67,14 +67,14 @@ def report(
     progress: Watcher | OnStage | None = None,
     command: str | Sequence[str] = "",
 ) -> ReportPage:
-    """Puts everything that is known about a run on one page.
+    """Write an HTML page with everything known about a run.
 
     `source` is a run, or a file that `stepscope report` reads. Several files of one run make one page; two runs are
-    compared. A `Workload` is measured first: `bench`, `profile`, `memory`, `precision` and `attention` run one after
-    the other, except those in `without`. Their results are kept in `data` (default: `runs/report/CASE`), and the same
-    call resumes there unless `fresh`.
+    compared. A `Workload` is measured first: `bench`, `profile`, `memory`, `precision` and `attention` run in this
+    order, except those in `without`. Results are saved in `data` (default: `runs/report/CASE`), and the same call
+    resumes from there unless `fresh` is set.
 
-    `out` is an .html file; a report that measures requires it. `force` replaces a file that stepscope did not write.
+    `out` is an .html file, required if `source` is a workload. `force` overwrites a file that stepscope did not write.
     """
     words = ["stepscope", "report"] if not command else shlex.split(command) if isinstance(command, str) else command
     if isinstance(source, Workload | Grid):
@@ -82,10 +82,10 @@ def report(
             source, out, force=force, data=data, without=without, fresh=fresh, progress=progress, words=words
         )
     if not isinstance(source, Run | str | PathLike | Sequence):
-        raise ValueError(f"expected a run, a file or a workload, got {type(source).__name__}")
+        raise ValueError(f"source must be a run, a file or a workload, got {type(source).__name__}")
     several = [source] if isinstance(source, Run | str | PathLike) else list(source)
     if not several:
-        raise ValueError("stepscope.report takes at least one run or file")
+        raise ValueError("expected at least one run or file, got none")
     for one in several:
         if not isinstance(one, Run | str | PathLike):
             raise ValueError(f"expected a run or a file, got {type(one).__name__}")
@@ -111,10 +111,10 @@ def _measure(
     words: Sequence[str],
 ) -> ReportPage:
     if out is None:
-        raise ValueError("a report that measures needs a file to write to, such as report.html")
+        raise ValueError("out is required to measure a workload, for example out='report.html'")
     require_choices("without", without, tuple(STAGES))
     if set(without) == set(STAGES):
-        raise ValueError("without leaves out every stage")
+        raise ValueError(f"without excludes every stage; keep at least one of {', '.join(STAGES)}")
     path, grid = Path(out), make_grid(source)
     check_page(path, force=force)
     job = ReportJob(
@@ -126,12 +126,12 @@ def _measure(
     )
     made = job.run(grid, _watch(progress))
     if made.report is None:
-        raise NothingMeasuredError(f"every stage failed; {path} is as it was")
+        raise NothingMeasuredError(f"every stage failed; `{path}` is unchanged")
     return ReportPage(report=made.report, path=path, data=made.data, num_done=made.num_done)
 
 
 class _TextWatcher:
-    """Passes everything to one function, a line of text at a time."""
+    """Passes progress to a function, one line of text at a time."""
 
     def __init__(self, tell: OnStage) -> None:
         self._tell = tell

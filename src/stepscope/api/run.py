@@ -1,10 +1,10 @@
-"""A run: what was recorded, and every question that a recording answers.
+"""A run: a recording and everything that can be derived from it.
 
     run = stepscope.load("trace.json.gz")
     run.step_ms, run.classes, run.findings, run.questions(), run.compare(other)
 
-Modules that only some methods need are imported inside them: a large recording that is cached opens in less than a
-second, of which importing everything would take a tenth.
+Modules that only some methods need are imported inside them: a large cached recording opens in less than a second, and
+importing everything would take a tenth of that.
 """
 
 import sys
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from stepscope.explain.trace.compare import By, ProfileComparison
     from stepscope.recording.rows.memory_summary import MemorySummary
 
-_ON_A_PAGE = 5  # kernels on the page; `table` has all
+_ON_A_PAGE = 5  # kernels on the page; `table` shows all
 _COUNTED_ON_A_PAGE = 12
 _ALL_ROWS = sys.maxsize
 
 
 class RanksSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The document for several files: each one's own."""
+    """The document for several files, with one summary each."""
 
     schema: str = SCHEMA
     files: tuple[Summary, ...]
 
 
 class Opened(NamedTuple):
-    """A recording, the file it was read from, and the folder that it is kept in, if it is in one."""
+    """A recording, the file it was read from, and the directory that it is stored in, if any."""
 
     path: Path
     recording: Recording
@@ -69,18 +69,20 @@ def open_file(path: Path, *, cached: bool) -> Opened:
 
 
 def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
-    """Reads a recording: a folder that stepscope wrote, a PyTorch profiler trace, an Nsight Systems export, Nsight
-    Compute's CSV or a CUDA memory snapshot. Several files are the ranks of one run.
+    """Read a recording and return it as a `Run`.
+
+    `paths` is a directory that stepscope wrote, a PyTorch profiler trace, an Nsight Systems export, an Nsight Compute
+    CSV file or a CUDA memory snapshot. Several files are the ranks of one run.
 
     `cache` keeps a decoded copy of a large file, which the next call reads instead. `bounded` reads a PyTorch trace
-    that is larger than memory: slower, and without findings, questions and comparisons. Raises `StepscopeError` for a
-    file that cannot be read.
+    that is larger than memory: slower, and without findings, questions and comparisons. Raises `StepscopeError` if a
+    file cannot be read.
     """
     if not paths:
-        raise ValueError("stepscope.load takes at least one file")
+        raise ValueError("expected at least one file, got none")
     if bounded:
         if len(paths) > 1:
-            raise ValueError("bounded=True takes one file")
+            raise ValueError(f"bounded=True reads a single file, got {len(paths)}")
         return BoundedRun(Path(paths[0]))
     opened = []
     for path in map(Path, paths):
@@ -89,12 +91,12 @@ def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
             one = one._replace(recording=one.recording.with_manifest(file=path.name))
         opened.append(one)
     if len(opened) > 1 and any(one.is_of_memory for one in opened):
-        raise StepscopeError("a recording of memory is explained alone", hint="name the files one at a time")
+        raise StepscopeError("a memory snapshot cannot be combined with other files", hint="read each file separately")
     return Run(opened)
 
 
 class Answers(tuple["Answer", ...]):
-    """Answers to common questions about a step, each with a `key`, a `figure` and a `sentence`."""
+    """Answers to common questions about a training step, each with a `key`, a `figure` and a `sentence`."""
 
     __slots__ = ()
 
@@ -106,7 +108,7 @@ class Answers(tuple["Answer", ...]):
 
     @property
     def evidence(self) -> tuple[DataTable, ...]:
-        """The tables that the answers rest on."""
+        """The tables behind the answers."""
         from stepscope.explain.questions import evidence_tables
 
         return tuple(map(DataTable.of, evidence_tables(self)))
@@ -128,7 +130,7 @@ class Answers(tuple["Answer", ...]):
 
 @dataclass(frozen=True, repr=False)
 class RunComparison:
-    """Two runs compared part by part. `comparison` holds the figures; the parts add up to the step."""
+    """Two runs compared part by part. `comparison` holds the figures; the parts add up to the step time."""
 
     comparison: "ProfileComparison"
 
@@ -139,8 +141,8 @@ class RunComparison:
         return DataTable.of(comparison_table(self.comparison))
 
     def is_slower(self, limit: float = 0.0) -> bool:
-        """Whether the second run's step is slower by more than `limit` (0.03 is 3%) and by more than noise. With too
-        few steps to estimate the noise, only `limit` counts."""
+        """Whether the second run is slower by more than `limit` (0.03 is 3%) and by more than the noise. If there are
+        too few steps to estimate the noise, only `limit` counts."""
         from stepscope.explain.trace.compare import regressed
 
         require_amount("limit", limit)
@@ -162,23 +164,23 @@ class RunComparison:
 
 
 class Run:
-    """A recording of time, of one rank or several, or a recording of memory. `load` and `profile` return it.
+    """A trace of one or more ranks, or a memory snapshot. `load` and `profile` return it.
 
-    Figures are per step and of the first rank; `ranks` holds each rank as a run of its own.
+    Figures are per step and for the first rank; `ranks` has each rank as its own run.
     """
 
     def __init__(self, opened: Sequence[Opened]) -> None:
         self.opened = tuple(opened)
         if not self.opened:
-            raise ValueError("a run needs at least one recording")
+            raise ValueError("expected at least one recording, got none")
 
     def __getstate__(self) -> dict[str, object]:
-        """What was derived from the recordings is derived again where a copy is used."""
+        """Copies keep only the recordings and derive everything else again."""
         return {"opened": self.opened}
 
     @classmethod
     def of(cls, recording: Recording, path: Path) -> "Run":
-        """The run of a recording that was just made, named after its folder."""
+        """The run of a new recording, named after its directory."""
         return cls([Opened(path, recording.with_manifest(file=path.name), None)])
 
     @property
@@ -187,7 +189,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """A description of the workload where it is known, else the name of the file."""
+        """A description of the workload if it is known, or else the file name."""
         from stepscope.explain.experiments.cases import describe_case
 
         manifest = self.opened[0].recording.manifest
@@ -214,7 +216,7 @@ class Run:
 
     @cached_property
     def memory(self) -> "MemoryProfile":
-        """Every allocation of a recording of memory."""
+        """Every allocation of a memory snapshot."""
         from stepscope.explain.memory import make_memory_profile
 
         return make_memory_profile(self.opened[0].recording)
@@ -223,7 +225,7 @@ class Run:
 
     @property
     def step_ms(self) -> float:
-        """Wall time per step in milliseconds, timed without the profiler where the recording has such steps."""
+        """Wall time per step in milliseconds, from unprofiled steps if the recording has them."""
         return self.profile.step_ns / 1e6
 
     @property
@@ -233,44 +235,46 @@ class Run:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes allocated at once, in a recording of memory."""
+        """Peak allocated memory in bytes; requires a memory snapshot."""
         if not self.is_of_memory:
-            raise StepscopeError(f"`{self.name}` is a recording of time, not of memory", hint="stepscope memory")
+            raise StepscopeError(
+                f"peak_bytes requires a memory snapshot; `{self.name}` is a trace", hint="stepscope memory"
+            )
         return self.memory.peak_bytes
 
     @property
     def classes(self) -> "pl.DataFrame":
-        """Time per class of kernel: GEMM, attention, elementwise, ..."""
+        """Time per kernel class: GEMM, attention, elementwise, ..."""
         return self.table("classes").frame
 
     @property
     def phases(self) -> "pl.DataFrame":
-        """Time per phase: forward, loss, backward, optimizer. In a recording of memory, bytes per phase."""
+        """Time per phase: forward, loss, backward, optimizer. For a memory snapshot, bytes per phase."""
         return self.table("phases").frame
 
     @property
     def kernels(self) -> "pl.DataFrame":
-        """Time per kernel name, the longest first."""
+        """Time per kernel name, longest first."""
         return self.table("kernels").frame
 
     @property
     def modules(self) -> "pl.DataFrame":
-        """Time per module of the model. In a recording of memory, bytes at the peak per module."""
+        """Time per module of the model. For a memory snapshot, bytes at the peak per module."""
         return self.table("modules").frame
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What costs time and what to do about it, the largest saving first."""
+        """What costs time and how to fix it, largest saving first."""
         return find_once(self.require_kernels())
 
     def require_kernels(self) -> Profile:
-        """`profile`, with every single kernel in it."""
+        """Return `profile`, which has every kernel. `BoundedRun` raises StepscopeError instead."""
         return self.profile
 
     # --- Answers ------------------------------------------------------------------------------------------------------
 
     def table(self, name: RunPart, *, top: int | None = None) -> DataTable:
-        """One table of `stepscope explain --table`. `top` limits the rows of a table that can be long; None is all."""
+        """Return a table of `stepscope explain --table`. `top` limits the rows of long tables; None means all."""
         require_choice("table", name, RunPart)
         require_count("top", top)
         if self.is_of_memory:
@@ -282,7 +286,7 @@ class Run:
         return DataTable.of(_time_part(self.profile, name, top))
 
     def questions(self) -> Answers:
-        """Answers to common questions about a step, or about memory."""
+        """Return answers to common questions about a training step, or about memory."""
         if self.is_of_memory:
             from stepscope.explain.memory.answers import answer_memory
 
@@ -292,26 +296,26 @@ class Run:
         return Answers(answer([rank.require_kernels() for rank in self.ranks]))
 
     def compare(self, other: "Run", *, by: "By" = "class") -> RunComparison:
-        """What changes from this run to `other`, by `class`, `phase`, `module` or `kernel`, and whether it is noise."""
+        """Compare this run with `other` by `class`, `phase`, `module` or `kernel`, and tell changes from noise."""
         from stepscope.explain.trace.compare import By, compare
 
         require_choice("by", by, By)
         if not isinstance(other, Run):
-            raise ValueError(f"expected a run to compare with, as stepscope.load returns; got {type(other).__name__}")
+            raise ValueError(f"other must be a run, as stepscope.load returns, got {type(other).__name__}")
         names = (str(self.files[0]), str(other.files[0]))
         return RunComparison(compare(self.require_kernels(), other.require_kernels(), by=by, names=names))
 
     def figure(self, *, by: "StackedBy" = "category", step: int | str = "last") -> Picture:
-        """Memory over time, stacked by `category` or `module`. `step` is a step's number, counted from 1, `last` or
-        `all`."""
+        """Return a chart of memory over time, stacked by `category` or `module`. `step` is a step number, counted from
+        1, `last` or `all`."""
         from stepscope.explain.memory.timeline import By, memory_timeline
 
         require_choice("by", by, By)
         return Picture(memory_timeline(self.memory, by=by, step=_choose_step(self.memory, str(step))))
 
     def page(self, *, overhead: bool = False) -> Page:
-        """What `stepscope explain` shows: the first rank in full, and the ranks next to each other where there are
-        several. `overhead` adds what recording cost, where that was timed."""
+        """Return what `stepscope explain` shows: the first rank in full, and a comparison of all ranks if there are
+        several. `overhead` adds the profiling overhead if it was measured."""
         if self.is_of_memory:
             from stepscope.explain.memory.memory_tables import memory_page
 
@@ -332,7 +336,7 @@ class Run:
 
     @property
     def summary(self) -> "Summary | RanksSummary | MemorySummary":
-        """The whole analysis as one typed document."""
+        """The whole analysis as a typed document."""
         if self.is_of_memory:
             return self.memory.summary
         summaries = tuple(summarise(rank.profile, rank.findings) for rank in self.ranks)
@@ -343,18 +347,19 @@ class Run:
         return encode_document(self.summary)
 
     def to_dict(self) -> dict[str, Any]:
-        """The document of `to_json`, decoded."""
+        """The document of `to_json` as a dict."""
         return msgspec.json.decode(self.to_json(), type=dict[str, Any])
 
     # --- Files --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: StrPath, *, force: bool = False) -> None:
-        """Writes a folder that `load` reads quickly. A recording that cannot be analysed is not written."""
+        """Save the recording as a directory that `load` reads quickly. A recording that cannot be analyzed is not
+        saved."""
         assert self.memory if self.is_of_memory else self.require_kernels()
         store.save(self._only().recording, Path(folder), force=force)
 
     def write_perfetto(self, path: StrPath, *, force: bool = False) -> None:
-        """Writes a trace for Perfetto in which each kernel carries its class, phase, module and layer."""
+        """Write a trace for Perfetto in which each kernel has its class, phase, module and layer."""
         from stepscope.render.perfetto import write_perfetto
 
         recording, kernels = self._only().recording, self.require_kernels().kernels
@@ -362,7 +367,7 @@ class Run:
 
     def _only(self) -> Opened:
         if len(self.opened) > 1:
-            raise ValueError(f"a run of {len(self.opened)} ranks is written one rank at a time: run.ranks[0]")
+            raise ValueError(f"a run of {len(self.opened)} ranks cannot be saved at once; save each rank: run.ranks[0]")
         return self.opened[0]
 
     def __repr__(self) -> str:
@@ -378,9 +383,10 @@ class Run:
 
 
 class BoundedRun(Run):
-    """A trace larger than memory. Its breakdown is complete; what needs single kernels raises `StepscopeError`."""
+    """A trace larger than memory. The breakdown is complete; anything that needs single kernels raises
+    `StepscopeError`."""
 
-    profile: "BoundedProfile"  # holds sums over kernels, not single ones
+    profile: "BoundedProfile"  # sums over kernels instead of single kernels
 
     def __init__(self, path: Path) -> None:
         from stepscope.explain.trace.bounded import make_bounded_profile
@@ -391,7 +397,7 @@ class BoundedRun(Run):
         super().__init__([Opened(path, self.profile.recording, None)])
 
     def __getstate__(self) -> dict[str, object]:
-        raise TypeError("a run in bounded memory cannot be copied or pickled; load it again")
+        raise TypeError("a run loaded with bounded=True cannot be copied or pickled; load it again")
 
     def table(self, name: RunPart, *, top: int | None = None) -> DataTable:
         from stepscope.explain.trace.bounded import make_part
@@ -403,7 +409,9 @@ class BoundedRun(Run):
         from stepscope.explain.trace.bounded import make_page
 
         if overhead:
-            raise ValueError("a trace does not say what recording it cost")
+            raise ValueError(
+                "overhead=True requires a recording made by stepscope; a trace has no overhead measurement"
+            )
         return make_page(self.profile)
 
     @property
@@ -412,24 +420,25 @@ class BoundedRun(Run):
 
     def require_kernels(self) -> NoReturn:
         raise StepscopeError(
-            "this needs all of the recording in memory", hint="stepscope.load(path), without bounded=True"
+            "this requires the whole trace in memory", hint="stepscope.load(path), without bounded=True"
         )
 
 
 def _choose_step(profile: "MemoryProfile", step: str) -> int | None:
-    """`step` is `last`, `all`, or a step's number as people count, from one."""
+    """The index of a step, or None for all steps. `step` is `last`, `all`, or a step number, counted from 1."""
     if step == "all" or (step == "last" and not profile.steps):
         return None
     if not profile.steps:
-        raise StepscopeError(f"this recording marks no steps: there is no step `{step}`", hint="--step all")
+        raise StepscopeError(
+            f"step `{step}` not found: this recording has no step markers", detail="expected last or all"
+        )
     if step == "last":
         return profile.last_plain_step
     if step.isdecimal() and int(step) - 1 in profile.steps:
         return int(step) - 1
     raise StepscopeError(
-        f"there is no step `{step}` in this recording",
-        detail=f"it has steps {profile.steps[0] + 1} to {profile.steps[-1] + 1}",
-        hint="--step last, or --step all",
+        f"step `{step}` not found in this recording",
+        detail=f"expected last, all, or a number from {profile.steps[0] + 1} to {profile.steps[-1] + 1}",
     )
 
 
@@ -445,18 +454,16 @@ def _time_part(profile: Profile, name: str, top: int | None) -> Table:
             for table in _counters_tables(profile, top):
                 return table
             raise StepscopeError(
-                "this recording has no hardware counters", hint="stepscope profile --counters, on a machine with a GPU"
+                "this recording has no hardware counters", hint="on a machine with a GPU: stepscope profile --counters"
             )
         case _ if name in profile_tables.PARTS:
             return profile_tables.make_part(profile, name, top=top)
         case _:
-            raise StepscopeError(
-                f"`--table {name}` is of memory, and this is a recording of time", hint="stepscope memory"
-            )
+            raise StepscopeError(f"table `{name}` requires a memory snapshot; this is a trace", hint="stepscope memory")
 
 
 def _counters_tables(profile: Profile, top: int | None) -> list[Table]:
-    """Empty where the recording has no counters that the table shows."""
+    """The counters table, or nothing if the recording has no counters that it shows."""
     if not profile.recording.counters.height:
         return []
     from stepscope.explain.trace.counters import has_counters, kernels_table

@@ -1,1 +1,2 @@
-"""The command line: one thin file per verb. A verb parses, calls `api` or `jobs` and hands the result to `render`."""
+"""The command line, one thin module per verb. A verb parses its options, calls `api` or `jobs`, and passes the result
+to `render`."""

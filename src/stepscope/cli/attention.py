@@ -1,4 +1,4 @@
-"""`stepscope attention`: what does attention cost, over head sizes and lengths, however it is computed?"""
+"""`stepscope attention`: compare attention implementations over head dimensions and sequence lengths."""
 
 from enum import StrEnum
 from functools import partial
@@ -27,7 +27,7 @@ from stepscope.render.formats import Format
 
 
 class AttentionPart(StrEnum):
-    """What `--table` accepts: one table alone, or all columns in one."""
+    """The values of `--table`: a single table, or one with all columns."""
 
     TIME = "time"
     MEMORY = "memory"
@@ -35,7 +35,7 @@ class AttentionPart(StrEnum):
 
 
 class AttentionDrawn(StrEnum):
-    """What `--plot-of` accepts: what stands on the y axis."""
+    """The values of `--plot-of`: the quantity on the y axis."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -51,28 +51,30 @@ def attention(
     *,
     texts: dict[str, str],
     peer: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Ratios are to this one; else to SDPA's fastest backend.")
+        str | None, typer.Option(metavar="NAME", help="Baseline of the ratios.  [default: SDPA's fastest backend]")
     ] = None,
     out: OutFlag = Path("runs/attention"),
     from_: FromFlag = None,
     table: Annotated[
-        AttentionPart | None, typer.Option("--table", help="One table alone; csv and json have all columns in one.")
+        AttentionPart | None, typer.Option("--table", help="Show only this table.  [default for csv and json: all]")
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="How tables are printed.")] = Format.TEXT,
-    detail: Annotated[bool, typer.Option("--detail", help="All columns.")] = False,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    detail: Annotated[bool, typer.Option("--detail", help="Show all columns.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw over length: .png, .svg, .pdf or .html.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Save a chart over sequence length as .png, .svg, .pdf or .html."),
     ] = None,
-    plot_of: Annotated[AttentionDrawn, typer.Option("--plot-of", help="What is drawn.")] = AttentionDrawn.BOTH,
+    plot_of: Annotated[AttentionDrawn, typer.Option("--plot-of", help="Quantity to plot.")] = AttentionDrawn.BOTH,
     force: ForceFlag = False,
     retry: RetryFlag = None,
     fresh: FreshFlag = False,
     timeout: TimeoutFlag = None,
 ) -> None:
-    """Naive, compiled, SDPA and flash attention: time and memory over head sizes and lengths, forward and backward.
+    """Compare the time and memory of attention implementations.
 
-    The first four settings may take several values, comma-separated; the cases are their product. Each implementation
-    runs in its own process and each case is kept as soon as it is done: run the same command again to go on.
+    Runs naive, compiled, SDPA and flash attention, forward and backward, over head dimensions and sequence lengths. The
+    first four options accept comma-separated values; each combination is one case. Each implementation runs in its own
+    process, and a case is saved when it finishes. Run the same command again to resume.
     """
     from stepscope.explain.experiments import attention_tables as tables
     from stepscope.render.figures import check_figure
@@ -81,7 +83,7 @@ def attention(
     if plot is not None:
         check_figure(plot, force=force)
     if from_ is not None:
-        refuse_texts(texts, "--from shows a file as it is")
+        refuse_texts(texts, "--from only shows saved results")
         rows = read_results(from_, AttentionRow)
     else:
         from stepscope.jobs.experiments.attention_sweep import AttentionExperiment

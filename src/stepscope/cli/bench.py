@@ -1,4 +1,4 @@
-"""`stepscope bench`: how long do forward, backward and optimizer take?"""
+"""`stepscope bench`: time forward, backward and optimizer."""
 
 import shlex
 from pathlib import Path
@@ -35,37 +35,37 @@ def bench(
     slurm: SlurmChoice | None,
     out: OutFlag = Path("runs/bench"),
     from_: FromFlag = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the named sizes and run nothing.")] = False,
-    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
-    detail: Annotated[bool, typer.Option("--detail", help="All statistics, of every phase.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the named model sizes and exit.")] = False,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    detail: Annotated[bool, typer.Option("--detail", help="Show all statistics of every phase.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the chart: .png, .svg, .pdf or .html.")
+        Path | None, typer.Option(metavar="FILE", help="Save the chart as .png, .svg, .pdf or .html.")
     ] = None,
     force: ForceFlag = False,
     retry: RetryFlag = None,
     fresh: FreshFlag = False,
     timeout: TimeoutFlag = None,
 ) -> None:
-    """How long do forward, backward and optimizer take, over sizes, contexts, precisions, attention, compile?
+    """Time forward, backward and optimizer over a grid of settings.
 
-    Every setting from --size on may take several values, comma-separated; the cases are their product. Each case runs
-    in its own process and is kept as soon as it is done: run the same command again to go on.
+    Every setting from --size on accepts comma-separated values; each combination is one case. A case runs in its own
+    process and is saved when it finishes. Run the same command again to resume.
     """
     from stepscope.api.measure import BenchResults
     from stepscope.explain.experiments.bench_tables import sizes_table
     from stepscope.render.figures import check_figure
 
     if list_:
-        refuse_settings(grid, "--list shows the named sizes")
-        refuse_slurm(slurm, "--list shows the named sizes")
+        refuse_settings(grid, "--list only shows the named sizes")
+        refuse_slurm(slurm, "--list only shows the named sizes")
         show_tables([sizes_table()], format_, detail=detail)
         return
     if plot is not None:
         check_figure(plot, force=force)
     results: BenchResults | None
     if from_ is not None:
-        refuse_settings(grid, "--from shows a file as it is")
-        refuse_slurm(slurm, "--from shows a file as it is")
+        refuse_settings(grid, "--from only shows saved results")
+        refuse_slurm(slurm, "--from only shows saved results")
         results = BenchResults(read_results(from_, BenchRow))
     elif slurm is not None:
         results = _submit(grid, slurm, folder=out, retry=retry, fresh=fresh, timeout_s=timeout)
@@ -89,7 +89,7 @@ def _measure(grid: Grid, **how: Any) -> "BenchResults":
 
 
 def _submit(grid: Grid, slurm: SlurmChoice, **how: Any) -> "BenchResults | None":
-    """None where the script was only shown, or rows are still to come and nobody waits."""
+    """None if the script was only printed, or if rows are missing and `--no-wait` was given."""
     from stepscope.api.measure import BenchResults
     from stepscope.explain.experiments.bench_tables import outcome_of
     from stepscope.jobs.experiments.sweep import BenchExperiment

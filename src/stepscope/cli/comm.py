@@ -1,4 +1,4 @@
-"""`stepscope comm`: what do collectives cost between these ranks?"""
+"""`stepscope comm`: measure collectives between ranks."""
 
 from enum import StrEnum
 from functools import partial
@@ -27,7 +27,7 @@ from stepscope.render.formats import Format
 
 
 class CommDrawn(StrEnum):
-    """What `--plot-of` accepts: what stands on the y axis."""
+    """The values of `--plot-of`: the quantity on the y axis."""
 
     BUS = "bus"
     ALGORITHM = "algorithm"
@@ -40,21 +40,22 @@ def comm(
     texts: dict[str, str],
     out: OutFlag = Path("runs/comm"),
     from_: FromFlag = None,
-    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
-    detail: Annotated[bool, typer.Option("--detail", help="All columns.")] = False,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    detail: Annotated[bool, typer.Option("--detail", help="Show all columns.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw over the message: .png, .svg, .pdf or .html.")
+        Path | None, typer.Option(metavar="FILE", help="Save a chart over message size as .png, .svg, .pdf or .html.")
     ] = None,
-    plot_of: Annotated[CommDrawn, typer.Option("--plot-of", help="What is drawn.")] = CommDrawn.BUS,
+    plot_of: Annotated[CommDrawn, typer.Option("--plot-of", help="Quantity to plot.")] = CommDrawn.BUS,
     force: ForceFlag = False,
     retry: RetryFlag = None,
     fresh: FreshFlag = False,
     timeout: TimeoutFlag = 300.0,
 ) -> None:
-    """All-reduce, all-gather, reduce-scatter and broadcast: latency and bandwidth over messages and numbers of ranks.
+    """Measure the latency and bandwidth of collectives.
 
-    Each case is kept as soon as it is done: run the same command again to go on. What is fitted, a latency and a
-    bandwidth for each collective, is kept for predictions. Under torchrun the ranks are those it starts.
+    Runs all-reduce, all-gather, reduce-scatter and broadcast over message sizes and numbers of ranks. A case is saved
+    when it finishes. Run the same command again to resume. The latency and bandwidth fitted for each collective are
+    saved for predictions. Under torchrun, the ranks are the processes it starts.
     """
     from stepscope.explain.experiments import comm_tables as tables
     from stepscope.render.figures import check_figure
@@ -63,7 +64,7 @@ def comm(
         check_figure(plot, force=force)
     rows: tuple[CommRow, ...] | None
     if from_ is not None:
-        refuse_texts(texts, "--from shows a file as it is")
+        refuse_texts(texts, "--from only shows saved results")
         rows = read_results(from_, CommRow)
     else:
         from stepscope.jobs.experiments.comm_sweep import CommExperiment, run_comm
@@ -76,7 +77,7 @@ def comm(
         rows = watch_sweep(
             lambda listener: run_comm(sweep, listener, remark=say), tables.outcome_of_comm, tables.describe_comm
         )
-    if rows is None:  # one of several ranks that somebody else started: the first of them speaks
+    if rows is None:  # under torchrun, only rank 0 prints
         return
     show_tables([tables.comm_table(rows)], format_, detail=detail)
     figure = partial(tables.comm_figure, rows, plot_of.value)

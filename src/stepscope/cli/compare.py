@@ -1,4 +1,4 @@
-"""`stepscope compare`: what changed between two recordings?"""
+"""`stepscope compare`: what changed between two recordings."""
 
 import shlex
 from pathlib import Path
@@ -12,21 +12,23 @@ from stepscope.render.formats import Format
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The recording to hold B against.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The recording that may be slower or faster.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="The baseline recording.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The recording to compare with it.")],
     by: Annotated[
-        Literal["phase", "class", "module", "kernel"], typer.Option("--by", help="What the step is taken apart by.")
+        Literal["phase", "class", "module", "kernel"], typer.Option("--by", help="What to break the step down by.")
     ] = "class",
     fail_on: Annotated[
         str | None,
-        typer.Option("--fail-on", metavar="PERCENT", help="Exit with 1 when B's step is slower by more than this."),
+        typer.Option(
+            "--fail-on", metavar="PERCENT", help="Exit with status 1 if B's step is slower by more than this."
+        ),
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
-    detail: Annotated[bool, typer.Option("--detail", help="Nanoseconds and names as recorded, too.")] = False,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    detail: Annotated[bool, typer.Option("--detail", help="Also show nanoseconds and full names.")] = False,
 ) -> None:
-    """What changed between two recordings, what of it is noise, and what changed most?
+    """Show what changed between two recordings, the largest change first, and which changes are noise.
 
-    A and B are folders of `stepscope profile`, or traces of PyTorch's profiler or Nsight Systems.
+    A and B are directories that `stepscope profile` saved, or traces from PyTorch's profiler or Nsight Systems.
     """
     from stepscope.api.run import load
     from stepscope.explain.trace.compare import parse_percent

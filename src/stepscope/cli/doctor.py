@@ -1,4 +1,4 @@
-"""`stepscope doctor`: is this machine fit to measure on?"""
+"""`stepscope doctor`: check whether this machine can measure reliably."""
 
 from typing import Annotated
 
@@ -10,11 +10,11 @@ from stepscope.render.formats import Format
 
 
 def doctor(
-    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Is this machine fit to measure on? Each line is fine, limited or broken, and says what to do.
+    """Check whether this machine can measure reliably.
 
-    Exits with 1 when something is broken.
+    Each check is fine, limited or broken, with advice on what to do. Exits with 1 if anything is broken.
     """
     from stepscope.jobs.doctor import any_broken, checks_table, examine
     from stepscope.render.tables import render

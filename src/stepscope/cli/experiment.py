@@ -1,5 +1,4 @@
-"""What the verbs that run an experiment share: flags, a run that is watched or a file of rows, and the picture at the
-end."""
+"""What the experiment verbs share: options, running a sweep with progress, reading a results file, and the chart."""
 
 import inspect
 import shlex
@@ -24,11 +23,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R", bound=Row)
 
-OutFlag = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.jsonl is kept and resumed from.")]
-FromFlag = Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Show a results file and run nothing.")]
-ForceFlag = Annotated[bool, typer.Option("--force", help="Replace a file at --plot that stepscope did not draw.")]
+OutFlag = Annotated[Path, typer.Option(metavar="DIR", help="Save results.jsonl here, and resume from it.")]
+FromFlag = Annotated[
+    Path | None, typer.Option("--from", metavar="FILE", help="Show a results file without running anything.")
+]
+ForceFlag = Annotated[bool, typer.Option("--force", help="Let --plot overwrite a file that stepscope did not write.")]
 FreshFlag = Annotated[bool, typer.Option("--fresh", help="Measure everything again.")]
-_TIMEOUT = typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="End a case that takes longer.")
+_TIMEOUT = typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="Time limit per case.")
 TimeoutFlag = Annotated[float | None, _TIMEOUT]
 
 
@@ -40,7 +41,7 @@ def add_flags(
     *,
     first: bool = False,
 ) -> Callable[..., None]:
-    """Gives a verb `flags`, after its own or `first`, and hands over what `make` makes of them as its argument
+    """Give a verb `flags`, after its own or `first`. It receives what `make` builds from them as its argument
     `name`."""
 
     def wrapper(**values: Any) -> None:
@@ -61,7 +62,7 @@ def flag(name: str, kind: Any, option: Any, default: object = None) -> inspect.P
 
 
 def takes_fields(grid: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a verb the fields of a grid as flags, and hands over the texts of those that were given as `texts`."""
+    """Give a verb the fields of a grid as flags. It receives the texts of those that were given as `texts`."""
     flags = []
     for name, setting in declared(grid).items():
         dashed = flag_of(name)
@@ -86,7 +87,7 @@ def typed_command() -> str:
 
 
 def read_results(path: Path, kind: type[R]) -> tuple[R, ...]:
-    """The rows of a file; what was left out is said."""
+    """The rows of a results file. Says on standard error which lines were skipped."""
     from stepscope.recording.rows.results_file import read_rows
 
     rows, left_out = read_rows(path, kind)
@@ -98,7 +99,7 @@ def read_results(path: Path, kind: type[R]) -> tuple[R, ...]:
 def watch_sweep(
     run: "Callable[[SweepListener], T]", outcome_of: Callable[[Any], str], describe: Callable[[Any], str] | None = None
 ) -> T:
-    """Runs a sweep with a bar or lines. `outcome_of` is a finished row in a few words, `describe` a case."""
+    """Run a sweep and show its progress. `outcome_of` summarizes a finished row, and `describe` a case."""
     from stepscope.cli.progress import choose_listener
     from stepscope.explain.experiments.cases import describe_case
 
@@ -106,12 +107,12 @@ def watch_sweep(
         with choose_listener(outcome_of, describe or describe_case) as listener:
             return run(listener)
     except KeyboardInterrupt:
-        say("interrupted: what is done is kept, and the same command goes on")
+        say("interrupted: finished cases are saved; run the same command again to resume")
         raise
 
 
 def draw_one(verb: str, kept: Path, plot: Path | None, draw: "Callable[[], Figure]", *, other: str) -> None:
-    """Draws where a picture was asked for, and says which command draws one, or of the `other` quantity."""
+    """Save the chart if `plot` names a file, and print the command that draws one, or one of the `other` quantity."""
     again = f"next: stepscope {verb} --from {shlex.quote(str(kept))}"
     if plot is None:
         say(f"{again} --plot {verb}.png")
@@ -119,7 +120,7 @@ def draw_one(verb: str, kept: Path, plot: Path | None, draw: "Callable[[], Figur
     from stepscope.render.figures import save
 
     save(draw(), plot)
-    say(f"picture: {plot}")
+    say(f"chart: {plot}")
     say(f"{again} --plot {other}.png --plot-of {other}")
 
 
@@ -134,8 +135,8 @@ def count(
     kernel_class: str | None,
     format_: Format,
 ) -> None:
-    """`stepscope profile --counters`: one case shows its kernels, and in text its totals too; a grid shows the totals
-    of its cases."""
+    """Run `stepscope profile --counters`. One case shows its kernels, and as text its totals too. A grid shows the
+    totals of its cases."""
     from stepscope.explain.trace.counters import cases_table, choose_classes, kernels_table
     from stepscope.jobs.experiments.counter_sweep import Counters
 
@@ -145,7 +146,7 @@ def count(
         with showing_stages() as on_stage:
             cases = job.run(grid, on_stage, say)
     except KeyboardInterrupt:
-        say("interrupted: cases that were done are kept, and the same command goes on")
+        say("interrupted: finished cases are saved; run the same command again to resume")
         raise
     alone = cases[0].recording if len(cases) == 1 else None
     tables = [kernels_table(alone)] if alone is not None else []

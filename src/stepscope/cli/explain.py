@@ -1,4 +1,4 @@
-"""`stepscope explain FILE`: where the time goes in a recording, ours or anybody's."""
+"""`stepscope explain FILE`: where the time or memory goes in a recording or trace."""
 
 import shlex
 from collections.abc import Sequence
@@ -19,43 +19,54 @@ def explain(
         list[Path],
         typer.Argument(
             metavar="FILE…",
-            help="A recording's folder, a PyTorch profiler trace, an Nsight Systems export, Nsight Compute's CSV, a "
-            "CUDA memory snapshot; several for the ranks of one run.",
+            help="A recording, a PyTorch profiler trace, an Nsight Systems export, an Nsight Compute CSV or a CUDA "
+            "memory snapshot. Several files are the ranks of one run.",
         ),
     ],
-    table: Annotated[RunPart | None, typer.Option("--table", help="One part of the page alone.")] = None,
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a table by kernel, module or operator.")] = 20,
+    table: Annotated[RunPart | None, typer.Option("--table", help="Print only this table.")] = None,
+    top: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of rows in tables of kernels, modules or operators.")
+    ] = 20,
     questions: Annotated[
         bool,
-        typer.Option("--questions", help="The questions people ask of a step; --detail adds the evidence."),
+        typer.Option("--questions", help="Answer common questions about a step; --detail adds the evidence."),
     ] = False,
     format_: Annotated[
-        Format, typer.Option("--format", help="How it is printed; json without --table is the whole document.")
+        Format, typer.Option("--format", help="Output format; json without --table prints the whole analysis.")
     ] = Format.TEXT,
     detail: Annotated[
         str | None,
         typer.Option(
-            "--detail", metavar="[SHARE]", help="All columns; 10%: the largest pieces in a picture of memory."
+            "--detail",
+            metavar="[SHARE]",
+            help="Show all columns. A share such as 10% sets the smallest tensor that --plot labels.",
         ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw memory over time: .html (interactive), .png, .svg or .pdf."),
     ] = None,
-    by: Annotated[Stacked, typer.Option("--by", help="What the picture is stacked by.")] = "category",
-    step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step that is drawn.")] = "last",
-    save: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep it as a recording of ours.")] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto with what was found out on it.")
+    by: Annotated[Stacked, typer.Option("--by", help="What --plot stacks by.")] = "category",
+    step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step that --plot draws.")] = "last",
+    save: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Save it as a recording, which loads faster.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what --save, --perfetto and --plot name.")] = False,
-    bounded: Annotated[
-        bool, typer.Option("--bounded", help="For a PyTorch trace larger than memory: slower, and without findings.")
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a Perfetto trace annotated with classes, phases and modules."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite the files of --save, --perfetto and --plot.")
     ] = False,
-    cache: Annotated[bool, typer.Option(help="Keep what large files were read into, for the next look.")] = True,
+    bounded: Annotated[
+        bool, typer.Option("--bounded", help="Read a PyTorch trace larger than memory: slower, no findings.")
+    ] = False,
+    cache: Annotated[bool, typer.Option(help="Cache parsed large files for the next run.")] = True,
 ) -> None:
-    """Where does the time go, or the memory, and why? Reads a recording and answers; nothing is run and torch is not
-    needed."""
+    """Explain where the time or the memory of a training step goes, and why.
+
+    Reads recordings and traces; runs nothing and does not need PyTorch.
+    """
     from stepscope.api.run import load
     from stepscope.render.figures import check_figure
 
@@ -69,9 +80,9 @@ def explain(
     _check_outputs(files, {"--save": save, "--perfetto": perfetto})
     run = load(*files, cache=cache)
     if run.is_of_memory and perfetto is not None:
-        raise StepscopeError("`--perfetto` is of time, and this is of memory", hint="--plot memory.html")
+        raise StepscopeError("`--perfetto` needs a trace; this is a memory snapshot", hint="--plot memory.html")
     if plot is not None and not run.is_of_memory:
-        raise StepscopeError("`--plot` draws memory, and this is a recording of time", hint="--perfetto trace.json")
+        raise StepscopeError("`--plot` needs a memory snapshot; this is a trace", hint="--perfetto trace.json")
     if save is not None:
         run.save(save, force=force)
     if perfetto is not None:
@@ -85,18 +96,22 @@ def explain(
 
 
 def _check_outputs(files: Sequence[Path], targets: dict[str, Path | None]) -> None:
-    """Before anything is read: of one file, and not onto that file."""
+    """Check before reading anything that outputs come from one file and do not overwrite it."""
     for flag, target in targets.items():
         if target is None:
             continue
         if len(files) != 1:
-            raise StepscopeError(f"`{flag}` takes one file, not {len(files)}", hint="name the files one at a time")
+            raise StepscopeError(
+                f"`{flag}` requires exactly one file, got {len(files)}", hint="stepscope explain FILE, once per file"
+            )
         if target.exists() and target.resolve() == files[0].resolve():
-            raise StepscopeError(f"`{flag}` would replace the file it reads: `{target}`", hint="another name")
+            raise StepscopeError(f"`{flag}` would overwrite its input: `{target}`", hint=f"{flag} with another path")
 
 
 def _check_bounded(files: Sequence[Path], flags: dict[str, object]) -> None:
     for flag in (flag for flag, given in flags.items() if given):
-        raise StepscopeError(f"`{flag}` needs all of the recording in memory", hint="leave out --bounded")
+        raise StepscopeError(f"`{flag}` cannot be used with `--bounded`", hint=f"{flag} without --bounded")
     if len(files) != 1:
-        raise StepscopeError(f"`--bounded` takes one file, not {len(files)}", hint="name the files one at a time")
+        raise StepscopeError(
+            f"`--bounded` requires exactly one file, got {len(files)}", hint="stepscope explain FILE, once per file"
+        )

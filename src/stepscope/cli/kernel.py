@@ -1,4 +1,4 @@
-"""`stepscope kernel NAME`: what a GPU kernel's name says."""
+"""`stepscope kernel NAME`: decode a GPU kernel's name."""
 
 from typing import Annotated
 
@@ -11,13 +11,13 @@ from stepscope.render.formats import Format
 def kernel(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="As a profiler shows it, mangled or not. Quote it: <, > and ( are signs."),
+        typer.Argument(metavar="NAME", help="A kernel name from a profiler, mangled or not. Quote it for the shell."),
     ],
-    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """What does a GPU kernel's name say? Its parts one by one, in plain words: library, operation, tile, data type.
+    """Decode a GPU kernel's name: library, operation, tile, dtype, and what each part of the name means.
 
-    A name that is not recognised is an answer too: its class is `other`.
+    Names that are not recognized get the class `other`.
     """
     from stepscope.explain.kernel_names import decode, describe
     from stepscope.render.tables import render

@@ -1,5 +1,7 @@
-"""The entry point: the verbs, and the one place where errors become messages and exit codes."""
+"""The entry point. It registers the verbs and is the only place that turns errors into messages and exit codes."""
 
+import errno
+import os
 import signal
 import sys
 import traceback
@@ -15,7 +17,7 @@ from stepscope.cli.options import fill_bare_flags
 from stepscope.cli.output import prepare_streams, say
 from stepscope.errors import Exit, StepscopeError
 
-# In the order of the help. Each is a function of its name, in a module of its name.
+# In the order of `--help`. Each verb is a function in the module of the same name.
 VERBS = (
     "report",
     "bench",
@@ -36,9 +38,11 @@ VERBS = (
     "doctor",
 )
 
+_LONGEST_SHOWN = 100  # characters of a path in an error
+
 app = typer.Typer(
     name="stepscope",
-    help="Shows where one training step of a Transformer spends its time and memory, and says why.",
+    help="Show where a Transformer training step spends its time and memory, and why.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -57,8 +61,8 @@ def stepscope(version: bool = typer.Option(False, "--version", help="Print the v
 
 
 def main() -> NoReturn:
-    """Exit codes are in `errors.Exit`. A request to terminate ends like Ctrl-C, which typer turns into 130: workers are
-    ended and rows kept."""
+    """Run the command line. The exit codes are in `errors.Exit`. SIGTERM and SIGHUP act like Ctrl-C, which typer turns
+    into 130: workers are stopped and finished rows are kept."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, _raise_interrupt)
@@ -69,30 +73,40 @@ def main() -> NoReturn:
     except StepscopeError as error:
         say(f"error: {error}")
         sys.exit(Exit.BAD_INPUT)
-    except KeyboardInterrupt:  # outside of a verb
+    except OSError as error:
+        # `Path.exists` and its relatives raise for names that are too long and in directories without permission.
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or error.filename is None:
+            _report_internal_error()
+        say(f"error: {error.strerror}: `{_shorten(os.fsdecode(error.filename))}`")
+        sys.exit(Exit.BAD_INPUT)
+    except KeyboardInterrupt:  # outside a verb
         sys.exit(Exit.INTERRUPTED)
     except SystemExit as end:
-        # What typer makes of any EOFError, with the status of a failed gate.
+        # typer turns any EOFError into an Abort, whose exit status would read as a failed gate.
         if isinstance(end.__context__, typer.Abort):
-            _admit()
+            _report_internal_error()
         raise
     except BaseException:  # noqa: BLE001  # the process boundary: a Rust panic is not an Exception
-        _admit()
+        _report_internal_error()
     sys.exit(Exit.OK)
 
 
 def _require_text(arguments: list[str]) -> None:
-    """Commands and file names go into results, recordings and pages, all of which are UTF-8."""
+    """Raise StepscopeError unless all arguments are UTF-8: they are stored in results, recordings and pages."""
     for argument in arguments:
         try:
             argument.encode()
         except UnicodeEncodeError:
             shown = argument.encode(errors="surrogateescape").decode(errors="backslashreplace")
-            raise StepscopeError(f"not valid UTF-8: `{shown}`", hint="rename the file or folder") from None
+            raise StepscopeError(f"not valid UTF-8: `{shown}`", hint="rename the file or directory") from None
 
 
-def _admit() -> NoReturn:
-    """A mistake of ours, which must not pass for a verdict: Python's own exit status would read as a failed gate."""
+def _shorten(path: str) -> str:
+    return path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}…"
+
+
+def _report_internal_error() -> NoReturn:
+    """Print the traceback of a bug in stepscope. Python's own exit status, 1, would read as a failed gate."""
     with suppress(OSError):
         traceback.print_exc()
     sys.exit(Exit.OUR_MISTAKE)

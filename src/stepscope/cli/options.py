@@ -1,5 +1,5 @@
-"""The flags that verbs share. Every setting of a workload is one, made from `spec.SETTINGS`, so that a new setting is a
-flag, a TOML key and a line of help at once."""
+"""The options that verbs share. Workload settings become options through `spec.SETTINGS`, so a new setting gets its
+flag, TOML key and help text from one declaration."""
 
 import inspect
 import itertools
@@ -25,24 +25,25 @@ from stepscope.spec import (
     grid_from_toml,
 )
 
-# What flags mean that stand alone.
+# The values of flags that are given without one.
 _BARE_FLAGS = {flag_of(name): "yes" for name, setting in SETTINGS.items() if setting.is_switch}
 _BARE_FLAGS["--retry"] = Retry.FAILED.value
 RetryFlag = Annotated[
     Retry | None,
-    typer.Option("--retry", help="Run failed cases again, or doubtful ones.  [failed, if no value is given]"),
+    typer.Option(
+        "--retry", help="Rerun failed cases, or cases with unreliable timings.  [default without a value: failed]"
+    ),
 ]
 _WITH_SHARES = ("memory", "explain")
 
 
 def takes_grid(verb: Callable[..., None]) -> Callable[..., None]:
-    """Gives a verb all settings as flags, plus `--config` and `--set`, and hands them over as its argument `grid`."""
-
+    """Give a verb all settings as flags, plus `--config` and `--set`, and pass them to it as its argument `grid`."""
     return _takes(verb, SETTINGS, _set())
 
 
 def takes_workload(verb: Callable[..., None]) -> Callable[..., None]:
-    """The same for a verb that trains the built-in model: nothing on how to time a step, nor on models of one's own."""
+    """Like `takes_grid`, for a verb that trains the built-in model: no timing settings and no custom models."""
     return _takes(verb, {name: setting for name, setting in (SHAPE_SETTINGS | RUN_SETTINGS).items() if name != "mode"})
 
 
@@ -66,15 +67,15 @@ def _takes(verb: Callable[..., None], settings: Mapping[str, Setting], *more: in
 
 
 def refuse_settings(grid: Grid, why: str) -> None:
-    """A setting that would be ignored is an error: its user would read another figure than they asked for."""
+    """Raise StepscopeError if any setting was given: ignoring it would show results for something else."""
     if grid != Grid():
         name = "set" if grid.arguments else grid.axes[0][0]
-        raise StepscopeError(f"`{flag_of(name)}` does nothing here", detail=why, hint="leave it out")
+        raise StepscopeError(f"`{flag_of(name)}` has no effect here", detail=why, hint=f"remove {flag_of(name)}")
 
 
 def fill_bare_flags(arguments: Sequence[str]) -> list[str]:
-    """`--compile` alone becomes `--compile=yes`: the flag is an axis, and an axis needs a value. So do `--retry`, and
-    `--detail` of the verbs where it may be a share, unless one follows."""
+    """Fill in the values of flags that may be given without one. `--compile` becomes `--compile=yes`, because an axis
+    of a grid needs a value. `--retry` gets its default, and so does `--detail` in the verbs where it takes a share."""
     takes_share = bool(arguments) and arguments[0] in _WITH_SHARES
     filled = []
     for argument, following in itertools.pairwise([*arguments, "--"]):
@@ -95,12 +96,12 @@ def _flag(name: str, setting: Setting, default: Case) -> inspect.Parameter:
 
 
 def _set() -> inspect.Parameter:
-    option = typer.Option("--set", help="An argument for your own model; may be repeated.", metavar="NAME=VALUE")
+    option = typer.Option("--set", help="Argument for your own model; repeatable.", metavar="NAME=VALUE")
     return _parameter("set", Annotated[list[str] | None, option])
 
 
 def _config() -> inspect.Parameter:
-    option = typer.Option("--config", help="Settings from a TOML file; flags win over it.", metavar="FILE")
+    option = typer.Option("--config", help="Read settings from a TOML file; flags override it.", metavar="FILE")
     return _parameter("config", Annotated[Path | None, option])
 
 

@@ -1,4 +1,4 @@
-"""Where a verb's result goes."""
+"""Standard output for results, standard error for messages."""
 
 import io
 import os
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class _Output(io.TextIOWrapper):
-    """A standard stream. A reader that leaves early (`| head`) has seen enough: the rest goes
-    nowhere, and the verb ends as it would have. A full disk is an error, if there is somebody to tell."""
+    """A standard stream that survives a closed pipe. If the reader leaves early (`| head`), the rest is discarded and
+    the verb finishes normally. A full disk raises StepscopeError if standard error still works."""
 
     def write(self, text: str, /) -> int:
         try:
@@ -33,7 +33,7 @@ class _Output(io.TextIOWrapper):
             self._end(error)
 
     def _end(self, error: OSError) -> None:
-        # Nothing more can be written, not even by Python while it closes down.
+        # Discard everything from here on, including what Python flushes at exit.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
@@ -42,8 +42,8 @@ class _Output(io.TextIOWrapper):
 
 
 def prepare_streams() -> None:
-    """Makes standard output and standard error end well. Names and signs that a terminal cannot show are no reason to
-    fail, and messages do not go to standard output where standard error is closed."""
+    """Make standard output and standard error robust. Characters that the terminal cannot show are escaped, and
+    messages never go to standard output, not even when standard error is closed."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
     for name in ("stdout", "stderr"):
@@ -54,21 +54,21 @@ def prepare_streams() -> None:
 
 
 def show(text: str) -> None:
-    """To standard output, with nothing in it that a terminal would obey."""
-    if sys.stdout is not None:  # it was closed before we started
+    """Write to standard output, with terminal control characters escaped."""
+    if sys.stdout is not None:  # None if it was closed before stepscope started
         sys.stdout.write(visible(text))
         sys.stdout.flush()
 
 
 def show_tables(tables: "Sequence[Table]", format_: Format, *, detail: bool = False) -> None:
-    """Tables below each other; one document in JSON."""
+    """Print tables one below the other, or as a single JSON document."""
     from stepscope.render.tables import render_all
 
     show(render_all(tables, format_, detail=detail, width=terminal_width()))
 
 
 def show_parts(parts: "Iterable[str | Table]", format_: Format) -> None:
-    """Prose and tables as they are read. Prose does not belong in a table's file, and goes to standard error."""
+    """Print prose and tables in order. In formats other than text, prose goes to standard error."""
     if format_ is Format.TEXT:
         for part in parts:
             if isinstance(part, str):
@@ -86,23 +86,24 @@ def show_parts(parts: "Iterable[str | Table]", format_: Format) -> None:
 
 
 def say(text: str) -> None:
-    """To standard error, beside the result. What cannot be said there must not end what is being done."""
+    """Write a message to standard error. A failure to write it is ignored, so that it never ends a run."""
     with suppress(OSError):
         print(visible(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def terminal_width() -> int | None:
-    """None where the output is not a terminal: tables then take the width they need."""
+    """The width of the terminal, or None if the output is not one: tables then take the width they need."""
     return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
 
 
 @contextmanager
 def showing_stages() -> Iterator[Callable[[str], None]]:
-    """What is being done right now, for verbs that do one thing at a time: on a terminal, and only there."""
+    """Yield a function that shows the current stage, for verbs that do one thing at a time. It prints only on a
+    terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.console import Console
 
-    with Console(stderr=True, highlight=False).status("looking at the device") as status:
+    with Console(stderr=True, highlight=False).status("inspecting the device") as status:
         yield status.update

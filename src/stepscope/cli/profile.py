@@ -1,4 +1,4 @@
-"""`stepscope profile`: record one step, with what ran where and for how long; or count what its kernels did."""
+"""`stepscope profile`: record a few steps kernel by kernel, or collect hardware counters."""
 
 import shlex
 from pathlib import Path
@@ -20,9 +20,9 @@ def profile(
     grid: Grid,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where it goes.  [default: runs/profile, or runs/counters]"),
+        typer.Option(metavar="DIR", help="Where to save the recording.  [default: runs/profile, or runs/counters]"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a recording that another command made.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a recording that another command made.")] = False,
     record_steps: Annotated[
         int | None,
         typer.Option(
@@ -30,41 +30,49 @@ def profile(
             metavar="N",
             min=1,
             max=1000,
-            help="Steps in the recording.  [default: 3, or 1 with --counters]",
+            help="Number of steps to record.  [default: 3, or 1 with --counters]",
         ),
     ] = None,
     annotate: Annotated[
         list[str] | None,
-        typer.Option("--annotate", metavar="MODULE:FUNCTION", help="A range around a function; may be repeated."),
+        typer.Option("--annotate", metavar="MODULE:FUNCTION", help="Add a range around a function; may be repeated."),
     ] = None,
-    stacks: Annotated[bool, typer.Option("--stacks", help="Record Python's stacks, which costs a lot.")] = False,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Record Python stacks (slow).")] = False,
     format_: Annotated[
-        Format, typer.Option("--format", help="How it is printed; without --counters text or json.")
+        Format, typer.Option("--format", help="Output format; text or json without --counters.")
     ] = Format.TEXT,
-    nsys: Annotated[
-        bool, typer.Option("--nsys", help="Record with Nsight Systems, which must be on the PATH.")
-    ] = False,
+    nsys: Annotated[bool, typer.Option("--nsys", help="Record with Nsight Systems; nsys must be on the PATH.")] = False,
     python_backtrace: Annotated[
-        bool, typer.Option("--python-backtrace", help="With --nsys: Python's stacks at CUDA calls.")
+        bool, typer.Option("--python-backtrace", help="With --nsys: record Python stacks at CUDA calls.")
     ] = False,
     pytorch: Annotated[
-        str | None, typer.Option("--pytorch", metavar="WHAT", help="With --nsys: passed on, such as autograd-nvtx.")
+        str | None,
+        typer.Option("--pytorch", metavar="WHAT", help="With --nsys: value for its --pytorch, such as autograd-nvtx."),
     ] = None,
     counters: Annotated[
-        bool, typer.Option("--counters", help="Hardware counters of forward passes, with Nsight Compute; takes a grid.")
+        bool,
+        typer.Option(
+            "--counters", help="Collect hardware counters of forward passes with Nsight Compute; takes a grid."
+        ),
     ] = False,
     metrics: Annotated[
-        str | None, typer.Option("--metrics", metavar="few|full|NAME,…", help="With --counters: which.  [default: few]")
+        str | None,
+        typer.Option(
+            "--metrics", metavar="few|full|NAME,…", help="With --counters: which metrics to collect.  [default: few]"
+        ),
     ] = None,
     kernel_class: Annotated[
         str | None,
-        typer.Option("--kernel-class", metavar="CLASS,…", help="With --counters: of a grid's table.  [attention]"),
+        typer.Option(
+            "--kernel-class",
+            metavar="CLASS,…",
+            help="With --counters: kernel classes in a grid's table.  [default: attention]",
+        ),
     ] = None,
 ) -> None:
-    """What does one step do, kernel by kernel? Records a few steps, annotated with the names of phases and modules, and
-    explains them.
+    """Record a few training steps kernel by kernel, with phases and modules, and explain them.
 
-    The settings from --size on make one case, or with --counters a grid.
+    The settings from --size on describe one case, or a grid with --counters.
     """
     _check_flags(
         {"--nsys": nsys, "--counters": counters},
@@ -90,7 +98,11 @@ def profile(
         )
         return
     if format_ not in (Format.TEXT, Format.JSON):
-        raise StepscopeError(f"the page is text or json, not `{format_.value}`", hint="--format json")
+        raise StepscopeError(
+            f"unsupported format: `{format_.value}`",
+            detail="expected text or json without --counters",
+            hint="--format json",
+        )
     folder, steps = out or Path("runs/profile"), record_steps or 3
     try:
         with showing_stages() as on_stage:
@@ -108,8 +120,8 @@ def profile(
                     pytorch=pytorch,
                 )
                 recording, nsys_run = under_nsys.run(grid, on_stage)
-                say(f"nsys was run as: {nsys_run.typed}")
-                say(f"its report: {nsys_run.report}")
+                say(f"ran: {nsys_run.typed}")
+                say(f"Nsight Systems report: {nsys_run.report}")
                 run = Run.of(recording, folder)
             else:
                 from stepscope.api.measure import profile as record
@@ -125,7 +137,7 @@ def profile(
                     command=command,
                 )
     except KeyboardInterrupt:
-        say("interrupted: nothing was kept")
+        say("interrupted: nothing was saved")
         raise
     if format_ is Format.JSON:
         show(run.to_json())
@@ -138,17 +150,17 @@ def profile(
 
 
 def _check_flags(recorders: dict[str, bool], flags: dict[str, dict[str, object]]) -> None:
-    """A flag that would be ignored is an error. `flags` are by the recorder they belong to, under no name those of
-    PyTorch's profiler alone."""
+    """Reject flags that would be ignored. `flags` are grouped by the recorder they require; the empty name is for flags
+    that only PyTorch's profiler supports."""
     chosen = [name for name, given in recorders.items() if given]
     if len(chosen) > 1:
-        raise StepscopeError(f"`{chosen[0]}` and `{chosen[1]}` together", hint="one after the other, in two folders")
+        raise StepscopeError(
+            f"`{chosen[0]}` and `{chosen[1]}` are mutually exclusive", hint="run them one after the other"
+        )
     for recorder, belonging in flags.items():
         for flag in (flag for flag, given in belonging.items() if given not in (None, False)):
             if recorder and recorder not in chosen:
-                raise StepscopeError(
-                    f"`{flag}` does nothing without `{recorder}`", hint=f"{recorder} {flag}, or leave it out"
-                )
+                raise StepscopeError(f"`{flag}` requires `{recorder}`", hint=f"add {recorder}, or remove {flag}")
             if not recorder and chosen:
-                hint = "--python-backtrace" if chosen == ["--nsys"] else "leave it out"
-                raise StepscopeError(f"`{flag}` does nothing with `{chosen[0]}`", hint=hint)
+                hint = "--python-backtrace" if chosen == ["--nsys"] else f"remove {flag}"
+                raise StepscopeError(f"`{flag}` cannot be used with `{chosen[0]}`", hint=hint)

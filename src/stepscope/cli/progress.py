@@ -1,5 +1,4 @@
-"""What a person sees while a sweep runs or a model trains: a bar with the time left on a terminal, lines anywhere
-else."""
+"""Progress of a sweep or a training run: a bar with the time left on a terminal, lines of text anywhere else."""
 
 import sys
 import time
@@ -27,11 +26,11 @@ from stepscope.recording.rows.bench import Row
 from stepscope.recording.rows.training_log import TrainRow
 from stepscope.render.formats import visible
 
-_EVERY_S = 5.0  # between lines of training, where there is no terminal
+_EVERY_S = 5.0  # between lines of training progress when there is no terminal
 
 
 def _make_bar(count: ProgressColumn, console: Console, *, estimate_s: float = 30.0) -> Progress:
-    """`count` says how much is done, and the speed is that of the last `estimate_s`."""
+    """A bar with `count` in front of it. The time left is estimated from the last `estimate_s` seconds."""
     columns = (
         count,
         BarColumn(bar_width=24),
@@ -51,7 +50,7 @@ def _is_terminal() -> bool:
 
 
 def say_end(row: Row, outcome_of: Callable[[Any], str]) -> str:
-    """How a case ended, and where its log is if it has one."""
+    """The outcome of a case, with the path of its log if it has one."""
     outcome = outcome_of(row) if row.status == "ok" else f"{row.status}: {brief(row.reason)}"
     log = "" if row.status in ("ok", "oom", "unsupported", "wrong") else f" ({LOGS_NAME}/{row.key}.log)"
     return outcome + log
@@ -61,7 +60,7 @@ def say_end(row: Row, outcome_of: Callable[[Any], str]) -> str:
 def choose_listener(
     outcome_of: Callable[[Any], str], describe: Callable[[Any], str] = describe_case
 ) -> Iterator[SweepListener]:
-    """`outcome_of` is a finished row in a few words, `describe` a case."""
+    """Yield a listener that shows a bar or lines. `outcome_of` summarizes a finished row, and `describe` a case."""
     console = Console(stderr=True, highlight=False)
     if not _is_terminal():
         yield _SweepLines(console, outcome_of, describe)
@@ -71,7 +70,7 @@ def choose_listener(
 
 
 class _SweepLines:
-    """One line a case, as it is done."""
+    """One line per finished case."""
 
     def __init__(self, console: Console, outcome_of: Callable[[Any], str], describe: Callable[[Any], str]) -> None:
         self._console = console
@@ -83,9 +82,9 @@ class _SweepLines:
     def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
         self._total = len(planned)
         if repaired_bytes:
-            self._say(f"repaired: a last line cut short ({repaired_bytes} bytes) was moved to results.jsonl.damaged")
+            self._say(f"repaired: moved an incomplete last line ({repaired_bytes} bytes) to results.jsonl.damaged")
         if done:
-            self._say(f"{len(done)} of {len(done) + len(planned)} cases are done already; --fresh measures them again")
+            self._say(f"{len(done)} of {len(done) + len(planned)} cases are already done; --fresh measures them again")
 
     def start(self, planned: PlannedCase[Any]) -> None:
         pass
@@ -99,12 +98,12 @@ class _SweepLines:
         self._say(f"[{self._finished}/{self._total}] {self._describe(row.case)}: {ended}")
 
     def _say(self, text: str) -> None:
-        with suppress(OSError):  # a log on a full disk must not end the sweep
+        with suppress(OSError):  # a full disk must not end the sweep
             self._console.print(visible(text), markup=False, soft_wrap=True)
 
 
 class _SweepBar(_SweepLines):
-    """A bar below the lines of what failed. Its length is the work that the cases are expected to be."""
+    """A bar below one line per failed case. Its length is the expected time of all cases."""
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class _SweepBar(_SweepLines):
     ) -> None:
         super().__init__(console, outcome_of, describe)
         self._progress = progress
-        self._task = progress.add_task("looking at the device", total=None, count="")
+        self._task = progress.add_task("inspecting the device", total=None, count="")
         self._running: PlannedCase[Any] | None = None
         self._failed = 0
 
@@ -162,7 +161,7 @@ def watching_training(steps: int) -> Iterator[Callable[[RankMessage], None]]:
 
 
 class _TrainingLines:
-    """The first step, then one every few seconds, the first whose loss is not finite, and the last."""
+    """A line for the first step, one every few seconds, the first step with a non-finite loss, and the last step."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -172,7 +171,7 @@ class _TrainingLines:
     def hear(self, message: RankMessage) -> None:
         match message:
             case Resumed(step=step) if step:
-                say(f"going on after step {step}" if step < self._steps else f"all {step} steps are done already")
+                say(f"resuming after step {step}" if step < self._steps else f"all {step} steps are already done")
             case Stepped(row=row) if self._is_worth_a_line(row):
                 self._said_at = time.monotonic()
                 self._was_finite = row.is_finite
@@ -184,7 +183,7 @@ class _TrainingLines:
 
 
 class _TrainingBar:
-    """All steps as they come. The first whose loss is not finite stays on the screen."""
+    """A bar over all steps. The first step with a non-finite loss stays on the screen."""
 
     def __init__(self, progress: Progress, steps: int) -> None:
         self._progress = progress

@@ -1,4 +1,4 @@
-"""`stepscope rule [CODE]`: what a finding means and what to do about it."""
+"""`stepscope rule [CODE]`: what a finding means and how to fix it."""
 
 import textwrap
 from typing import TYPE_CHECKING, Annotated
@@ -11,14 +11,16 @@ from stepscope.render.formats import Format
 if TYPE_CHECKING:
     from stepscope.findings import Table
 
-OWN = "your own"
+OWN = "your own code"
 
 
 def rule(
-    code: Annotated[str | None, typer.Argument(metavar="CODE", help="Such as SS007. Without one: the list.")] = None,
-    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
+    code: Annotated[
+        str | None, typer.Argument(metavar="CODE", help="A finding's code, such as SS007. Lists all rules if omitted.")
+    ] = None,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """What does a finding mean? How it is seen, how its saving is estimated, and what to do about it."""
+    """Explain a finding: what it means, how to fix it, and how it is detected."""
     from stepscope.explain.rules import describe_rule, find_rule, tabulate_rules
     from stepscope.render.tables import render
 
@@ -30,7 +32,7 @@ def rule(
 
 
 def _lay_out(table: "Table") -> str:
-    """A page's paragraphs under their headings: too long for the cells of a table."""
+    """Lay out a rule's paragraphs under headings: they are too long for table cells."""
     lines = [f"{table.columns[0].label}  {table.columns[1].label}"]
     for heading, text in table.rows:
         if heading:

@@ -1,4 +1,4 @@
-"""A run on the terminal, for the verbs that show one: `explain` and `memory`."""
+"""Printing a run, for the verbs that show one: `explain` and `memory`."""
 
 import re
 from pathlib import Path
@@ -12,29 +12,31 @@ if TYPE_CHECKING:
     from stepscope.api.display import RunPart
     from stepscope.api.run import Run
 
-Stacked = Literal["category", "module"]  # what the areas of a picture are
+Stacked = Literal["category", "module"]  # what each area of a figure stands for
 DEFAULT_DETAIL = 0.1
 SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%?")
 
 
 def check_view(*, questions: bool, part: str | None, step: str, detail: str | None) -> None:
-    """Refuses, before anything runs, what could not be shown afterwards."""
+    """Raise StepscopeError, before anything runs, for options that could not be honored afterwards."""
     parse_detail(detail)
     if questions and part is not None:
-        raise StepscopeError("`--questions` and `--table` are two things to print", hint="leave one out")
+        raise StepscopeError("`--questions` and `--table` are mutually exclusive", hint="remove one of them")
     if step not in ("last", "all") and not step.isdecimal():
-        raise StepscopeError(f"`--step {step}` is no step", detail="expected last, all or a number", hint="--step last")
+        raise StepscopeError(
+            f"invalid step: `--step {step}`", detail="expected last, all or a step number", hint="--step last"
+        )
 
 
 def parse_detail(text: str | None) -> float:
-    """The share of pieces that a picture tells apart: `10%` and `0.1` are a tenth; the word `yes`, which `--detail`
-    alone becomes, is about columns."""
+    """The share of allocations that a figure draws separately: `10%` and `0.1` both mean a tenth. `yes`, the value of
+    `--detail` without one, concerns only the columns of tables."""
     if text is None or text == "yes":
         return DEFAULT_DETAIL
     found = SHARE.fullmatch(text.strip())
     value = float(found[1]) / (100 if text.strip().endswith("%") else 1) if found else -1.0
     if not 0 <= value <= 1:
-        raise StepscopeError(f"`--detail {text}` is no share", detail="expected 0% to 100%", hint="--detail 10%")
+        raise StepscopeError(f"invalid share: `--detail {text}`", detail="expected 0% to 100%", hint="--detail 10%")
     return value
 
 
@@ -43,13 +45,13 @@ def draw(run: "Run", path: Path, *, by: Stacked, step: str, detail: str | None, 
 
     check_figure(path, force=force)
     save(run.figure(by=by, step=step).figure, path, detail=parse_detail(detail))
-    say(f"picture: {path}")
+    say(f"chart: {path}")
 
 
 def show_run(
     run: "Run", format_: Format, *, part: "RunPart | None", top: int, questions: bool, detail: str | None
 ) -> None:
-    """The page, one part of it, or the answers."""
+    """Print the whole page, one table of it, or the answers to questions."""
     from stepscope.render.terminal import render_page
 
     if questions:
@@ -59,7 +61,7 @@ def show_run(
         tables = [] if format_ is Format.TEXT else [answers.table]
         show_tables([*tables, *(answers.evidence if detail is not None else ())], format_)
     elif part is not None:
-        # One table for each file, or one for all where ranks are compared.
+        # One table per file; `ranks` is a single table that compares them.
         runs = [run] if part == "ranks" else run.ranks
         show_tables([one.table(part, top=top) for one in runs], format_, detail=detail == "yes")
     elif format_ is Format.JSON:
@@ -69,5 +71,6 @@ def show_run(
     else:
         table = "categories" if run.is_of_memory else "classes"
         raise StepscopeError(
-            f"the page is text or json, not `{format_.value}`", hint=f"--table {table} --format {format_.value}"
+            f"`--format {format_.value}` requires `--table`: the whole page prints as text or json",
+            hint=f"--table {table} --format {format_.value}",
         )

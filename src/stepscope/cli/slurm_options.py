@@ -1,4 +1,4 @@
-"""The flags of verbs that can run on a Slurm cluster, and what a person sees while jobs are waited for."""
+"""The options of verbs that can run on a Slurm cluster, and the progress of the jobs they submit."""
 
 import inspect
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SlurmChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--slurm` and its companions asked for. `array` is for grids and 1 elsewhere."""
+    """What `--slurm` and its related options ask for. `array` applies to grids and is 1 elsewhere."""
 
     resources: Resources
     array: int = 1
@@ -30,20 +30,19 @@ class SlurmChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def takes_slurm(*, ranks: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a verb the flags, and hands them over as its argument `slurm`: None without `--slurm`. A verb of `ranks` is
-    one job over `--nodes`; any other is a grid, dealt to an `--array` of jobs."""
-
+    """Give a verb the Slurm options, and pass them to it as its argument `slurm`, which is None without `--slurm`. With
+    `ranks`, a verb is one job over `--nodes`; otherwise it is a grid, split over an `--array` of jobs."""
     return lambda verb: add_flags(verb, "slurm", _flags(ranks=ranks), _choose)
 
 
 def refuse_slurm(slurm: SlurmChoice | None, why: str) -> None:
     if slurm is not None:
-        raise StepscopeError("`--slurm` does nothing here", detail=why, hint="leave it out")
+        raise StepscopeError("`--slurm` has no effect here", detail=why, hint="remove --slurm")
 
 
 def run_on_slurm(slurm: SlurmChoice, job: "SlurmRanks", prepare: Callable[[], None]) -> bool:
-    """Whether the job is done: it is not where the script was only shown, or nobody waits. `prepare` is called just
-    before a job is submitted, and not when one of before is found."""
+    """Return whether the job has finished: not if the script was only printed or `--no-wait` was given. `prepare` is
+    called just before a job is submitted, and not if an earlier job is found."""
     if slurm.print_only:
         show(job.script())
         return False
@@ -53,8 +52,8 @@ def run_on_slurm(slurm: SlurmChoice, job: "SlurmRanks", prepare: Callable[[], No
 
 @contextmanager
 def watching_jobs(outcome_of: "Callable[[BenchRow], str]" = lambda _: "") -> Iterator["JobLines"]:
-    """Lines, and on a terminal a line at the bottom that changes. After Ctrl-C: the jobs go on, and it says how to end
-    them."""
+    """Yield a listener that prints lines, and on a terminal a status line. Ctrl-C leaves the jobs running and prints
+    how to cancel them."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     watcher = _JobStatus(outcome_of) if is_terminal else JobLines(outcome_of)
     try:
@@ -62,14 +61,17 @@ def watching_jobs(outcome_of: "Callable[[BenchRow], str]" = lambda _: "") -> Ite
     except KeyboardInterrupt:
         watcher.close()
         if numbers := " ".join(watcher.numbers):
-            say(f"interrupted: job {numbers} goes on, and the same command collects; to end it: scancel {numbers}")
+            say(
+                f"interrupted: job {numbers} keeps running, and the same command collects its results; "
+                f"to cancel it: scancel {numbers}"
+            )
         raise
     finally:
         watcher.close()
 
 
 class JobLines:
-    """A line for whatever changes."""
+    """One line per change."""
 
     def __init__(self, outcome_of: "Callable[[BenchRow], str]") -> None:
         self.numbers: list[str] = []
@@ -79,14 +81,14 @@ class JobLines:
 
     def plan(self, num_done: int, num_cases: int) -> None:
         if num_done:
-            say(f"{num_done} of {num_cases} cases are done already; --fresh measures them again")
+            say(f"{num_done} of {num_cases} cases are already done; --fresh measures them again")
 
     def begin(self, job_ids: Sequence[str], *, submitted: str | None) -> None:
         self.numbers = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
         if submitted is not None:
             say(f"submitted: job {submitted}")
         if before := [number for number in self.numbers if number != submitted]:
-            say(f"submitted before and not collected yet: job {' '.join(before)}")
+            say(f"submitted earlier, not collected yet: job {' '.join(before)}")
 
     def finish(self, row: "BenchRow") -> None:
         from stepscope.cli.progress import say_end
@@ -117,19 +119,19 @@ class JobLines:
 
 
 class _JobStatus(JobLines):
-    """The last line stays where it is, with something that turns."""
+    """Shows the counts in a status line with a spinner."""
 
     def __init__(self, outcome_of: "Callable[[BenchRow], str]") -> None:
         super().__init__(outcome_of)
         from rich.console import Console
 
-        self._status = Console(stderr=True, highlight=False).status("looking at the jobs")
+        self._status = Console(stderr=True, highlight=False).status("checking the jobs")
 
     def close(self) -> None:
         self._status.stop()
 
     def _show(self, text: str) -> None:
-        # Not before the jobs are submitted: its thread would take a Ctrl-C that has to wait until then.
+        # Started only after the jobs are submitted: before that, its thread could receive a Ctrl-C that has to wait.
         self._status.start()
         self._status.update(text)
 
@@ -139,9 +141,9 @@ def _choose(given: dict[str, Any]) -> SlurmChoice | None:
         for name, value in given.items():
             if value:
                 raise StepscopeError(
-                    f"`--{name.replace('_', '-')}` does nothing without --slurm",
-                    detail="it says what to ask of a cluster",
-                    hint="add --slurm, or leave it out",
+                    f"`--{name.replace('_', '-')}` requires `--slurm`",
+                    detail="it is an option for the cluster job",
+                    hint=f"add --slurm, or remove --{name.replace('_', '-')}",
                 )
         return None
     print_only, wait, array = given.pop("print_sbatch"), not given.pop("no_wait"), given.pop("array", None) or 1
@@ -156,21 +158,23 @@ def _choose(given: dict[str, Any]) -> SlurmChoice | None:
 
 
 def _flags(*, ranks: bool) -> list[inspect.Parameter]:
-    many = "Nodes of the job; the ranks are spread evenly." if ranks else "Jobs that share the grid.  [default: 1]"
+    many = (
+        "Number of nodes; ranks are spread evenly." if ranks else "Number of jobs to split the grid over.  [default: 1]"
+    )
     return [
-        _switch("slurm", "Run on a Slurm cluster, and collect the results here."),
-        _option("partition", str, "NAME", "With --slurm: where to run."),
-        _option("gpus", int, "N", "GPUs a node.  [default: none]", least=0),
-        _option("time", str, "TIME", "Limit of a job, such as 2:00:00.  [default: 60 minutes]"),
+        _switch("slurm", "Run on a Slurm cluster and collect the results here."),
+        _option("partition", str, "NAME", "Partition to submit to."),
+        _option("gpus", int, "N", "GPUs per node.  [default: none]", least=0),
+        _option("time", str, "TIME", "Time limit per job, such as 2:00:00.  [default: 60 minutes]"),
         _option("nodes" if ranks else "array", int, "N", many, least=1),
-        _option("cpus", int, "N", "CPUs a task.", least=1),
-        _option("mem", str, "SIZE", "Memory a node, such as 64G."),
-        _option("account", str, "NAME", "Who pays."),
+        _option("cpus", int, "N", "CPUs per task.", least=1),
+        _option("mem", str, "SIZE", "Memory per node, such as 64G."),
+        _option("account", str, "NAME", "Account to charge."),
         _option("qos", str, "NAME", "Quality of service."),
-        _option("constraint", str, "TEXT", "Features that nodes must have."),
-        _option("sbatch", list[str], "KEY=VALUE", "Any other option of sbatch; may be repeated."),
-        _switch("print_sbatch", "Show the script that would be submitted, and submit nothing."),
-        _switch("no_wait", "Submit and leave; the same command collects later."),
+        _option("constraint", str, "TEXT", "Node features to require."),
+        _option("sbatch", list[str], "KEY=VALUE", "Any other sbatch option; repeatable."),
+        _switch("print_sbatch", "Print the job script without submitting it."),
+        _switch("no_wait", "Submit and exit; run the same command later to collect the results."),
     ]
 
 

@@ -1,4 +1,4 @@
-"""`stepscope train`: train the built-in model on one rank or several, and see what communication costs."""
+"""`stepscope train`: train the built-in model on one or more ranks, and measure what communication costs."""
 
 import shlex
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Way(StrEnum):
-    """What `--strategy` accepts."""
+    """The values of `--strategy`."""
 
     SINGLE = "single"
     NAIVE = "naive"
@@ -44,45 +44,53 @@ def train(
     grid: Grid,
     slurm: SlurmChoice | None,
     ranks: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes that share the batch.  [default: 1]")
+        int | None, typer.Option(metavar="N", help="Number of processes that share the batch.  [default: 1]")
     ] = None,
-    strategy: Annotated[Way | None, typer.Option(help="How they do.  [default: bucketed, with several ranks]")] = None,
-    bucket_mb: Annotated[float, typer.Option(metavar="MB", help="Size of a bucket of gradients.")] = 25.0,
+    strategy: Annotated[
+        Way | None, typer.Option(help="Data-parallel strategy.  [default: single, or bucketed with several ranks]")
+    ] = None,
+    bucket_mb: Annotated[float, typer.Option(metavar="MB", help="Gradient bucket size.")] = 25.0,
     shard_optimizer: Annotated[
-        bool, typer.Option("--shard-optimizer", help="Each rank keeps the optimizer state of its share.")
+        bool, typer.Option("--shard-optimizer", help="Shard the optimizer state across ranks.")
     ] = False,
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps in all, those of before included.")] = 100,
+    steps: Annotated[int, typer.Option(metavar="N", help="Total steps, including those of a resumed run.")] = 100,
     lr: Annotated[float, typer.Option(metavar="RATE", help="Learning rate.")] = 1e-3,
-    lr_warmup: Annotated[int, typer.Option(metavar="N", help="Steps over which the rate rises from 0.")] = 0,
-    accumulate: Annotated[int, typer.Option(hidden=True, help="An earlier name of --grad-accumulation.")] = 1,
+    lr_warmup: Annotated[int, typer.Option(metavar="N", help="Learning rate warm-up steps.")] = 0,
+    accumulate: Annotated[int, typer.Option(hidden=True, help="Former name of --grad-accumulation.")] = 1,
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text, read as bytes; made tokens without it.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Text file to train on, read as bytes.  [default: synthetic tokens]"),
     ] = None,
     save_every: Annotated[int, typer.Option(metavar="N", help="Steps between checkpoints.")] = 50,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Log and checkpoints, to go on from.")] = Path(
-        "runs/train"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Save the log and checkpoints here, and resume from them.")
+    ] = Path("runs/train"),
     from_: Annotated[
-        Path | None, typer.Option("--from", metavar="FOLDER", help="Show a run and train nothing.")
+        Path | None, typer.Option("--from", metavar="DIR", help="Show a saved run without training.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: the run in the folder is deleted.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run in --out and start over.")] = False,
     stop_on_nan: Annotated[
-        bool, typer.Option("--stop-on-nan", help="Stop at a loss that is NaN or infinite, and exit with 1.")
+        bool, typer.Option("--stop-on-nan", help="Stop if the loss is NaN or infinite, and exit with 1.")
     ] = False,
-    backend: Annotated[Backend, typer.Option(help="Who moves the messages.")] = Backend.AUTO,
+    backend: Annotated[Backend, typer.Option(help="Communication backend.")] = Backend.AUTO,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="How long a collective may take.")
+        float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="Time limit per collective.")
     ] = 300.0,
-    memory: Annotated[bool, typer.Option("--memory", help="What each rank holds, against the closed form.")] = False,
-    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
-    detail: Annotated[bool, typer.Option("--detail", help="All columns.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the loss: .png, .svg, .pdf or .html.")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Show the memory of each rank, measured and predicted.")
+    ] = False,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    detail: Annotated[bool, typer.Option("--detail", help="Show all columns.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save a chart of the loss as .png, .svg, .pdf or .html.")
+    ] = None,
     force: ForceFlag = False,
 ) -> None:
-    """Train the built-in model: loss, tokens a second, MFU, and how much of the communication was not hidden.
+    """Train the built-in model on one or more ranks.
 
-    --batch is the batch of all ranks together. The same command goes on where a run stopped, also with another number
-    of ranks or another strategy. Under torchrun each process is a rank.
+    Shows loss, tokens per second, MFU and exposed communication. --batch is the global batch, over all ranks. Run the
+    same command again to resume, even with a different number of ranks or another strategy. Under torchrun, each
+    process is a rank.
     """
     from stepscope.explain.experiments.train_tables import loss_figure, memory_table, say_not_finite, train_table
     from stepscope.jobs.train import TrainJob, build_training, read_result
@@ -92,8 +100,8 @@ def train(
         check_figure(plot, force=force)
     result: TrainResult | None
     if from_ is not None:
-        refuse_settings(grid, "--from shows a run as it is")
-        refuse_slurm(slurm, "--from shows a run as it is")
+        refuse_settings(grid, "--from only shows a saved run")
+        refuse_slurm(slurm, "--from only shows a saved run")
         result = read_result(from_)
     else:
         training = build_training(
@@ -109,7 +117,7 @@ def train(
             data=str(data) if data else "",
             save_every=save_every,
         )
-        # A job is known again by its request, this command among it: also by whoever left it and now waits for it.
+        # A job is found again by its request, which includes this command: with or without --no-wait.
         command = shlex.join(["stepscope", *(word for word in sys.argv[1:] if word != "--no-wait")])
         job = TrainJob(
             training=training,
@@ -121,7 +129,7 @@ def train(
             timeout_s=timeout,
         )
         result = _run(job) if slurm is None else _submit(job, slurm)
-    if result is None:  # another rank shows it, or nothing ran
+    if result is None:  # not rank 0, or nothing ran
         return
     table = memory_table(result.run, result.memory) if memory else train_table(result.run, result.rows)
     show_tables([table], format_, detail=detail)
@@ -143,7 +151,7 @@ def _run(job: "TrainJob") -> "TrainResult | None":
         with watching_training(job.training.steps) as on_message:
             return job.run_here(on_message) if is_rank() else job.run(on_message)
     except KeyboardInterrupt:
-        say("interrupted: the same command goes on from the last checkpoint")
+        say("interrupted: run the same command again to resume from the last checkpoint")
         raise
 
 

@@ -1,7 +1,7 @@
-"""Is this machine fit to measure on? A list of checks, each fine, limited or broken, with what to do about it.
+"""Checks whether this machine can measure reliably. Each check is fine, limited or broken, with advice.
 
-`limited` means that part of stepscope works, or that figures need care; `broken` that something which is there does not
-work. A laptop without a GPU is limited, not broken.
+`limited` means that some features are unavailable or that results may be noisy. `broken` means that something installed
+does not work. A laptop without a GPU is limited, not broken.
 """
 
 import os
@@ -30,9 +30,9 @@ from stepscope.units import GIB
 
 Verdict = Literal["fine", "limited", "broken"]
 
-_BUSY_LOAD = 0.3  # load average a core, above which timings on the CPU suffer
+_BUSY_LOAD = 0.3  # load average per core, above which CPU timings become noisy
 _LITTLE_MEMORY = 2 * GIB
-_SYS_ADMIN = 21  # the bit of the capability, by Linux's numbering
+_SYS_ADMIN = 21  # the bit of CAP_SYS_ADMIN in Linux
 
 
 class MachineCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,15 +45,15 @@ class MachineCheck(msgspec.Struct, frozen=True, kw_only=True):
 def examine() -> list[MachineCheck]:
     checks = [_check_python(), *_check_host()]
     if find_spec("torch") is None:
-        install = "to run models: pip install 'stepscope[train]'"
+        install = "needed to run models: pip install 'stepscope[train]'"
         checks.append(MachineCheck(subject="torch", verdict="limited", found="not installed", advice=install))
     else:
         checks += _check_torch()
     checks.append(_check_compiler())
-    checks.append(_check_package("transformers", "for --hf: pip install 'stepscope[hf]'"))
+    checks.append(_check_package("transformers", "needed for --hf: pip install 'stepscope[hf]'"))
     checks += [
-        _check_tool("nsys", "for Nsight Systems recordings"),
-        _check_tool("ncu", "for hardware counters"),
+        _check_tool("nsys", "profile --nsys"),
+        _check_tool("ncu", "profile --counters"),
     ]
     checks.append(_check_counters())
     return checks
@@ -62,7 +62,7 @@ def examine() -> list[MachineCheck]:
 def checks_table(checks: list[MachineCheck]) -> Table:
     names = ("subject", "verdict", "found", "advice")
     return Table(
-        title="Is this machine fit to measure on?",
+        title="Machine check",
         columns=tuple(Column(key=name, label=name) for name in names),
         rows=tuple((check.subject, check.verdict, check.found, check.advice) for check in checks),
     )
@@ -85,21 +85,21 @@ def _check_host() -> list[MachineCheck]:
         MachineCheck(
             subject="cpu",
             verdict="limited" if busy else "fine",
-            found=f"{cores} cores, load {load:.2f} a core",
-            advice="other work is running: CPU timings will spread" if busy else "",
+            found=f"{cores} core{'s' * (cores != 1)}, load {load:.2f} per core",
+            advice="other processes are running: CPU timings will be noisy" if busy else "",
         ),
         MachineCheck(
             subject="memory",
             verdict="limited" if little else "fine",
             found=f"{free / GIB:.1f} GiB free",
-            advice="small workloads only" if little else "",
+            advice="only small workloads will fit" if little else "",
         ),
     ]
 
 
 def _check_torch() -> list[MachineCheck]:
     instructions = _check_instructions()
-    if instructions.verdict == "broken":  # and so is whatever would load torch
+    if instructions.verdict == "broken":  # loading torch would crash
         return [instructions]
     with Workers() as workers:
         answer = workers.run(Inspect()).answer
@@ -115,16 +115,16 @@ def _check_instructions() -> MachineCheck:
 
 
 def judge_instructions(limits: CpuLimits, in_effect: Mapping[str, str]) -> MachineCheck:
-    """Which of the CPU's instructions PyTorch may use: what we had to set, and what somebody else has set."""
-    subject, slower = "cpu instructions", "CPU timings are those of older instructions"
+    """Which CPU instructions PyTorch may use: the limits that stepscope had to set, and those that the user set."""
+    subject, slower = "cpu instructions", "CPU timings are slower than the hardware allows"
     if limits.settings:
         found = f"{'; '.join(limits.deaths)}: set {say_limits(limits.settings)}"
-        advice = f"advertised, but not allowed on this machine: {slower}"
+        advice = f"this machine advertises instructions that crash: {slower}"
         return MachineCheck(subject=subject, verdict="limited", found=found, advice=advice)
     if in_effect:
-        advice = f"{slower}; unset {' '.join(in_effect)} to use all"
+        advice = f"{slower}; to use all instructions: unset {' '.join(in_effect)}"
         return MachineCheck(
-            subject=subject, verdict="limited", found=f"{say_limits(in_effect)}, as set by you", advice=advice
+            subject=subject, verdict="limited", found=f"{say_limits(in_effect)}, set in your environment", advice=advice
         )
     return MachineCheck(subject=subject, verdict="fine", found="not limited")
 
@@ -132,7 +132,7 @@ def judge_instructions(limits: CpuLimits, in_effect: Mapping[str, str]) -> Machi
 def _judge_answer(answer: Result | Died) -> list[MachineCheck]:
     if isinstance(answer, Inspected):
         return _judge_torch(answer.inspection)
-    assert isinstance(answer, Failed | Died | OutOfMemory), "an inspection is answered by one or fails"
+    assert isinstance(answer, Failed | Died | OutOfMemory), "an inspection succeeds or fails"
     reason = f"{answer.message} {answer.detail}".strip() if isinstance(answer, Failed) else answer.reason
     return [MachineCheck(subject="torch", verdict="broken", found=reason, advice="pip install 'stepscope[train]'")]
 
@@ -142,7 +142,7 @@ def _judge_torch(found: Inspection) -> list[MachineCheck]:
         MachineCheck(
             subject="torch",
             verdict="broken" if found.torch_problem else "fine",
-            found=found.torch_problem or f"{found.torch}, {found.threads} threads",
+            found=found.torch_problem or f"{found.torch}, {found.threads} thread{'s' * (found.threads != 1)}",
             advice="pip install 'stepscope[train]'" if found.torch_problem else "",
         ),
         _judge_triton(found),
@@ -155,7 +155,7 @@ def _judge_torch(found: Inspection) -> list[MachineCheck]:
 
 def _judge_triton(found: Inspection) -> MachineCheck:
     if found.triton is None:
-        advice = "for --compile on a GPU: pip install 'stepscope[train]'"
+        advice = "needed for --compile on a GPU: pip install 'stepscope[train]'"
         return MachineCheck(subject="triton", verdict="limited", found="not installed", advice=advice)
     return MachineCheck(subject="triton", verdict="fine", found=found.triton)
 
@@ -166,9 +166,11 @@ def _judge_cuda(found: Inspection) -> MachineCheck:
         return MachineCheck(subject="cuda", verdict="fine", found=f"{found.cuda}, driver {found.driver or 'unknown'}")
     if not has_gpu:
         return MachineCheck(subject="cuda", verdict="limited", found="no GPU", advice="workloads run on the CPU")
-    built = f"torch built for CUDA {found.cuda}" if found.cuda else "this torch is a CPU build"
-    advice = "install a torch built for CUDA, then `make run TORCH=installed`"
-    return MachineCheck(subject="cuda", verdict="broken", found=f"a GPU is here but {built} sees none", advice=advice)
+    built = f"torch (built for CUDA {found.cuda})" if found.cuda else "torch (a CPU build)"
+    advice = "install a CUDA build of torch, then `make run TORCH=installed`"
+    return MachineCheck(
+        subject="cuda", verdict="broken", found=f"there is a GPU, but {built} does not see it", advice=advice
+    )
 
 
 def _judge_device(subject: str, device: DeviceState) -> list[MachineCheck]:
@@ -176,13 +178,14 @@ def _judge_device(subject: str, device: DeviceState) -> list[MachineCheck]:
     free = device.free_bytes / device.total_bytes
     others = device.other_processes or ()
     used = free < 0.9 or bool(others)
-    company = f"{len(others)} other process(es) hold it: timings are shared" if others else "something holds the rest"
+    count = f"{len(others)} other process{'es' * (len(others) != 1)}"
+    company = f"{count} on this GPU: timings will be noisy" if others else "part of the memory is already in use"
     checks = [
         MachineCheck(
             subject=subject,
             verdict="fine" if known else "limited",
             found=f"{device.name}, compute capability {device.capability}",
-            advice="" if known else "no data sheet: the peak is measured, and MFU is against that",
+            advice="" if known else "peak not in the data sheets: stepscope measures it and bases MFU on it",
         ),
         MachineCheck(
             subject=f"{subject} memory",
@@ -196,12 +199,12 @@ def _judge_device(subject: str, device: DeviceState) -> list[MachineCheck]:
 
 def _judge_clocks(subject: str, device: DeviceState) -> MachineCheck:
     if device.sm_mhz is None or device.throttled_by is None:
-        advice = "throttling cannot be seen: watch the spread"
-        return MachineCheck(subject=subject, verdict="limited", found="the driver does not tell", advice=advice)
+        advice = "throttling cannot be detected: check the spread of the timings"
+        return MachineCheck(subject=subject, verdict="limited", found="not reported by the driver", advice=advice)
     found = f"SM {device.sm_mhz} of {device.max_sm_mhz} MHz now"
     if device.throttled_by:
-        advice = "let it cool, or mind the power limit"
-        held = f"{found}, held back by {', '.join(device.throttled_by)}"
+        advice = "let the GPU cool down, or check its power limit"
+        held = f"{found}, throttled by {', '.join(device.throttled_by)}"
         return MachineCheck(subject=subject, verdict="limited", found=held, advice=advice)
     return MachineCheck(subject=subject, verdict="fine", found=found)
 
@@ -215,7 +218,7 @@ def _check_package(name: str, advice: str) -> MachineCheck:
 def _check_compiler() -> MachineCheck:
     found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if found is None:
-        advice = "for --compile, install one: apt-get install g++"
+        advice = "needed for --compile: apt-get install g++"
         return MachineCheck(subject="compiler", verdict="limited", found="no C++ compiler", advice=advice)
     return MachineCheck(subject="compiler", verdict="fine", found=found)
 
@@ -223,16 +226,16 @@ def _check_compiler() -> MachineCheck:
 def _check_tool(name: str, purpose: str) -> MachineCheck:
     path = shutil.which(name)
     if path is None:
-        return MachineCheck(subject=name, verdict="limited", found="not on the PATH", advice=f"{purpose}, install it")
+        return MachineCheck(subject=name, verdict="limited", found="not on the PATH", advice=f"needed for {purpose}")
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return MachineCheck(
-            subject=name, verdict="broken", found=f"{path} does not run: {error}", advice="install it again"
+            subject=name, verdict="broken", found=f"{path} does not run: {error}", advice="reinstall it"
         )
     if done.returncode:
         found = f"{path} --version exits with {done.returncode}"
-        return MachineCheck(subject=name, verdict="broken", found=found, advice="install it again")
+        return MachineCheck(subject=name, verdict="broken", found=found, advice="reinstall it")
     version = re.search(r"\d{4}\.\d+(\.\d+)*", done.stdout)
     return MachineCheck(subject=name, verdict="fine", found=version[0] if version else path)
 
@@ -247,40 +250,45 @@ def _check_counters() -> MachineCheck:
 
 
 def judge_counters(parameters: str | None, *, is_administrator: bool, is_confidential: bool) -> MachineCheck:
-    """May this process read performance counters? NVIDIA's driver lets everybody, or administrators only, as the text
-    of its `parameters` says; in confidential-computing mode it lets nobody."""
+    """Whether this process may read performance counters. The driver's `parameters` allow everybody or only
+    administrators; in confidential-computing mode nobody may."""
     if parameters is None:
         return MachineCheck(
-            subject="counters", verdict="limited", found="no NVIDIA driver", advice="traces only, no counters"
+            subject="counters",
+            verdict="limited",
+            found="no NVIDIA driver",
+            advice="traces work, hardware counters do not",
         )
     if is_confidential:
-        advice = "traces only; its mode for developers (devtools) has counters, and attests to nothing"
-        return MachineCheck(subject="counters", verdict="limited", found="off: confidential computing", advice=advice)
+        advice = "traces work, hardware counters need devtools mode, which gives no attestation"
+        return MachineCheck(
+            subject="counters", verdict="limited", found="disabled by confidential computing", advice=advice
+        )
     admin_only = re.search(r"RmProfilingAdminOnly:\s*1", parameters) is not None
     if admin_only and not is_administrator:
         return MachineCheck(
             subject="counters",
             verdict="limited",
-            found=f"for administrators only: ncu will say {PERMISSION}",
-            advice=f"{PERMISSION_ADVICE}; a container needs the capability SYS_ADMIN",
+            found=f"only for administrators: ncu will fail with {PERMISSION}",
+            advice=f"{PERMISSION_ADVICE}; a container needs the SYS_ADMIN capability",
         )
     return MachineCheck(
-        subject="counters", verdict="fine", found="permitted, to administrators" if admin_only else "permitted"
+        subject="counters", verdict="fine", found="available to administrators" if admin_only else "available"
     )
 
 
 def _is_administrator(status: str) -> bool:
-    """By the capability that the driver looks for: root inside of a container has it or not."""
+    """Whether the process has the capability that the driver checks. Root in a container may not have it."""
     effective = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", status, re.MULTILINE)
     return effective is not None and bool(int(effective[1], 16) >> _SYS_ADMIN & 1)
 
 
 def _is_confidential() -> bool:
-    """Whether the GPUs keep their secrets from this host, and their counters with them."""
+    """Whether the GPUs run in confidential-computing mode, which disables the counters."""
     try:
         pynvml.nvmlInit()
         state = pynvml.nvmlSystemGetConfComputeState()
-    except pynvml.NVMLError:  # no driver, or one from before there was such a mode
+    except pynvml.NVMLError:  # no driver, or one without this mode
         return False
     enabled = state.ccFeature == pynvml.NVML_CC_SYSTEM_FEATURE_ENABLED
     return bool(enabled and state.devToolsMode == pynvml.NVML_CC_SYSTEM_DEVTOOLS_MODE_OFF)

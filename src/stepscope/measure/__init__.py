@@ -1,1 +1,1 @@
-"""Running a workload and writing down what happened. This half needs torch."""
+"""Runs a workload and measures it. This half of the package requires torch."""

@@ -1,4 +1,4 @@
-"""One case, measured: build it, warm it up, time it, and say what to doubt."""
+"""Measure one case: build it, warm it up, time it, and assess measurement quality."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -22,7 +22,7 @@ Stage = Literal["building", "warming up", "timing", "counting operations"]
 def measure(
     case: Case, device: torch.device, *, on_stage: Callable[[Stage], None]
 ) -> tuple[Measurement, tuple[Doubt, ...]]:
-    """The process is used up by this: its memory is capped and its peak counted from here. One case, one process."""
+    """The process cannot be reused: its memory is limited and its peak counted from here. One case, one process."""
     host = HostMemory() if device.type == "cpu" else None
     if case.timing.memory_limit is not None:
         limit_memory(device, case.timing.memory_limit)
@@ -72,13 +72,13 @@ def _forward_flops(step: Step) -> tuple[int | None, list[Doubt]]:
     workload = step.workload
     if isinstance(workload.model, ModelShape):
         return cost.forward_flops(workload.model, batch=workload.batch, context=workload.context), []
-    # The timings are done and stand. A compiled step can fit in memory where the same pass, uncompiled, does not; and
-    # a model of the user's may do anything under the counter: whatever it is, it costs the count and is said.
+    # The timings are done and stay. A compiled step can fit in memory where the same uncompiled pass does not, and a
+    # custom model may do anything under the counter: any failure costs the count, and is reported.
     try:
         flops = count_forward_flops(step)
     except Exception as error:  # noqa: BLE001
-        reason = "no memory left" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"[:200]
-        return None, [Doubt(code="uncounted", text=f"the operations could not be counted: {reason}")]
+        reason = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"[:200]
+        return None, [Doubt(code="uncounted", text=f"could not count the FLOPs: {reason}")]
     if flops == 0:
-        return None, [Doubt(code="uncounted", text="no operation that the counter knows was seen")]
+        return None, [Doubt(code="uncounted", text="the FLOP counter recognized no operator")]
     return flops, []

@@ -1,8 +1,8 @@
-"""Collectives on their own, as every rank runs them: right first, then timed.
+"""Collectives in isolation, as every rank runs them: correctness first, then time.
 
-All ranks walk through the same cases in the same order and agree after each step whether to go on, so that what goes
-wrong on one of them (no memory, a wrong result) costs that case on all and leaves the group whole. A collective that
-fails takes the group along; that is not caught here.
+All ranks run the same cases in the same order and agree after each step whether to continue, so that a failure on one
+rank (no memory, a wrong result) costs that case on all ranks and leaves the group intact. A collective that fails
+breaks the group; that is not caught here.
 """
 
 import gc
@@ -29,8 +29,8 @@ OnStage = Callable[[Literal["checking", "timing"]], None]
 
 _WARMUPS = 2
 _FEWEST = 5
-# Ones where place and rank add up to a multiple of this, zeros elsewhere: the sums over ranks are whole numbers that
-# every dtype holds exactly, and differ from place to place.
+# Ones where position and rank sum to a multiple of this, zeros elsewhere: sums over ranks are integers that every dtype
+# represents exactly, and differ by position.
 _PERIOD = 5
 _TILE = _PERIOD * 2**16
 
@@ -38,7 +38,7 @@ _TILE = _PERIOD * 2**16
 def measure_collectives(
     cases: Sequence[CommCase], communicator: Communicator, *, device: str, on_stage: OnStage = lambda _: None
 ) -> Iterator[CommOutcome]:
-    """The outcome of each of the cases of rank 0, the same on every rank."""
+    """Return the outcome of each of rank 0's cases, the same on every rank."""
     place = choose_device(device, local_rank=int(os.environ.get("LOCAL_RANK", communicator.rank)))
     if place.type == "cuda":
         torch.cuda.set_device(place)
@@ -77,13 +77,13 @@ def _measure(case: CommCase, communicator: Communicator, device: torch.device, o
 
 
 def _first_said(communicator: Communicator, text: str, name: str) -> str:
-    """What the first rank that has something to say says, on every rank."""
+    """Return, on every rank, the message of the first rank that has one."""
     said = communicator.share_objects(text, name)
     return next((f"rank {rank}: {one}" for rank, one in enumerate(said) if one), "")
 
 
 class _Problem:
-    """The tensors of a case, and the collective over them."""
+    """The tensors of a case, and the collective on them."""
 
     def __init__(self, case: CommCase, communicator: Communicator, device: torch.device) -> None:
         self._case, self._communicator = case, communicator
@@ -93,7 +93,7 @@ class _Problem:
         self._part = torch.empty(parts, dtype=dtype, device=device)
 
     def fill(self) -> None:
-        """Every rank its own pattern, and what is to be written something that is never right."""
+        """Fill the input with a pattern per rank, and the output with values that are never correct."""
         rank = self._communicator.rank
         sent, received = self._part, self._whole
         if self._case.collective != "all-gather":
@@ -102,7 +102,7 @@ class _Problem:
         _repeat(sent, _tile(sent, [rank]))
 
     def clear(self) -> None:
-        """Zeros stay zeros however often they are added up."""
+        """Zeros stay zeros however often they are summed."""
         self._whole.zero_()
         self._part.zero_()
 
@@ -119,7 +119,7 @@ class _Problem:
                 return self._communicator.broadcast(self._whole, 0, name)
 
     def say_wrong(self) -> str:
-        """Empty where every element is what it must be, exactly."""
+        """Return an empty string if every element is exactly right."""
         everyone = list(range(self._communicator.world))
         match self._case.collective:
             case "all-reduce":
@@ -132,11 +132,11 @@ class _Problem:
             case "all-gather":
                 parts = self._whole.chunk(len(everyone))
                 right = all(_repeats(part, _tile(part, [rank])) for rank, part in enumerate(parts))
-        return "" if right else f"the {self._case.collective} gave elements that differ from the closed form"
+        return "" if right else f"the {self._case.collective} returned wrong elements"
 
 
 def _tile(like: Tensor, ranks: Sequence[int], first: int = 0) -> Tensor:
-    """The sum of the patterns of `ranks`, from the place `first` on."""
+    """Return the sum of the patterns of `ranks`, starting at position `first`."""
     places = torch.arange(first, first + min(_TILE, max(1, len(like))), device=like.device)
     return sum(((places + rank) % _PERIOD == 0).to(torch.int32) for rank in ranks).to(like.dtype)  # type: ignore[union-attr]
 
@@ -162,8 +162,9 @@ def _try_to_make(case: CommCase, communicator: Communicator, device: torch.devic
 
 
 class _CollectiveClock:
-    """From the end of a barrier to the end of the collective on this rank: CUDA events where NCCL runs on a stream, the
-    host's clock where a rank's process does the work itself."""
+    """Time from the end of a barrier to the end of the collective on this rank: with CUDA events if NCCL runs it on a
+    stream, with the CPU clock if the rank's process does the work.
+    """
 
     def __init__(self, problem: _Problem, communicator: Communicator, device: torch.device) -> None:
         self._problem, self._communicator, self._device = problem, communicator, device
@@ -201,15 +202,16 @@ class _CollectiveClock:
 
 
 def _say_hopeless(case: CommCase, device: torch.device) -> str:
-    """Why there is no point in trying; empty where there is one. A host hands out memory it does not have, and kills
-    for it: here all of its ranks count together."""
+    """Return why a case is not attempted; empty if it is. Linux overcommits CPU memory and then kills the process, so
+    all ranks of a machine are counted together.
+    """
     if device.type == "cuda":
         return ""
     there = available_bytes()
     need = case.needed_bytes * (case.ranks // case.hosts)
     if need <= there:
         return ""
-    return f"the ranks of a host need {need / GIB:.1f} GiB together, and {there / GIB:.1f} are free"
+    return f"the ranks on this machine need {need / GIB:.1f} GiB together; {there / GIB:.1f} GiB free"
 
 
 def _doubt(case: CommCase, measurement: CommMeasurement) -> Iterator[Doubt]:

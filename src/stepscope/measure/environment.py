@@ -1,4 +1,4 @@
-"""Where a measurement runs: the device, its limits, and the versions of everything that matters."""
+"""Where a measurement runs: the device, its limits, and the relevant versions."""
 
 import os
 import platform
@@ -18,31 +18,30 @@ from stepscope.measure.instructions import read_limits, say_limits
 from stepscope.recording.rows.bench import DeviceState, Environment, Inspection
 from stepscope.spec import Precision
 
-# Where something differs between the versions in this range, it is guarded here and nowhere else. So far nothing does.
+# Differences between the versions in this range are handled here and nowhere else. So far there are none.
 TORCH_RANGE = ((2, 11), (2, 14))
-# The products of tf32 take fp32 numbers, and round them.
+# tf32 GEMMs take fp32 inputs and round them.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Large enough to be past the library's fixed costs, small enough for a second or two on two cores.
+# Large enough to hide the library's fixed costs, small enough for a second or two on two cores.
 _WIDTH = {"cpu": 1024, "cuda": 8192}
 _BUDGET_S = 0.5
 _LEAST_RUNS = 3
 
 
 def check_torch() -> None:
-    """A version outside of the range may work; it has not been tested, and a silent difference would be a wrong
-    figure."""
+    """A version outside the range may work, but is untested, and a silent difference would be a wrong number."""
     low, high = TORCH_RANGE
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if not low <= found < high:
         raise StepscopeError(
-            f"torch `{torch.__version__}` is out of range",
+            f"unsupported torch version: `{torch.__version__}`",
             detail=f"expected at least {low[0]}.{low[1]} and below {high[0]}.{high[1]}",
             hint="pip install 'stepscope[train]'",
         )
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU where there is none; a device asked for by name is there or is an error."""
+    """`auto` is the first GPU, or the CPU if there is none; a named device must exist."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda" if name == "auto" else name)
@@ -50,13 +49,14 @@ def resolve_device(name: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         found = f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"
-        raise StepscopeError(f"no device `{name}`", detail=f"torch sees {found}", hint="stepscope doctor")
+        raise StepscopeError(f"device not found: `{name}`", detail=f"torch sees {found}", hint="stepscope doctor")
     return torch.device("cuda", index)
 
 
 def describe(device: torch.device, precisions: Collection[Precision], *, known: Hardware | None = None) -> Environment:
-    """The environment of `device`; peaks for `precisions` are measured when no data sheet has them, nor `known`, what
-    was measured of this device before."""
+    """Return the environment of `device`. Peaks for `precisions` are measured if neither a data sheet nor `known`,
+    earlier measurements of this device, has them.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     hardware = find(name) if device.type == "cuda" else None
     if known is not None and known.name == name and set(precisions) <= set(known.peak_flops):
@@ -92,11 +92,12 @@ def cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout that stepscope runs from, with `-dirty` when files differ from it. A copy of the tree without its
-    history can be told by STEPSCOPE_COMMIT what it is a copy of."""
+    """Return the commit of the checkout that stepscope runs from, with `-dirty` if files differ. STEPSCOPE_COMMIT names
+    it for a copy of the tree without its history.
+    """
     if named := os.environ.get("STEPSCOPE_COMMIT"):
         return named
-    if _git("ls-files", "--error-unmatch", "__init__.py") is None:  # installed inside somebody else's checkout
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:  # installed inside an unrelated checkout
         return None
     return _git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
 
@@ -110,15 +111,15 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-# --- Peaks that no data sheet has ---
+# --- Peaks without a data sheet ---
 
 
 def _measure_peaks(name: str, device: torch.device, precisions: Collection[Precision]) -> Hardware:
-    """The matrix-product peak of a device that has no data sheet, marked as measured.
+    """Return the measured GEMM peak of a device without a data sheet, marked as measured.
 
-    It is what the installed library reaches on a large square product, which is the ceiling a model's matrix work can
-    be held against; it is lower than a data sheet's peak, so a utilisation against it reads higher. The best of several
-    runs counts, because a ceiling is not moved by another process's interference.
+    It is what the installed library reaches on a large square GEMM, a ceiling for the GEMMs of a model; it is lower
+    than a data sheet's peak, so a utilization against it reads higher. The best of several runs counts, because
+    interference from another process only lowers a run.
     """
     return Hardware(
         name=name,
@@ -154,11 +155,11 @@ def _best_seconds(run: Callable[[], None]) -> float:
     return best
 
 
-# --- What `stepscope doctor` shows ---
+# --- For `stepscope doctor` ---
 
 
 def inspect_torch() -> Inspection:
-    """What torch sees of this machine. Runs in a worker: a broken torch breaks it alone."""
+    """Return what torch sees of this machine. Runs in a worker: a broken torch only breaks that."""
     available = torch.cuda.is_available()
     return Inspection(
         torch=str(torch.__version__),

@@ -1,6 +1,6 @@
-"""Telling "out of memory" from every other failure. Libraries say it in many ways, most of them plain RuntimeErrors.
+"""Distinguishes "out of memory" from every other failure. Libraries report it in many ways, mostly plain RuntimeErrors.
 
-No torch here: a sweep reads a dead worker's last words with it.
+This does not import torch: a sweep uses it on the last output of a dead worker.
 """
 
 import re
@@ -32,7 +32,7 @@ def mentions_out_of_memory(text: str) -> bool:
 
 
 def say_in_a_line(error: BaseException) -> str:
-    # PyTorch's checks begin with where they are in its source, which tells a user nothing.
+    # PyTorch's checks start with a location in its source, which means nothing to a user.
     lines = re.sub(r"^\[enforce fail at [^\]]*\][^.]*\. ", "", str(error).strip()).splitlines()
     said = " ".join(line.strip() for line in lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__

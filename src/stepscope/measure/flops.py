@@ -1,7 +1,7 @@
-"""The operations of a forward pass of any model, counted as they are dispatched.
+"""Counts the operations of a forward pass of any model as they are dispatched.
 
-The built-in model has closed forms (`cost`). For a user's own we let one forward pass run under PyTorch's counter, with
-one correction: its formulas for fused attention ignore `is_causal` and count the full square, twice what is computed.
+The built-in model has formulas (`cost`). For a custom model, one forward pass runs under PyTorch's counter, with one
+correction: its formulas for fused attention ignore `is_causal` and count the full square, twice what is computed.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from stepscope.cost import attention_flops
 from stepscope.step import Step
 
 _aten = torch.ops.aten
-# The position of `is_causal` differs between the backends' operators, and it may come by name.
+# The position of `is_causal` differs between the backends' operators, and it may be passed by name.
 _CAUSAL_POSITION = {
     _aten._scaled_dot_product_flash_attention: 4,
     _aten._scaled_dot_product_flash_attention_for_cpu: 4,
@@ -25,7 +25,7 @@ _CAUSAL_POSITION = {
 
 def count_forward_flops(step: Step) -> int:
     counter = FlopCounterMode(display=False, custom_mapping=_attention_formulas())
-    # Without gradients PyTorch's own attention layers take one fused operator that the counter does not know.
+    # Without gradients, PyTorch's attention layers use one fused operator that the counter does not support.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -52,8 +52,9 @@ def _formula(position: int) -> Callable[..., int]:
 
 
 def count_operations(step: Step) -> dict[str, int]:
-    """The operations of one pass, as they are dispatched. Attention counts in full, as the textbook has it: how much a
-    causal kernel skips is for the counters to say."""
+    """Return the operations of one pass, as dispatched. Attention counts in full, as in the textbook: how much a causal
+    kernel skips is up to the counters.
+    """
 
     def in_full(query_shape: Any, key_shape: Any, *_: Any, **__: Any) -> int:
         batch, heads, queries, head_dim = query_shape
@@ -61,7 +62,7 @@ def count_operations(step: Step) -> dict[str, int]:
             batch=batch, heads=heads, queries=queries, keys=key_shape[2], head_dim=head_dim, causal=False
         )
 
-    # Those that PyTorch's counter does not know, or that count a causal one as half.
+    # Operators that PyTorch's counter does not support, or counts as half if causal.
     operators = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu]
     if hasattr(torch.ops.stepscope, "flash_attention_forward"):
         operators.append(torch.ops.stepscope.flash_attention_forward)

@@ -1,9 +1,9 @@
 """Runs the parts of a training step on the CPU, to find out which instructions work.
 
 `python -m stepscope.measure.instructions [compiled]` prints the name of each part before it starts. On a machine that
-advertises instructions it cannot run, the process dies, and the last line says where. `jobs.workers.cpu_limits`
-starts it and decides what to set. The sizes are small, but large enough for oneDNN to choose the kernels that it
-chooses for a model.
+advertises instructions it cannot run, the process dies, and the last line says where. `jobs.workers.cpu_limits` starts
+it and decides what to set. The sizes are small, but large enough for oneDNN to choose the kernels that it chooses for a
+model.
 """
 
 import os
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _SIZE = 128
 
-# Variables that keep a library from the CPU's newest instructions, with their values from the newest to the oldest.
-# AVX10_2 is not among oneDNN's: it is off unless it is asked for, so that naming it would allow more.
+# Variables that keep a library from the CPU's newest instructions, with their values from newest to oldest. AVX10_2 is
+# not among oneDNN's: it is off by default, so naming it would allow more.
 LEVELS = {
     "ONEDNN_MAX_CPU_ISA": (
         *("AVX512_CORE_AMX_FP16", "AVX512_CORE_AMX", "AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE_VNNI"),
@@ -29,17 +29,17 @@ LEVELS = {
     "ATEN_CPU_CAPABILITY": ("avx2", "default"),
     "TORCHINDUCTOR_VEC_ISA_OK": ("0",),
 }
-# Older names of theirs, which work as well.
+# Older aliases, which still work.
 ALIASES = {"DNNL_MAX_CPU_ISA": "ONEDNN_MAX_CPU_ISA"}
 
-COMPILED = "a compiled product"
-# In the order in which they run, with what may help where one dies. oneDNN has the products of bf16 and fp16, MKL those
-# of fp32 and some inside of attention, ATen what works element by element, and Inductor the compiled code.
+COMPILED = "a compiled GEMM"
+# In the order in which they run, with what may help if one crashes. oneDNN runs bf16 and fp16 GEMMs, MKL those of fp32
+# and some in attention, ATen elementwise operations, and Inductor the compiled code.
 REMEDIES = {
-    "an operation on elements": ("ATEN_CPU_CAPABILITY",),
-    "an fp32 product": ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"),
-    "a bf16 product": ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"),
-    "an fp16 product": ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"),
+    "an elementwise operation": ("ATEN_CPU_CAPABILITY",),
+    "an fp32 GEMM": ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"),
+    "a bf16 GEMM": ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"),
+    "an fp16 GEMM": ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"),
     "a training step": ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY"),
     COMPILED: ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "TORCHINDUCTOR_VEC_ISA_OK"),
 }
@@ -47,7 +47,7 @@ PARTS = tuple(REMEDIES)
 
 
 def read_limits(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that limit the CPU's instructions, as far as they are set, whoever set them."""
+    """Return the variables that limit the CPU's instructions and are set, by anyone."""
     return {name: environ[name] for name in (*LEVELS, *ALIASES) if environ.get(name)}
 
 
@@ -56,15 +56,15 @@ def say_limits(limits: Mapping[str, str]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # dying here is an answer, which needs no file of the memory
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers would outlive a process that died
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is a result, and needs no core dump
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers would outlive a crashed process
     import torch
 
     parts: dict[str, Callable[[], object]] = {
-        "an operation on elements": _work_on_elements,
-        "an fp32 product": lambda: _multiply(torch.float32),
-        "a bf16 product": lambda: _multiply(torch.bfloat16),
-        "an fp16 product": lambda: _multiply(torch.float16),
+        "an elementwise operation": _work_on_elements,
+        "an fp32 GEMM": lambda: _multiply(torch.float32),
+        "a bf16 GEMM": lambda: _multiply(torch.bfloat16),
+        "an fp16 GEMM": lambda: _multiply(torch.float16),
         "a training step": _train,
     }
     if arguments == ["compiled"]:
@@ -80,8 +80,9 @@ def _begin(part: str) -> None:
 
 
 def _run(name: str, work: Callable[[], object]) -> None:
-    """What Python is told of, such as a compiler that is missing, is no instruction that failed: a worker that needs it
-    meets the same error, and reports it."""
+    """A Python exception, such as a missing compiler, is not a failed instruction: a worker that needs it hits the same
+    error and reports it.
+    """
     _begin(name)
     try:
         work()
@@ -104,7 +105,7 @@ def _multiply(dtype: "torch.dtype") -> object:
 
 
 def _train() -> None:
-    """Forward and backward in the two precisions of autocast, with attention, which multiplies by itself."""
+    """Forward and backward in the two autocast precisions, with attention, which has GEMMs of its own."""
     import torch
     from torch.nn import functional
 

@@ -1,7 +1,7 @@
-"""What NVIDIA's management library says of a GPU: driver, clocks, throttling, and who else is on it.
+"""What NVIDIA's management library reports about a GPU: driver, clocks, throttling, and other processes.
 
-Every function answers None where there is no NVIDIA driver: a CPU or an AMD GPU is not an error here. What the driver
-refuses to tell inside a container or virtual machine is None as well.
+Every function returns None without an NVIDIA driver: a CPU or an AMD GPU is not an error here. Values that the driver
+withholds inside a container or virtual machine are None as well.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch
 
 T = TypeVar("T")
 
-# Reasons that make a GPU slower than it could be. Idle and an application's own clock setting are not among them.
+# Reasons that slow a GPU down. Idle and an application's own clock setting are not among them.
 _THROTTLES = {
     "SwPowerCap": "power cap",
     "HwSlowdown": "hardware slowdown",
@@ -67,7 +67,7 @@ def clocks(device: torch.device) -> Clocks | None:
 
 
 def throttle_reasons(device: torch.device) -> frozenset[str] | None:
-    """Why the GPU is held back at this moment; empty when it is not."""
+    """Return why the GPU is throttled at this moment; empty if it is not."""
 
     def ask() -> frozenset[str]:
         mask = pynvml.nvmlDeviceGetCurrentClocksEventReasons(_handle(device))
@@ -77,10 +77,10 @@ def throttle_reasons(device: torch.device) -> frozenset[str] | None:
 
 
 def other_processes(device: torch.device) -> tuple[int, ...] | None:
-    """Process ids, other than this one's, that hold a context on the GPU.
+    """Return the ids of other processes that hold a context on the GPU.
 
-    In a container the driver may number processes as the host does, so that our own shows under a strange id: with one
-    stranger and no trace of ourselves, the stranger is us.
+    In a container the driver may report process ids of the host, so that our own appears under a foreign id: with one
+    foreign id and none of our own, that one is us.
     """
 
     def ask() -> tuple[int, ...]:
@@ -97,7 +97,7 @@ def _handle(device: torch.device) -> Any:
 
 
 def _reason_bit(name: str) -> int:
-    """The constants were renamed from throttle to event reasons; some libraries have one set only."""
+    """The constants were renamed from throttle to event reasons; some libraries have only one set."""
     for prefix in ("nvmlClocksEventReason", "nvmlClocksThrottleReason"):
         if hasattr(pynvml, prefix + name):
             return int(getattr(pynvml, prefix + name))

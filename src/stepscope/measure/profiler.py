@@ -1,13 +1,13 @@
-"""One case, recorded with PyTorch's profiler: the trace of a few annotated steps, and what recording them cost.
+"""Records one case with PyTorch's profiler: the trace of a few annotated steps, and the overhead of recording them.
 
-A recorder changes what it records. So the same step is timed in three ways with the same clock: alone, with the
-profiler, and with the profiler and annotation. The first is the truth that a recording is held against; the differences
-are the recorder's price and the annotation's. The annotation's is small, so steps with and without it take turns: what
-changes on the machine meanwhile meets both.
+A profiler changes what it records. So the same step is timed in three ways with the same clock: unprofiled, with the
+profiler, and with the profiler and annotations. The first is the reference for the recording; the differences are the
+overhead of the profiler and of the annotations. The latter is small, so steps with and without annotations alternate:
+changes on the machine affect both.
 
-The profiler is slow at first, when it loads its libraries, and in the first step after it was switched on. Both are
-kept out of the trace: one recording is thrown away, and every recording begins with a step between `prepare_trace`,
-which switches on, and `start_trace`, which begins to keep.
+The profiler is slow at first, when it loads its libraries, and in the first step after it starts. Both are kept out of
+the trace: one recording is discarded, and every recording begins with a step between `prepare_trace`, which starts the
+profiler, and `start_trace`, from which events are kept.
 """
 
 import warnings
@@ -34,7 +34,7 @@ Stage = Literal[
     "warming up",
     "timing",
     "starting the profiler",
-    "weighing the recorder",
+    "measuring the overhead",
     "recording",
     "writing the trace",
 ]
@@ -51,7 +51,7 @@ def record(
     with_stack: bool = False,
     on_stage: OnStage,
 ) -> RecordedRun:
-    """Leaves the trace as `RAW_TRACE_NAME` in `folder_raw`. The process is used up by this: one case, one process."""
+    """Write the trace as `RAW_TRACE_NAME` to `folder_raw`. The process cannot be reused: one case, one process."""
     on_stage("importing")
     check_functions(functions, compiled=case.workload.compile)
     step = prepare(case, device, on_stage)
@@ -60,12 +60,12 @@ def record(
     on_stage("starting the profiler")
     with annotated(step, functions=functions), _profiling(step, with_stack=with_stack):
         step.run()
-    on_stage("weighing the recorder")
+    on_stage("measuring the overhead")
     with _profiling(step, with_stack=with_stack):
         recorded_ns, annotated_ns = time_in_turns(step, lambda: annotated(step, functions=functions), least=3, most=25)
     on_stage("recording")
     with annotated(step, functions=functions) as annotation, _profiling(step, with_stack=with_stack) as profiler:
-        annotation.next_step = 0  # one went by before the profiler began to keep
+        annotation.next_step = 0  # one step ran before the profiler kept events
         time_steps(step, record_steps)
     on_stage("writing the trace")
     profiler.export_chrome_trace(str(folder_raw / RAW_TRACE_NAME))
@@ -83,7 +83,7 @@ def record(
 
 
 def prepare(case: Case, device: torch.device, on_stage: OnStage) -> Step:
-    """The step, built and warmed up."""
+    """Return the step, built and warmed up."""
     if case.timing.memory_limit is not None:
         limit_memory(device, case.timing.memory_limit)
     if device.type == "cuda":
@@ -97,7 +97,7 @@ def prepare(case: Case, device: torch.device, on_stage: OnStage) -> Step:
 
 
 def time_plainly(step: Step, case: Case) -> tuple[Samples, tuple[Doubt, ...]]:
-    """Steps without a recorder, and what to doubt about them."""
+    """Return unprofiled step times, and what makes them unreliable."""
     watch = MachineWatch(step.device)
     samples = time_steps(step, case.timing.steps, after_step=watch.look)
     doubts = watch.doubts() + doubt_samples(samples, warmup=case.timing.warmup, waits=step.waits_inside)
@@ -108,14 +108,14 @@ def time_plainly(step: Step, case: Case) -> tuple[Samples, tuple[Doubt, ...]]:
 
 @contextmanager
 def _profiling(step: Step, *, with_stack: bool) -> Iterator[_KinetoProfile]:
-    """Keeps what happens inside, to the last kernel of its last step."""
+    """Keep events inside, up to the last kernel of the last step."""
     on_cuda = step.device.type == "cuda"
     profiler = _KinetoProfile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
         record_shapes=True,
         with_stack=with_stack,
         # Not `acc_events`: the profiler would turn every event into a Python object, which takes ten times as long as
-        # the rest of its end, and which nobody here looks at.
+        # the rest of stopping it, and nothing here reads them.
     )
 
     def warm_up() -> None:
@@ -129,9 +129,9 @@ def _profiling(step: Step, *, with_stack: bool) -> Iterator[_KinetoProfile]:
 
 @contextmanager
 def keeping_events(profiler: _KinetoProfile, warm_up: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The profiler keeps what happens inside. `warm_up` runs when it is switched on and does not keep yet."""
+    """The profiler keeps events inside. `warm_up` runs after it has started and before it keeps events."""
     with warnings.catch_warnings():
-        # torch 2.11 says that events are kept for one cycle only; there is one.
+        # torch 2.11 warns that events are kept for one cycle only; there is only one.
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         profiler.prepare_trace()
         warm_up()
@@ -143,7 +143,7 @@ def keeping_events(profiler: _KinetoProfile, warm_up: Callable[[], None] = lambd
 
 
 def _describe_gaps(case: Case, uncalled: Sequence[str] | set[str]) -> tuple[str, ...]:
-    notes = [f"`{target}` was to be annotated and never ran under that name" for target in sorted(uncalled)]
+    notes = [f"`{target}` was not annotated: nothing with that name ran" for target in sorted(uncalled)]
     if case.workload.compile:
-        notes.append("compiled: only the step, its phases and the model as a whole are annotated")
+        notes.append("compiled: only the step, its phases and the whole model are annotated")
     return tuple(notes)

@@ -1,7 +1,7 @@
-"""Reasons to doubt a timing, looked for while it is made and kept with it.
+"""Checks of measurement quality, made during a timing and kept with it.
 
-A doubt never changes a figure. It stands beside it in the table, so that nobody compares a throttled run with a cool
-one without knowing.
+A remark never changes a number. It appears next to it in the table, so that nobody unknowingly compares a throttled run
+with a cool one.
 """
 
 import os
@@ -16,14 +16,15 @@ from stepscope.measure import nvml
 from stepscope.measure.timing import Samples
 from stepscope.recording.rows.bench import Doubt
 
-SPREAD_LIMIT = 0.10  # of the middle 60 % of steps, relative to the median
+SPREAD_LIMIT = 0.10  # of the middle 60% of steps, relative to the median
 FEWEST_STEPS = 5
-COLD_RATIO = 1.25  # first timed step against the median
-CLOCK_LIMIT = 0.02  # host clock against CUDA events...
-CLOCK_SLACK_NS = 100_000  # ...beyond what one wait for the device costs
-# When the device is done this soon after the host issued its last kernel, nothing was queued: it waited for the host.
-# Seen on an H200: about 65 µs when starved, over 1 ms when it was behind. The share of the step that the host spends
-# issuing does not tell: a full launch queue makes the host wait inside the launch, and the share is high either way.
+COLD_RATIO = 1.25  # first timed step relative to the median
+CLOCK_LIMIT = 0.02  # CPU clock relative to CUDA events...
+CLOCK_SLACK_NS = 100_000  # ...beyond the cost of one wait for the device
+# If the device finishes this soon after the CPU launched its last kernel, nothing was queued: it waited for the CPU.
+# Seen on an H200: about 65 µs when starved, over 1 ms when the GPU was behind. The share of the step that the CPU
+# spends launching does not show it: a full launch queue makes the CPU wait inside the launch, and the share is high
+# either way.
 STARVED_NS = 200_000
 LEAST_WATCH_S = 0.5
 OTHERS_LIMIT = 0.10  # of all cores, used by other processes
@@ -31,7 +32,7 @@ NVML_INTERVAL_NS = 100_000_000
 
 
 class MachineWatch:
-    """Looks at the machine while steps run: GPU throttling and company on CUDA, other processes' load on a CPU."""
+    """Watches the machine while steps run: throttling and other processes on CUDA, load of other processes on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,7 +42,7 @@ class MachineWatch:
         self._start = _cpu_times()
 
     def look(self) -> None:
-        """Called between steps, off the clock. A look takes tens of microseconds; ten a second are enough."""
+        """Called between steps, outside the timing. A look takes tens of microseconds; ten per second suffice."""
         if self._device.type != "cuda" or time.perf_counter_ns() < self._next_look_ns:
             return
         self._next_look_ns = time.perf_counter_ns() + NVML_INTERVAL_NS
@@ -55,7 +56,7 @@ class MachineWatch:
         if self._reasons:
             clocks = nvml.clocks(self._device)
             at = f" (SM clock {clocks.sm_mhz} of {clocks.max_sm_mhz} MHz)" if clocks else ""
-            doubts.append(Doubt(code="throttled", text=f"clocks held back by {', '.join(sorted(self._reasons))}{at}"))
+            doubts.append(Doubt(code="throttled", text=f"clocks throttled: {', '.join(sorted(self._reasons))}{at}"))
         if self._others:
             count = len(self._others)
             doubts.append(Doubt(code="shared", text=f"{count} other process{'es' * (count > 1)} on the GPU"))
@@ -64,31 +65,31 @@ class MachineWatch:
     def _doubt_load(self) -> list[Doubt]:
         busy, own, wall = (end - start for end, start in zip(_cpu_times(), self._start, strict=True))
         others = max(0.0, busy - own) / (wall * (os.cpu_count() or 1))
-        # The kernel counts in ticks of 10 ms: over a few of them the share means nothing.
+        # The kernel counts in ticks of 10 ms: over a few ticks the share means nothing.
         if wall < LEAST_WATCH_S or others <= OTHERS_LIMIT:
             return []
-        return [Doubt(code="shared", text=f"other processes used {others:.0%} of the CPU meanwhile")]
+        return [Doubt(code="shared", text=f"other processes used {others:.0%} of the CPU during the measurement")]
 
 
 def doubt_spread(*timings: Sequence[int], of: str) -> list[Doubt]:
-    """One at most, for the worst of the timings: too few samples, or samples that spread too far."""
+    """At most one, for the worst of the timings: too few samples, or a spread that is too large."""
     fewest = min(map(len, timings))
     if fewest < FEWEST_STEPS:
-        return [Doubt(code="few", text=f"{fewest} {of} are too few for a spread")]
+        return [Doubt(code="few", text=f"{fewest} {of}: too few to estimate the spread")]
     spread = max(summarise(samples).spread for samples in timings)
     if spread > SPREAD_LIMIT:
-        return [Doubt(code="spread", text=f"the middle 60 % of {of} spread over {spread:.0%} of the median")]
+        return [Doubt(code="spread", text=f"the middle 60% of {of} spread over {spread:.0%} of the median")]
     return []
 
 
 def doubt_samples(samples: Samples, *, warmup: int, waits: bool = False) -> list[Doubt]:
-    """What the samples themselves say against each other. `waits` when the step waits for the device inside."""
+    """Check the samples against each other. `waits` if the step itself waits for the device."""
     step = summarise(samples.step_ns)
     doubts = doubt_spread(samples.step_ns, of="steps")
     if len(samples.step_ns) > 1 and samples.step_ns[0] > COLD_RATIO * step.median:
         first = samples.step_ns[0] / step.median
-        after = f"after {warmup} warm-up steps" if warmup else "without warm-up"
-        doubts.append(Doubt(code="cold", text=f"the first step {after} took {first:.1f} times the median"))
+        after = f"after {warmup} warm-up steps" if warmup else "without warm-up steps"
+        doubts.append(Doubt(code="cold", text=f"the first step {after} took {first:.1f}× the median"))
     return doubts + _doubt_clocks(samples, step.median, waits=waits)
 
 
@@ -97,18 +98,18 @@ def _doubt_clocks(samples: Samples, step_median: float, *, waits: bool) -> list[
     doubts = []
     if abs(host_median - step_median) > CLOCK_SLACK_NS + CLOCK_LIMIT * step_median:
         off = host_median / step_median - 1
-        doubts.append(Doubt(code="clocks", text=f"the host's clock reads {off:+.1%} against CUDA events"))
+        doubts.append(Doubt(code="clocks", text=f"the CPU clock differs from CUDA events by {off:+.1%}"))
     if samples.enqueue_ns != samples.host_step_ns and not waits:
         lags = [total - issued for total, issued in zip(samples.host_step_ns, samples.enqueue_ns, strict=True)]
         lag_ns = summarise(lags).median
         if lag_ns < STARVED_NS:
-            text = f"the GPU was done {lag_ns / 1e3:.0f} µs after the last kernel was issued: it waited for the host"
+            text = f"the GPU finished {lag_ns / 1e3:.0f} µs after the last kernel launch: it was waiting for the CPU"
             doubts.append(Doubt(code="host-bound", text=text))
     return doubts
 
 
 def _cpu_times() -> tuple[float, float, float]:
-    """Seconds all cores were busy, this process's share of them, and the wall clock."""
+    """Seconds that all cores were busy, this process's share of them, and the wall-clock time."""
     fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     user, nice, system, _idle, _iowait, irq, softirq, *_ = fields
     busy = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")

@@ -1,13 +1,13 @@
-"""The clock around a step.
+"""Times a step.
 
-On a GPU the host only issues work, so a host clock without a wait measures the issuing. We put CUDA events between
-the phases and wait once, at the end of the step: the events see each phase on the device's own timeline, nothing
-inside the step is held up, and the phases add up to the step. The host's clock over the same step stands beside it,
-as a check, and so does the moment at which the host had issued everything: when the device is done right after it,
-nothing was queued, and the GPU was waiting for Python. Waiting between phases instead, as is often done, stops the
-host from running ahead and makes every phase longer.
+On a GPU the CPU only launches work, so a CPU clock without a wait measures the launching. We record CUDA events between
+the phases and wait once, at the end of the step: the events see each phase on the device's own timeline, nothing inside
+the step is delayed, and the phases add up to the step. The CPU clock over the same step is kept as a check, and so is
+the time at which the CPU had launched everything: if the device finishes right after it, nothing was queued, and the
+GPU was waiting for Python. Waiting between phases instead, as is often done, keeps the CPU from running ahead and makes
+every phase longer.
 
-On a CPU the host's clock is the only one and nothing is asynchronous.
+On a CPU there is only one clock, and nothing is asynchronous.
 """
 
 import gc
@@ -27,8 +27,9 @@ STEPS_A_TURN = 4
 
 @dataclass(slots=True, kw_only=True)
 class Samples:
-    """Nanoseconds, one entry a step. `phases_ns` follows the step's own order; a phase that a step runs several times
-    counts with all of them."""
+    """Nanoseconds, one entry per step. `phases_ns` follows the order of the step; a phase that a step runs several
+    times counts as their sum.
+    """
 
     phases_ns: dict[str, list[int]]
     step_ns: list[int] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Samples:
 
 
 def time_steps(step: Step, count: int, *, after_step: Callable[[], None] = lambda: None) -> Samples:
-    """Runs and times `count` steps. `after_step` runs between steps, outside of the clock."""
+    """Run and time `count` steps. `after_step` runs between steps, outside the timing."""
     time_one = _time_on_cuda if step.device.type == "cuda" else _time_on_host
     samples = Samples(phases_ns={name: [] for name, _ in step.phases})
     for _ in range(count):
@@ -49,10 +50,12 @@ def time_steps(step: Step, count: int, *, after_step: Callable[[], None] = lambd
 def time_in_turns(
     step: Step, recording: Callable[[], AbstractContextManager[object]], *, least: int, most: int
 ) -> tuple[list[int], list[int]]:
-    """Nanoseconds of steps without and within `recording`, in turns: what changes on the machine meanwhile meets both.
+    """Return nanoseconds of alternating steps without and within `recording`, so that changes on the machine affect
+    both.
 
-    The first after each change is left out: Python runs it slowly, because what it had learnt about the changed
-    functions is void (5 % of a step of 6 ms on a 2-core VM). Turns end after a few seconds, between `least` and `most`.
+    The first step after each switch is left out: Python runs it slowly, because its specializations of the changed
+    functions are void (5% of a 6 ms step on a 2-core VM). Alternation ends after a few seconds, between `least` and
+    `most`.
     """
     without, within = [], []
     started = time.monotonic()
@@ -66,14 +69,15 @@ def time_in_turns(
 
 
 def wait_for(step: Step) -> None:
-    """Until everything that the step has issued is done."""
+    """Wait until all work that the step has launched is done."""
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
 
 
 def settle_heap() -> None:
-    """Called once before the clock: what exists by now is garbage or here to stay, and the collector's full passes over
-    it would land in some steps and not in others."""
+    """Call once before timing: existing objects are garbage or permanent, and the collector's full passes over them
+    would land in some steps and not in others.
+    """
     gc.collect()
     gc.freeze()
 

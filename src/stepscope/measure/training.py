@@ -1,8 +1,8 @@
-"""A training run, on one of its ranks: steps, clocks, log and checkpoints.
+"""A training run, on one of its ranks: steps, timings, log and checkpoints.
 
 Every rank calls `train` and runs the same loop. Rank 0 writes the log and the checkpoints, the log first, so that no
-checkpoint knows of a step that the log does not. A step's time ends when its update is done on this rank; what the
-ranks tell each other for the log comes after it and is no part of it.
+checkpoint contains a step that the log does not. A step's time ends when its update is done on this rank; what ranks
+exchange for the log comes after it and does not count.
 """
 
 import os
@@ -42,7 +42,7 @@ from stepscope.step.tokens import Tokens
 
 
 class TrainingListener(Protocol):
-    """Who is told how a run goes. Rank 0 tells of steps and checkpoints."""
+    """Receives the progress of a run. Only rank 0 reports steps and checkpoints."""
 
     def resumed(self, step: int) -> None: ...
 
@@ -64,13 +64,14 @@ def train(
     stop_on_nan: bool = False,
     listener: TrainingListener,
 ) -> None:
-    """To the last step, from the newest checkpoint in `folder` on; with `stop_on_nan` to the first whose loss is not
-    finite, of which no checkpoint is kept."""
+    """Train to the last step, from the newest checkpoint in `folder`; with `stop_on_nan`, to the first loss that is not
+    finite, which is never saved in a checkpoint.
+    """
     local = int(os.environ.get("LOCAL_RANK", communicator.rank))
     place = choose_device(device, local_rank=local)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    elif "OMP_NUM_THREADS" not in os.environ:  # ranks of one machine share its cores
+    elif "OMP_NUM_THREADS" not in os.environ:  # ranks on one machine share its cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // communicator.world))
     is_first = communicator.rank == 0
     require_agreement(communicator, _say_settings(training, data_digest), "training", hint="one command on all ranks")
@@ -101,7 +102,7 @@ def train(
 
 
 def _say_settings(training: Training, data_digest: str) -> list[str]:
-    """A line for each setting. Where they run is each rank's own."""
+    """One line per setting. Each rank has its own device."""
     workload = msgspec.structs.replace(training.workload, device="auto")
     fields = msgspec.structs.asdict(training) | {"workload": workload, "data": data_digest}
     return [f"{name}: {value}" for name, value in fields.items()]
@@ -109,7 +110,7 @@ def _say_settings(training: Training, data_digest: str) -> list[str]:
 
 def _keep_run(training: Training, folder: Path, device: torch.device, command: str, data_digest: str) -> None:
     before = read_run(folder)
-    # With another number of ranks each has another share of the cores.
+    # With a different number of ranks, each has a different share of the cores.
     known = before.environment.hardware if before and before.training.ranks == training.ranks else None
     environment = describe(device, {training.workload.precision}, known=known)
     run = TrainRun(training=training, environment=environment, command=command, data_digest=data_digest)
@@ -139,17 +140,17 @@ class _TrainingRun:
         self._account("model built")
 
     def resume(self) -> int:
-        """How many steps are done. Rank 0 proves the checkpoint whole; the others read the one it names."""
+        """Return how many steps are done. Rank 0 verifies the checkpoint; the others read the one it names."""
         found = newest(self._checkpoints) if self._communicator.rank == 0 else None
         self._check(found)
-        path = self._communicator.share_objects(str(found.path) if found else "", "the checkpoint to go on from")[0]
+        path = self._communicator.share_objects(str(found.path) if found else "", "the checkpoint to resume from")[0]
         if not path:
             return 0
         if not Path(path).exists():
             raise StepscopeError(
-                f"rank {self._communicator.rank} does not see the checkpoint `{path}`",
-                detail="every rank reads it, so it has to lie on a file system that all of them share",
-                hint="stepscope train --out FOLDER",
+                f"rank {self._communicator.rank} cannot see the checkpoint `{path}`",
+                detail="every rank reads it, so it must be on a file system that all ranks share",
+                hint="stepscope train --out DIR",
             )
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -157,7 +158,7 @@ class _TrainingRun:
             return int(state["step"])
         except (KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
             raise StepscopeError(
-                f"the checkpoint `{path}` is not of this model",
+                f"the checkpoint `{path}` does not match this model",
                 detail=f"{type(error).__name__}: {error}".splitlines()[0][:200],
                 hint=f"rm {path}",
             ) from error
@@ -199,7 +200,7 @@ class _TrainingRun:
         return own.to(self._device)
 
     def _learning_rate(self, step: int) -> float:
-        """Up in a line, then level: a run that is made longer goes on as it would have."""
+        """Linear warm-up, then constant: extending a run does not change its earlier steps."""
         return self._training.learning_rate * min(1.0, step / (self._training.warmup_steps or 1))
 
     def _make_row(self, step: int, loss: Tensor, step_ns: int) -> TrainRow:
@@ -231,14 +232,14 @@ class _TrainingRun:
         was, now = found.manifest, self._training.identity
         if was.training != now or was.data_digest != self._data_digest:
             raise StepscopeError(
-                f"the checkpoint `{found.path}` is of another run",
-                detail=_differences(was.training, now) or "the text in the data file is not the same",
-                hint="stepscope train --fresh, or --out FOLDER",
+                f"the checkpoint `{found.path}` belongs to another run",
+                detail=_differences(was.training, now) or "the text in the data file has changed",
+                hint="stepscope train --fresh, or --out DIR",
             )
         if was.step > self._training.steps:
             raise StepscopeError(
-                f"the checkpoint `{found.path}` is after step `{self._training.steps}`",
-                detail="a run is not taken back",
+                f"the checkpoint `{found.path}` is past step `{self._training.steps}`",
+                detail="a run cannot go back to an earlier step",
                 hint=f"--steps {was.step}, or --fresh",
             )
 
@@ -262,7 +263,7 @@ class _TrainingRun:
 
 
 def _differences(was: Training, now: Training) -> str:
-    """The first setting in which two runs differ, in words."""
+    """Describe the first setting in which two runs differ."""
     for before, after in ((was.workload.model, now.workload.model), (was.workload, now.workload), (was, now)):
         for name in before.__struct_fields__:
             if name not in ("model", "workload") and getattr(before, name) != getattr(after, name, None):

@@ -166,15 +166,15 @@ def _tabulate_advice(advice: Sequence[Advice]) -> Table:
         finding = one.finding
         saving = None if finding.saving_ns is None else finding.saving_ns / _MS
         fixes = "\n".join(f"{fix.label}: {fix.text}" for fix in one.fixes)
-        rows.append((finding.code, finding.title, saving, finding.share, finding.fix, finding.evidence, fixes))
+        rows.append((finding.code, finding.title, saving, finding.share, finding.action, finding.evidence, fixes))
     return Table(
-        title="Findings, largest saving first",
+        title="Findings",
         columns=(
             Column(key="code", label="code"),
             Column(key="finding", label="finding"),
             Column(key="saving_ms", label="saving ms", kind="ms"),
             Column(key="share", label="share of step", kind="share"),
-            Column(key="fix", label="fix"),
+            Column(key="fix", label="what to do"),
             Column(key="evidence", label="evidence", detail=True),
             Column(key="to_copy", label="code to copy", detail=True),
         ),

@@ -22,6 +22,7 @@ import msgspec
 from rich.cells import cell_len, set_cell_size
 
 from stepscope.findings import Finding, Page, Table
+from stepscope.render.formats import visible
 from stepscope.render.numbers import Lane, Sheet, format_value, lay_out, one_line
 
 _GAP = "  "
@@ -187,7 +188,7 @@ def _wrap(text: str, width: int | None) -> str:
 
 
 def render_page(page: Page, *, width: int | None) -> str:
-    """Return a page as text: the headline, tables, and findings with their fixes."""
+    """Return a page as text: the headline, the tables, and the findings with their fixes."""
     parts = ["\n".join(one_line(line) for line in page.headline.splitlines())]
     # Tables often repeat their notes; only the last table of a page shows them.
     parts += [
@@ -206,17 +207,32 @@ def _quiet(table: Table, last: Table) -> Table:
 def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
     if not findings:
         return "No findings"
-    lines = ["Findings"]
-    for one in findings[:_ON_A_PAGE]:
-        saving = f"saves about {one.saving_ns / 1e6:,.2f} ms per step" if one.saving_ns else "saving not estimated"
-        share = f" ({format_value('share', one.share)})" if one.share else ""
-        lines.append(f"{one.code}  {one.title}: {saving}{share}")
+    cards = [one for one in findings if not one.is_remark]
+    remarks = [one for one in findings if one.is_remark]
+    lines = ["Findings"] if cards else []
+    for one in cards[:_ON_A_PAGE]:
+        lines.append(_head_finding(one))
         lines.extend(_indented(one.evidence, width))
-        lines.extend(_indented(f"fix: {one.fix}", width))
-    if len(findings) > _ON_A_PAGE:
-        lines.append(f"{len(findings) - _ON_A_PAGE} more: add --table findings --detail")
-    lines.append(f"Explain a finding: stepscope rule {findings[0].code}")
+        lines.extend(_indented(f"{one.action}:", width))
+        # A command or code is for pasting: it keeps its lines.
+        lines.extend(f"         {visible(line)}" for line in one.fix.splitlines())
+    if len(cards) > _ON_A_PAGE:
+        lines.append(f"{len(cards) - _ON_A_PAGE} more: --table findings --detail")
+    if remarks:
+        lines += ["", "Remarks"] if cards else ["Remarks"]
+    for one in remarks:
+        lines.append(_head_finding(one))
+        lines.extend(_indented(one.evidence, width))
+        lines.extend(_indented(one.action, width) if one.action else ())
+    lines += ["", f"To explain a finding: stepscope rule {findings[0].code}"]
     return "\n".join(lines)
+
+
+def _head_finding(finding: Finding) -> str:
+    if not finding.saving_ns:
+        return f"{finding.code}  {finding.title}"
+    share = f", {format_value('share', finding.share)}" if finding.share else ""
+    return f"{finding.code}  {finding.title} (saves about {finding.saving_ns / 1e6:,.2f} ms per step{share})"
 
 
 def _indented(text: str, width: int | None) -> list[str]:

@@ -1,11 +1,11 @@
-"""What to run: the `Workload`, the named sizes, and grids of them.
+"""What to run: the `Workload`, the named sizes, and grids of workloads.
 
-The first of the three waists. People come in by flags, by TOML or from Python, and all three meet in one flat table
-of settings (`SETTINGS`): a flag is a setting's name with dashes, a TOML key is the name itself, and a list of values
-on any of them is an axis of a grid. So a check, a default or an error message is written once and holds for all
-three. The table itself is read off the fields of `Workload`, `Timing` and `ModelShape`, where each setting is declared.
+Flags, TOML files and Python all meet in one flat table of settings, `SETTINGS`. A flag is the setting's name with
+dashes, a TOML key is the name itself, and a list of values is an axis of a grid. So each check, default and error
+message is written once. The table is built from the fields of `Workload`, `Timing` and `ModelShape`, where the settings
+are declared.
 
-Everything here is frozen and hashable, and free of torch: a laptop reads workloads that a GPU ran.
+Everything here is frozen, hashable and independent of torch, so a laptop can read workloads that ran on a GPU.
 """
 
 from stepscope.spec.backends import Attention

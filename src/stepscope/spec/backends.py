@@ -1,15 +1,15 @@
-"""The ways to compute attention, by name. Everything that lists them reads this registry: the choices of `--attention`,
-the rows and default grids of `stepscope attention`, the closed forms of `cost.attention`, the functions of
-`kernels.attention.backends`, and the tables of the documentation.
+"""The registry of attention implementations. Everything that lists them reads it: the choices of `--attention`, the
+rows and default grids of `stepscope attention`, the formulas of `cost.attention`, the functions of
+`kernels.attention.backends`, and the tables in the documentation.
 
-A new one is an entry here, an entry with its functions in `kernels.attention.backends`, and its own module.
+A new implementation needs an entry here, an entry with its functions in `kernels.attention.backends`, and a module.
 """
 
 from typing import Literal, get_args
 
 import msgspec
 
-# In the order of tables and legends: from the one that keeps all scores to the one made for one kind of GPU.
+# In the order of tables and legends.
 Implementation = Literal[
     "naive",
     "compiled",
@@ -22,13 +22,13 @@ Implementation = Literal[
     "triton",
     "hopper",
 ]
-# What a model may use. `flash` is ours in whichever form is fastest on the device; the last three are those forms.
+# What a model may use. `flash` is stepscope's fastest implementation on the device, one of the last three.
 Attention = Literal["naive", "sdpa", "flash", "tiled", "triton", "hopper"]
 DeviceKind = Literal["cuda", "cpu"]
 
 
 class Workspace(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that backward takes for itself, with the symbols of `cost.attention` in its size."""
+    """A temporary tensor of the backward pass. Its size uses the symbols of `cost.attention`."""
 
     tensor: str
     bytes_formula: str
@@ -37,10 +37,11 @@ class Workspace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to compute attention.
+    """An attention implementation.
 
-    `keeps` is what it holds for backward besides its inputs and output, `exact` the moments at which the closed form of
-    its memory is exact rather than a lower bound, and `rounded_to` the rows to which its launcher pads the length.
+    `keeps` is what it saves for backward in addition to its inputs and output. `exact` lists the moments at which its
+    memory formula is exact rather than a lower bound. `rounded_to` is the multiple to which its launcher pads the
+    length.
     """
 
     name: Implementation
@@ -49,30 +50,30 @@ class AttentionBackend(msgspec.Struct, frozen=True, kw_only=True):
     exact: tuple[Literal["before backward", "peak"], ...] = ()
     rounded_to: int = 1
     workspaces: tuple[Workspace, ...] = ()
-    compared_on: tuple[DeviceKind, ...] = ()  # where `stepscope attention` runs it unless told otherwise
-    longest_compared: int | None = None  # the longest sequence of that default grid
-    slow_on_cuda: bool = False  # left out where a comparison is only part of a report
-    half_only: bool = False  # takes fp16 and bf16 alone
+    compared_on: tuple[DeviceKind, ...] = ()  # devices on which `stepscope attention` runs it by default
+    longest_compared: int | None = None  # the longest sequence in the default grid
+    slow_on_cuda: bool = False  # left out of the comparison in a report
+    half_only: bool = False  # supports only fp16 and bf16
 
 
 _ROW_STATISTICS = Workspace(
-    tensor="log-sum-exp and delta", bytes_formula="B·H·P·4", why="in the order in which tiles are read", count=2
+    tensor="log-sum-exp and delta", bytes_formula="B·H·P·4", why="stored in the order in which tiles are read", count=2
 )
-_ONE_OF_SDPA = "one of its backends, forced"
+_ONE_OF_SDPA = "this SDPA backend, forced"
 
 BACKENDS: dict[Implementation, AttentionBackend] = {
     backend.name: backend
     for backend in (
         AttentionBackend(
             name="naive",
-            summary="the reference in plain PyTorch: all scores in memory, softmax in fp32",
+            summary="reference in plain PyTorch: all scores in memory, softmax in fp32",
             keeps="scores",
             exact=("before backward", "peak"),
             compared_on=("cuda", "cpu"),
         ),
         AttentionBackend(
             name="compiled",
-            summary="the same under `torch.compile`, each shape compiled for itself",
+            summary="`naive` under `torch.compile`, compiled separately for each shape",
             keeps="weights",
             compared_on=("cuda",),
             slow_on_cuda=True,
@@ -93,12 +94,14 @@ BACKENDS: dict[Implementation, AttentionBackend] = {
         ),
         AttentionBackend(
             name="tiled",
-            summary="FlashAttention-2 as a loop over tiles in PyTorch: to read, not to run",
+            summary="FlashAttention-2 as a loop over tiles in PyTorch, for reading rather than for speed",
             keeps="log-sum-exp",
             exact=("before backward",),
-            workspaces=(Workspace(tensor="delta", bytes_formula="B·H·L·4", why="the softmax's gradient subtracts it"),),
+            workspaces=(
+                Workspace(tensor="delta", bytes_formula="B·H·L·4", why="subtracted in the gradient of softmax"),
+            ),
             compared_on=("cuda", "cpu"),
-            longest_compared=8192,  # Python's loop over tiles takes minutes beyond
+            longest_compared=8192,  # beyond this, the Python loop over tiles takes minutes
             slow_on_cuda=True,
         ),
         AttentionBackend(
@@ -112,7 +115,7 @@ BACKENDS: dict[Implementation, AttentionBackend] = {
         ),
         AttentionBackend(
             name="hopper",
-            summary="FlashAttention-2 in Gluon, for Hopper alone",
+            summary="FlashAttention-2 in Gluon, for Hopper GPUs only",
             keeps="log-sum-exp",
             exact=("before backward", "peak"),
             rounded_to=128,
@@ -121,7 +124,7 @@ BACKENDS: dict[Implementation, AttentionBackend] = {
                 Workspace(
                     tensor="gradient of q in fp32",
                     bytes_formula="B·H·L·D·4",
-                    why="programs add to it from all sides",
+                    why="many programs accumulate into it",
                 ),
             ),
             compared_on=("cuda",),
@@ -134,8 +137,8 @@ assert set(get_args(Attention)) <= {"flash", *BACKENDS}
 
 
 def compared_on(device: DeviceKind, *, fast: bool = False, half: bool = True) -> tuple[Implementation, ...]:
-    """What is compared on a device where nobody names implementations. `fast` leaves out what takes long there, and
-    `half=False` what takes fp16 and bf16 alone."""
+    """The implementations to compare on a device by default. `fast` leaves out slow ones, and `half=False` leaves out
+    those that support only fp16 and bf16."""
     return tuple(
         name
         for name, backend in BACKENDS.items()

@@ -1,4 +1,4 @@
-"""A case from flat settings, and grids of cases: settings with several values each, from flags or from a file."""
+"""Build a case from flat settings, and grids of cases from flags, a TOML file or Python."""
 
 import itertools
 import tomllib
@@ -32,11 +32,11 @@ Settings = Mapping[str, Scalar | Mapping[str, Scalar] | None]
 
 
 def build_case(settings: Settings) -> Case:
-    """One case from flat settings, `set` being a mapping of arguments for a model of the user's own."""
+    """Build one case from flat settings. `set` is a mapping of arguments for the user's own model."""
     check_names(settings)
     model = _build_model(settings)
     workload = {name: settings[name] for name in RUN_SETTINGS if name in settings}
-    if workload.get("context") == 0:  # in a workload it means that none was given
+    if workload.get("context") == 0:  # in a workload, 0 means that no context was given
         require_positive("context", 0)
     if "checkpoint" in workload:
         workload["checkpoint"] = str(workload["checkpoint"])
@@ -54,15 +54,15 @@ def _build_model(settings: Settings) -> ModelShape | Factory | HuggingFace:
     if own and (len(own) > 1 or shaped):
         other = (own[1:] or shaped)[0]
         raise SpecError(
-            f"`{flag_of(own[0])}` and `{flag_of(other)}` together",
-            detail="a shape belongs to the built-in model; your own takes arguments by --set",
+            f"`{flag_of(own[0])}` cannot be used with `{flag_of(other)}`",
+            detail="the shape options are for the built-in model; use --set for the arguments of your own",
             hint=f"{flag_of(own[0])} {settings[own[0]]} --set name=value",
         )
     if not own:
         if arguments:
             raise SpecError(
-                "`--set` without a model of your own",
-                detail="it gives arguments to a factory or overrides to a transformers config",
+                "`--set` requires `--model` or `--hf`",
+                detail="it passes arguments to a factory, or overrides fields of a transformers config",
                 hint="--model my_model:build --set depth=4",
             )
         return _build_shape({name: settings[name] for name in shaped})
@@ -86,7 +86,7 @@ def _convert(fields: Mapping[str, object], kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, SpecError):
             raise error.__cause__ from None
-        raise SpecError(f"a setting of the wrong kind: {error}") from None
+        raise SpecError(f"invalid setting: {error}") from None
 
 
 def check_names(settings: Iterable[str]) -> None:
@@ -102,15 +102,15 @@ def check_names(settings: Iterable[str]) -> None:
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings with one or more values each; the cases are their product, the first axis turning slowest. Cases that
-    were made in Python are `listed` in place of settings."""
+    """Settings with one or more values each. Each combination is a case, and the first axis varies slowest. Cases built
+    in Python are `listed` instead."""
 
     axes: tuple[tuple[str, tuple[Scalar | None, ...]], ...] = ()
     arguments: tuple[tuple[str, tuple[Scalar, ...]], ...] = ()
     listed: tuple[Case, ...] = ()
 
     def cases(self) -> tuple[Case, ...]:
-        """Every case once, in order; a value given twice counts once."""
+        """All cases in order, without duplicates."""
         return tuple(dict.fromkeys(self.listed or (build_case(settings) for settings in self._points())))
 
     def _points(self) -> Iterator[dict[str, Scalar | Mapping[str, Scalar] | None]]:
@@ -124,8 +124,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
                 }
 
     def override(self, other: "Grid") -> "Grid":
-        """This grid with `other`'s axes in place of its own: flags over a file."""
-        assert not self.listed, "cases that are listed have no axes"
+        """Return this grid with the axes of `other` in place of its own, as flags override a file."""
+        assert not self.listed, "listed cases have no axes"
         return Grid(
             axes=tuple((dict(self.axes) | dict(other.axes)).items()),
             arguments=tuple((dict(self.arguments) | dict(other.arguments)).items()),
@@ -133,7 +133,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def grid_from_flags(flags: Mapping[str, str], arguments: Sequence[str] = ()) -> Grid:
-    """A grid from flags' texts (`{"size": "small,medium"}`) and `--set` pairs (`["depth=2,4"]`)."""
+    """Build a grid from the texts of flags (`{"size": "small,medium"}`) and `--set` pairs (`["depth=2,4"]`)."""
     check_names(flags)
     axes = tuple(
         (name, tuple(parse_flag(SETTINGS[name], part) for part in split_values(name, text)))
@@ -142,29 +142,33 @@ def grid_from_flags(flags: Mapping[str, str], arguments: Sequence[str] = ()) -> 
     pairs = [_parse_argument(pair) for pair in arguments]
     for name, _ in pairs:
         if [other for other, _ in pairs].count(name) > 1:
-            raise SpecError(f"`--set {name}` twice", detail="several values stand in one", hint=f"--set {name}=1,2")
+            raise SpecError(
+                f"`--set {name}` is given twice",
+                detail="separate several values with commas",
+                hint=f"--set {name}=1,2",
+            )
     return Grid(axes=axes, arguments=tuple(pairs))
 
 
 def grid_from_toml(path: Path) -> Grid:
-    """A grid from a file: the settings by name, a list for several values, and `[set]` for a model's arguments."""
+    """Read a grid from a TOML file: settings by name, lists for several values, and `[set]` for model arguments."""
     try:
         fields = tomllib.loads(read_plain(path).decode())
     except OSError as error:
-        raise SpecError(f"cannot read the settings file: `{path}`", detail=error.strerror or "") from None
+        raise SpecError(f"cannot read settings file: `{path}`", detail=error.strerror or "") from None
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"not a TOML file: `{path}`", detail=str(error)) from None
+        raise SpecError(f"not a valid TOML file: `{path}`", detail=str(error)) from None
     if not isinstance(fields.get("set", {}), dict):
         raise SpecError(f"`set` in `{path}` is not a table", hint="[set]")
     return grid_from_settings(fields)
 
 
 def grid_from_settings(settings: Mapping[str, object]) -> Grid:
-    """A grid from settings by name, a list for several values; `set` is a mapping of a model's arguments."""
+    """Build a grid from settings by name, with lists for several values. `set` is a mapping of model arguments."""
     check_names(settings)
     arguments = settings.get("set", {})
     if not isinstance(arguments, Mapping):
-        raise SpecError(f"`set` is not a mapping of arguments: `{arguments}`")
+        raise SpecError(f"`set` must be a mapping of argument names to values, got `{arguments}`")
     return Grid(
         axes=tuple((name, _toml_values(name, value)) for name, value in settings.items() if name != "set"),
         arguments=tuple((name, _as_scalars(name, value)) for name, value in arguments.items()),
@@ -172,8 +176,8 @@ def grid_from_settings(settings: Mapping[str, object]) -> Grid:
 
 
 def _toml_values(name: str, value: object) -> tuple[Scalar | None, ...]:
-    """Texts go through the flag's parser, so that `"24GB"` and unknown words mean what they mean on the command
-    line."""
+    """The values of a setting. Strings go through the flag's parser, so `"24GB"` and unknown words are treated as on
+    the command line."""
     values: list[Scalar | None] = []
     for item in _as_scalars(name, value):
         values += (
@@ -186,22 +190,22 @@ def _as_scalars(name: str, value: object) -> tuple[Scalar, ...]:
     items = value if isinstance(value, list | tuple) else [value]
     for item in items:
         if not isinstance(item, bool | int | float | str):
-            raise SpecError(f"`{name}` has a value that is neither a word nor a number: `{item}`")
+            raise SpecError(f"invalid value for `{name}`: `{item}`", detail="expected a string, a number or a boolean")
     if not items:
-        raise SpecError(f"`{name}` has no values", detail="an axis of a grid needs at least one")
+        raise SpecError(f"`{name}` has no values", detail="expected at least one")
     return tuple(items)
 
 
 def split_values(name: str, text: str) -> list[str]:
-    """The values of a flag, which commas separate."""
+    """The comma-separated values of a flag."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise SpecError(f"an empty value in `{flag_of(name)} {text}`", detail="expected values separated by commas")
+        raise SpecError(f"empty value in `{flag_of(name)} {text}`", detail="expected comma-separated values")
     return parts
 
 
 def parse_flag(setting: Setting, text: str) -> Scalar | None:
-    """One value of a flag. What cannot be read is refused with the flag's name."""
+    """Parse one value of a flag. The error for an invalid one names the flag."""
     try:
         return setting.parse(text)
     except SpecError as error:
@@ -211,12 +215,12 @@ def parse_flag(setting: Setting, text: str) -> Scalar | None:
 def _parse_argument(pair: str) -> tuple[str, tuple[Scalar, ...]]:
     name, equals, text = pair.partition("=")
     if not equals or not name.isidentifier():
-        raise SpecError(f"not an argument: `--set {pair}`", detail="expected name=value", hint="--set depth=4")
+        raise SpecError(f"invalid argument: `--set {pair}`", detail="expected name=value", hint="--set depth=4")
     return name, tuple(_parse_scalar(part) for part in split_values("set", text))
 
 
 def _parse_scalar(text: str) -> Scalar:
-    """JSON's reading of a number or a boolean, and a plain word otherwise."""
+    """Parse a JSON number or boolean; anything else stays a string."""
     try:
         value = msgspec.json.decode(text)
     except msgspec.DecodeError:

@@ -1,11 +1,10 @@
-"""What a setting is: a declaration next to a field, from which everything else about the setting follows.
+"""Settings: each one is declared next to its field, and everything else is derived from the declaration.
 
-    batch: Annotated[int, Setting(help="Sequences in a step.", in_case="always", in_title="always")] = 4
+    batch: Annotated[int, Setting(help="Sequences per step.", in_case="always", in_title="always")] = 4
 
-The flag, the TOML key, the axis of a grid, the parser, the help text, the column of a table and its label, the words
-for it in a title or a sentence, and the flag in a command that reproduces a run: none of these is written anywhere
-else. What the field's type and default already say (an integer is written `N`, a choice has these words) is read from
-them by `declared`.
+This gives the flag, the TOML key, the grid axis, the parser, the help text, the table column with its label, the
+wording in titles and sentences, and the flag in a command that reproduces a run. `declared` reads the rest from the
+field's type and default: an integer has the metavar `N`, and a literal its choices.
 """
 
 import math
@@ -22,21 +21,21 @@ from stepscope.units import GIB, KIB, MIB
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Mode = Literal["inference", "forward", "forward-backward", "train"]
 Optimizer = Literal["adamw", "adamw-torch", "adamw-fused", "sgd"]
-# `single` is one process and no collective. The next four are ways of data parallelism; `fsdp` shards the weights.
+# `single` is one process without collectives. The next four are data parallel; `fsdp` also shards the weights.
 Strategy = Literal["single", "naive", "flat", "overlap", "bucketed", "fsdp"]
-TOO_LARGE = 2**48  # bytes, tokens or seeds; what is larger overflows somewhere below
+TOO_LARGE = 2**48  # bytes, tokens or seeds; larger values overflow later
 Scalar = bool | int | float | str
 When = Literal["always", "changed", "never"]
 
 
 class SpecError(StepscopeError, ValueError):
-    """A workload that cannot be. A ValueError too, for those who build workloads in Python."""
+    """An invalid workload. It is also a ValueError, for workloads built in Python."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One name that a user may set. `parse` turns a flag's text into the value that TOML would have given.
+    """A setting that users can change. `parse` turns the text of a flag into the value that TOML would give.
 
-    In `phrase` and `word`, `{}` stands for the value and `{s}` for the ending of a plural.
+    In `phrase` and `word`, `{}` is the value and `{s}` the plural ending.
     """
 
     help: str
@@ -46,28 +45,28 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     default: Scalar | None = None
     choices: tuple[str, ...] = ()
     is_switch: bool = False
-    # Of its column in tables of cases.
+    # The label and kind of its table column.
     label: str = ""
     kind: Literal["text", "count", "bytes"] = "text"
-    # The value that the times of others are compared with.
+    # The value that others are compared with.
     baseline: Scalar | None = None
-    # The value that stands for none: an empty cell.
+    # The value that means none, shown as an empty cell.
     absent: Scalar | None = None
-    # In a title or a sentence, and in a case's name where that has a shorter word. "changed" is from the default.
+    # The wording in titles and sentences, and the shorter one in case names. "changed": only if not the default.
     phrase: str = ""
     word: str = ""
     in_case: When = "changed"
     in_title: When = "changed"
-    # Whether it makes another program of the model, which the title of a page then says.
+    # Whether it changes the program that runs, so that the title of a page mentions it.
     is_extra: bool = False
-    # The modes in which it has an effect, where those are not all.
+    # The modes in which it has an effect.
     modes: tuple[Mode, ...] = get_args(Mode)
-    # Whether it has an effect where precisions are compared. There a step is run once forward and once or a few times
-    # backward, uncompiled: some settings would change nothing, or hide the modules whose outputs are looked at.
+    # Whether it has an effect in `stepscope precision`. A step there is a forward and a few backward passes without
+    # compilation, so some settings would change nothing or hide module outputs.
     in_precision: bool = True
 
     def read(self, owner: object) -> Scalar | None:
-        """The value as a cell of a table; None where there is none, or `owner` has no such setting."""
+        """The value as a table cell; None if there is none or `owner` does not have the setting."""
         return self.show(getattr(owner, self.name, None))
 
     def show(self, value: Scalar | None) -> Scalar | None:
@@ -76,13 +75,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return None if value == self.absent else value
 
     def say(self, value: Scalar | None, template: str = "") -> str:
-        """The value in words, by `template` or else as in a sentence."""
+        """The value as text, by `template` or else by `phrase`."""
         shown = f"{value / 1e9:g} GB" if self.kind == "bytes" and isinstance(value, int) else value
         return (template or self.phrase).format(shown, s="" if value == 1 else "s")
 
 
 def declared(struct: type[msgspec.Struct]) -> dict[str, Setting]:
-    """The settings among a struct's fields by name, with what their types and defaults say filled in."""
+    """The settings among the fields of a struct, by name, completed from their types and defaults."""
     return {
         field.name: complete(found, field.name, base, None if field.required else field.default)
         for field in msgspec.structs.fields(struct)
@@ -96,7 +95,7 @@ _METAVARS: dict[object, str] = {int: "N", bool: "yes|no", str: "TEXT"}
 
 
 def complete(setting: Setting, name: str, kind: object = str, default: Any = None) -> Setting:
-    """A setting with its name, and with what was left out of it."""
+    """Return the setting with its name, and with everything that can be derived filled in."""
     kind = _without_none(kind)
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     label = setting.label or name.replace("_", " ")
@@ -128,7 +127,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# --- Texts to values --------------------------------------------------------------------------------------------------
+# --- Parsing ----------------------------------------------------------------------------------------------------------
 
 
 def _parser(name: str, kind: object, choices: tuple[str, ...]) -> Callable[[str], Scalar | None]:
@@ -145,7 +144,7 @@ def parse_integer(text: str) -> int:
     try:
         return int(text.replace("_", ""))
     except ValueError:
-        raise SpecError(f"not a whole number: `{text}`", hint="digits only, such as 1024") from None
+        raise SpecError(f"not an integer: `{text}`", hint="digits only, such as 1024") from None
 
 
 def parse_yes_or_no(text: str) -> bool:
@@ -153,7 +152,7 @@ def parse_yes_or_no(text: str) -> bool:
         return True
     if text.lower() in ("no", "false", "off", "0"):
         return False
-    raise SpecError(f"neither yes nor no: `{text}`")
+    raise SpecError(f"expected yes or no, got `{text}`")
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -165,16 +164,14 @@ def parse_limit(text: str) -> int | None:
 
 
 def parse_bytes(text: str) -> int:
-    """`24GB` is 24 · 10⁹ bytes and `24GiB` is 24 · 2³⁰, as everywhere outside of marketing."""
+    """Parse an amount of memory: `24GB` is 24 · 10⁹ bytes, and `24GiB` is 24 · 2³⁰."""
     match = re.fullmatch(r"([\d._]+)\s*([KMGT]?i?B)?", text.strip(), re.IGNORECASE)
     try:
         number = float(match[1]) if match else math.nan
     except ValueError:
         number = math.nan
     if match is None or not math.isfinite(number):
-        raise SpecError(
-            f"not an amount of memory: `{text}`", detail="expected a number and a unit", hint="24GB, 512MiB"
-        )
+        raise SpecError(f"not a memory size: `{text}`", detail="expected a number and a unit", hint="24GB, 512MiB")
     return round(number * _UNITS[(match[2] or "B").upper()])
 
 
@@ -182,7 +179,7 @@ def parse_bytes(text: str) -> int:
 
 
 def require_choice(name: str, value: str, options: tuple[str, ...]) -> None:
-    """A workload made in Python passes through no parser; a word that nobody knows must not run as something else."""
+    """Raise SpecError for an unknown choice. Workloads built in Python do not pass through a parser."""
     if value not in options:
         close = nearest(str(value), options)
         raise SpecError(
@@ -194,10 +191,10 @@ def require_choice(name: str, value: str, options: tuple[str, ...]) -> None:
 
 def require_positive(name: str, value: int, *, too_large: int = TOO_LARGE) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise SpecError(f"{name} `{value}` is not a whole number", hint=f"{flag_of(name)} 1")
+        raise SpecError(f"{name} must be an integer, got `{value}`", hint=f"{flag_of(name)} 1")
     if value < 1:
-        raise SpecError(f"{name} `{value}` is not positive", detail="expected 1 or more", hint=f"{flag_of(name)} 1")
+        raise SpecError(f"{name} must be at least 1, got `{value}`", hint=f"{flag_of(name)} 1")
     if value >= too_large:
         raise SpecError(
-            f"{name} `{value}` is too large", detail="no machine has room for it", hint=f"{flag_of(name)} 1"
+            f"{name} `{value}` is too large", detail=f"expected less than {too_large:,}", hint=f"{flag_of(name)} 1"
         )

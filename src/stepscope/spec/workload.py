@@ -1,6 +1,6 @@
-"""The `Workload`: a model and how to step it, with the named sizes.
+"""`Workload`: a model and how to run a training step of it, with the named sizes.
 
-A field is declared together with its `Setting`. A new setting is a field here and the code that acts on it.
+Each field is declared together with its `Setting`. A new setting needs a field here and the code that implements it.
 """
 
 import math
@@ -40,15 +40,15 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 
 class Checkpointing(NamedTuple):
-    """Groups of `every` blocks are recomputed in backward; `nested` has the blocks of a group checkpointed again while
-    the group is recomputed, so that backward holds one block's activations at a time."""
+    """Activation checkpointing. Groups of `every` blocks are recomputed in backward. With `nested`, the blocks of a
+    group are checkpointed again during recomputation, so that backward holds the activations of one block at a time."""
 
     every: int
     nested: bool
 
 
 def parse_checkpoint(text: str) -> Checkpointing | None:
-    """`none`, the blocks of a group (`block` is one), or `nested:` and the blocks of a group."""
+    """Parse `none`, the number of blocks per group (`block` means 1), or `nested:` and a number of blocks."""
     if text == "none":
         return None
     match = re.fullmatch(r"(nested:)?(-?\d+)", "1" if text == "block" else text)
@@ -62,21 +62,21 @@ def parse_checkpoint(text: str) -> Checkpointing | None:
     nested, every = match[1] is not None, int(match[2])
     if not 1 <= every < TOO_LARGE:
         raise SpecError(
-            f"checkpoint `{text}` is not a number of blocks",
-            detail="expected 1 or more; none is the word for no checkpointing",
+            f"checkpoint must be at least 1 block, got `{text}`",
+            detail="use none to turn checkpointing off",
             hint="--checkpoint 1, or --checkpoint none",
         )
     if nested and every == 1:
         raise SpecError(
-            f"checkpoint `{text}` nests groups of one block",
-            detail="each block would be recomputed twice and nothing saved by it",
+            f"checkpoint `{text}` has groups of a single block",
+            detail="nesting them would recompute each block twice without saving memory",
             hint="--checkpoint 1, or --checkpoint nested:2",
         )
     return Checkpointing(every, nested)
 
 
 def canonical_checkpoint(text: str) -> str:
-    """One text for one setting. Groups of one stay `block`, as results files have it whose keys are made of it."""
+    """The canonical text of a checkpoint setting. Groups of one are `block`, which the keys in results files use."""
     parsed = parse_checkpoint(text)
     if parsed is None:
         return "none"
@@ -84,37 +84,37 @@ def canonical_checkpoint(text: str) -> str:
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, tag="builtin", forbid_unknown_fields=True):
-    """The shape of the built-in Transformer: pre-norm, RoPE, SwiGLU, no biases, untied head unless told otherwise."""
+    """The shape of the built-in Transformer: pre-norm, RoPE, SwiGLU, no biases, untied output head by default."""
 
-    vocab: Annotated[int, Setting(help="Vocabulary of the built-in model.", in_title="never")] = 10_000
-    d_model: Annotated[int, Setting(help="Width, in place of the size's.", label="width")]
-    d_ff: Annotated[int, Setting(help="Feed-forward width, in place of the size's.", label="feed-forward")]
-    num_layers: Annotated[int, Setting(help="Layers, in place of the size's.", label="layers")]
-    num_heads: Annotated[int, Setting(help="Attention heads, in place of the size's.", label="heads")]
-    num_kv_heads: Annotated[int, Setting(help="Key/value heads (grouped attention).", label="kv heads")]
-    tie_embeddings: Annotated[bool, Setting(help="Head and embedding share one weight.")] = False
+    vocab: Annotated[int, Setting(help="Vocabulary size of the built-in model.", in_title="never")] = 10_000
+    d_model: Annotated[int, Setting(help="Model width; overrides --size.", label="d_model")]
+    d_ff: Annotated[int, Setting(help="Feed-forward width; overrides --size.", label="d_ff")]
+    num_layers: Annotated[int, Setting(help="Number of layers; overrides --size.", label="layers")]
+    num_heads: Annotated[int, Setting(help="Number of attention heads; overrides --size.", label="heads")]
+    num_kv_heads: Annotated[int, Setting(help="Number of key/value heads (grouped-query attention).", label="kv heads")]
+    tie_embeddings: Annotated[bool, Setting(help="Share one weight between embedding and output head.")] = False
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_heads", "num_kv_heads", "vocab"):
             require_positive(name, getattr(self, name))
-        require_positive("num_layers", self.num_layers, too_large=2**20)  # each is an entry in lists
+        require_positive("num_layers", self.num_layers, too_large=2**20)  # one list entry per layer
         if self.d_model % self.num_heads:
             near = _nearest_divisor(self.d_model, self.num_heads)
             raise SpecError(
                 f"num_heads `{self.num_heads}` does not divide d_model `{self.d_model}`",
-                detail="every head takes an equal share of the width",
+                detail="every head gets an equal share of d_model",
                 hint=f"--num-heads {near}",
             )
         if self.head_dim % 2:
             raise SpecError(
-                f"the head size d_model / num_heads = `{self.head_dim}` is odd",
-                detail="rotary positions turn pairs of features, so a head needs an even number of them",
+                f"the head dimension d_model / num_heads = `{self.head_dim}` is odd",
+                detail="rotary embeddings rotate pairs of features, so it must be even",
                 hint=f"--d-model {self.num_heads * (self.head_dim + 1)}",
             )
         if self.num_heads % self.num_kv_heads:
             raise SpecError(
                 f"num_kv_heads `{self.num_kv_heads}` does not divide num_heads `{self.num_heads}`",
-                detail="each key/value head serves an equal group of query heads",
+                detail="every key/value head serves an equal number of query heads",
                 hint=f"--num-kv-heads {_nearest_divisor(self.num_heads, self.num_kv_heads)}",
             )
 
@@ -124,7 +124,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, tag="builtin", forbi
 
     @property
     def name(self) -> str:
-        """The named size this is, or its widths in a word."""
+        """The named size with this shape, or a short name made of its dimensions."""
         for name, shape in SIZES.items():
             if msgspec.structs.replace(self, vocab=shape.vocab) == shape:
                 return name
@@ -134,8 +134,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, tag="builtin", forbi
 
 
 class Factory(msgspec.Struct, frozen=True, kw_only=True, tag="factory", forbid_unknown_fields=True):
-    """The user's own model: `package.module:function` or `path/to/file.py:function`, and the keyword arguments given
-    with `--set`."""
+    """The user's own model: `package.module:function` or `path/to/file.py:function`, and the keyword arguments from
+    `--set`."""
 
     target: str
     arguments: tuple[tuple[str, Scalar], ...] = ()
@@ -146,14 +146,14 @@ class Factory(msgspec.Struct, frozen=True, kw_only=True, tag="factory", forbid_u
             meant = f"{file}FILE.py" if file.endswith("/") else f"{file.removesuffix('.py')}.py"
             is_path = "/" in file or file.endswith(".py")
             raise SpecError(
-                f"not a factory: `{self.target}`",
+                f"invalid model: `{self.target}`",
                 detail="expected package.module:function or path/to/file.py:function",
                 hint="--model " + shlex.quote(f"{meant if is_path else 'my_model'}:build"),
             )
 
     @property
     def file(self) -> str | None:
-        """The path of the Python file that holds the function; None for a module that is imported by its name."""
+        """The path of the Python file with the function; None for a module imported by name."""
         place = self.target.rpartition(":")[0]
         return place if place.endswith(".py") else None
 
@@ -163,7 +163,7 @@ class Factory(msgspec.Struct, frozen=True, kw_only=True, tag="factory", forbid_u
 
 
 class HuggingFace(msgspec.Struct, frozen=True, kw_only=True, tag="hf", forbid_unknown_fields=True):
-    """A `transformers` architecture with random weights: a model type or a local config, and overrides of its
+    """A `transformers` architecture with random weights: a model type or a local config, and overrides for its
     fields."""
 
     config: str
@@ -171,7 +171,7 @@ class HuggingFace(msgspec.Struct, frozen=True, kw_only=True, tag="hf", forbid_un
 
     def __post_init__(self) -> None:
         if not self.config:
-            raise SpecError("an empty `--hf`", detail="expected a model type or a config file", hint="--hf gpt2")
+            raise SpecError("`--hf` is empty", detail="expected a model type or a config file", hint="--hf gpt2")
 
     @property
     def name(self) -> str:
@@ -193,12 +193,12 @@ SIZES: dict[str, ModelShape] = {
 
 
 DEFAULT_CONTEXT = 128
-OWN_OPTIMIZER: Optimizer = "adamw-torch"  # of a model that is not built in
+OWN_OPTIMIZER: Optimizer = "adamw-torch"  # for models that are not built in
 
 
 def _defaults(model: ModelShape | Factory | HuggingFace) -> dict[str, object]:
-    """Settings whose default depends on the kind of model. The textbook AdamW is part of the built-in model; others are
-    measured with the optimizer that their users have."""
+    """Defaults that depend on the kind of model. The built-in model comes with the textbook AdamW; other models are
+    measured with the optimizer that people use."""
     match model:
         case ModelShape():
             return {"attention": "naive", "context": DEFAULT_CONTEXT, "optimizer": "adamw"}
@@ -209,22 +209,22 @@ def _defaults(model: ModelShape | Factory | HuggingFace) -> dict[str, object]:
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing to run: a model and how to step it."""
+    """A model and how to run a training step of it."""
 
     model: ModelShape | Factory | HuggingFace
-    batch: Annotated[int, Setting(help="Sequences in a step.", in_case="always", in_title="always")] = 4
-    # 0 leaves it open: `DEFAULT_CONTEXT` where the model takes tokens. It stays 0 where the model takes none.
-    context: Annotated[int, Setting(help="Tokens in a sequence.", absent=0, in_case="always", in_title="always")] = 0
+    batch: Annotated[int, Setting(help="Sequences per step.", in_case="always", in_title="always")] = 4
+    # 0 means not given: `DEFAULT_CONTEXT` if the model takes tokens. It stays 0 for models without tokens.
+    context: Annotated[int, Setting(help="Tokens per sequence.", absent=0, in_case="always", in_title="always")] = 0
     precision: Annotated[
         Precision,
-        Setting(help="Arithmetic of the step.", baseline="fp32", phrase="{}", in_case="always", in_title="always"),
+        Setting(help="Precision of the step.", baseline="fp32", phrase="{}", in_case="always", in_title="always"),
     ] = "fp32"
-    # `inference` builds no graph; `forward` keeps it; the last two go on to gradients and to an update.
+    # `inference` builds no graph and `forward` keeps it; the last two add gradients and the optimizer step.
     mode: Annotated[
         Mode,
-        Setting(help="What a step is.", phrase="{}", in_case="always", in_title="always", in_precision=False),
+        Setting(help="What to run in a step.", phrase="{}", in_case="always", in_title="always", in_precision=False),
     ] = "train"
-    # None leaves a user's own model as it is; the built-in model always says which one it runs.
+    # None keeps the attention of the user's own model; the built-in model always has a value.
     attention: Annotated[
         Attention | None,
         Setting(
@@ -240,7 +240,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     compile: Annotated[
         bool,
         Setting(
-            help="torch.compile the model; alone it means yes.",
+            help="Use torch.compile.  [default: no; without a value: yes]",
             baseline=False,
             phrase="compiled",
             is_extra=True,
@@ -250,7 +250,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     checkpoint: Annotated[
         str,  # as `parse_checkpoint` reads it
         Setting(
-            help="Recompute activations of every K blocks.",
+            help="Activation checkpointing: recompute every K blocks in backward.",
             metavar="none|K|nested:K",
             parse=canonical_checkpoint,
             baseline="none",
@@ -259,11 +259,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             in_precision=False,
         ),
     ] = "none"
-    # A step's batch is split, not multiplied: tokens, FLOPs and the update of a step stay the same whatever the number.
+    # The batch is split, not multiplied: tokens, FLOPs and the update of a step do not depend on the number.
     grad_accumulation: Annotated[
         int,
         Setting(
-            help="Split the batch of a step into N micro-batches, whose gradients add up.",
+            help="Split the batch into N micro-batches and accumulate their gradients.",
             label="micro-batches",
             baseline=1,
             phrase="{} micro-batches",
@@ -272,12 +272,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             in_precision=False,
         ),
     ] = 1
-    # None leaves it to a factory, which may return its own; without one, and for transformers, it is PyTorch's AdamW.
+    # None leaves the choice to the factory, which may return one. The default there, and for transformers, is PyTorch's
+    # AdamW.
     optimizer: Annotated[
         Optimizer | None,
         Setting(
-            help="Who updates the weights.",
-            label="optimized by",
+            help="Optimizer.",
             baseline="adamw",
             phrase="{}",
             in_title="always",
@@ -286,16 +286,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = None
     device: Annotated[
-        str, Setting(help="Where to run.", metavar="auto|cpu|cuda|cuda:N", in_case="never", in_title="never")
+        str, Setting(help="Device to run on.", metavar="auto|cpu|cuda|cuda:N", in_case="never", in_title="never")
     ] = "auto"
-    seed: Annotated[int, Setting(help="Seed of weights and tokens.", in_title="never")] = 0
+    seed: Annotated[int, Setting(help="Random seed for weights and tokens.  [default: 0]", in_title="never")] = 0
 
     def __post_init__(self) -> None:
         for name, value in _defaults(self.model).items():
             if getattr(self, name) in (None, 0):
                 msgspec.structs.force_setattr(self, name, value)
         check_choices(self, RUN_SETTINGS)
-        # A whole number is as good as its digits: TOML and Python write it so.
+        # TOML and Python may give an integer.
         msgspec.structs.force_setattr(self, "checkpoint", canonical_checkpoint(str(self.checkpoint)))
         require_positive("batch", self.batch)
         require_positive("grad_accumulation", self.grad_accumulation)
@@ -303,7 +303,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.context != 0 or isinstance(self.context, bool):
             require_positive("context", self.context)
         if not 0 <= self.seed < TOO_LARGE:
-            raise SpecError(f"seed `{self.seed}` is out of range", detail="expected 0 to 2⁴⁸", hint="--seed 0")
+            raise SpecError(f"seed `{self.seed}` is out of range", detail="expected 0 to 2⁴⁸ - 1", hint="--seed 0")
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise SpecError(
                 f"unknown device: `{self.device}`",
@@ -312,28 +312,28 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if self.precision == "tf32" and self.device == "cpu":
             raise SpecError(
-                "precision `tf32` on device `cpu`",
-                detail="tf32 is a mode of NVIDIA's matrix units; a CPU has none",
+                "precision `tf32` is unsupported on device `cpu`",
+                detail="tf32 is a mode of NVIDIA tensor cores",
                 hint="--precision fp32,bf16",
             )
         if self.checkpoint != "none" and self.mode in ("inference", "forward"):
             raise SpecError(
-                f"checkpoint `{self.checkpoint}` with mode `{self.mode}`",
-                detail="activation checkpointing saves memory for the backward pass, and this mode has none",
+                f"checkpoint `{self.checkpoint}` cannot be used with mode `{self.mode}`",
+                detail="activation checkpointing saves memory in the backward pass, which this mode does not run",
                 hint="--checkpoint none, or --mode forward-backward",
             )
 
     def _check_accumulation(self) -> None:
         if self.grad_accumulation > 1 and self.mode != "train":
             raise SpecError(
-                f"grad_accumulation `{self.grad_accumulation}` with mode `{self.mode}`",
-                detail="micro-batches share one optimizer step, and this mode has none",
+                f"grad_accumulation `{self.grad_accumulation}` cannot be used with mode `{self.mode}`",
+                detail="micro-batches share one optimizer step, which this mode does not run",
                 hint="--grad-accumulation 1, or --mode train",
             )
         if self.batch % self.grad_accumulation:
             raise SpecError(
                 f"batch `{self.batch}` cannot be split into `{self.grad_accumulation}` micro-batches",
-                detail="every micro-batch has the same number of sequences",
+                detail="all micro-batches must have the same number of sequences",
                 hint=f"--batch {math.ceil(self.batch / self.grad_accumulation) * self.grad_accumulation}",
             )
 
@@ -343,32 +343,31 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes that make one step."""
+        """Forward and backward passes per step."""
         return self.grad_accumulation
 
     @property
     def micro_batch(self) -> int:
-        """Sequences in one pass."""
+        """Sequences per pass."""
         return self.batch // self.passes
 
     @property
     def tokens(self) -> int:
-        """Tokens one step works on."""
+        """Tokens per step."""
         return self.batch * self.context
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a workload is timed. Part of a case, because it changes the figures: warm-up is an axis like any other."""
+    """How a workload is timed. This is part of a case because it changes the results, so warm-up steps can be an
+    axis."""
 
-    steps: Annotated[
-        int, Setting(help="Steps that are timed.", phrase="{} step{s}", in_title="always", in_precision=False)
-    ] = 10
+    steps: Annotated[int, Setting(help="Timed steps.", phrase="{} step{s}", in_title="always", in_precision=False)] = 10
     warmup: Annotated[
         int,
         Setting(
-            help="Steps before the clock starts.",
+            help="Warm-up steps before timing starts.",
             label="warm-up",
-            phrase="{} warm-up{s}",
+            phrase="{} warm-up step{s}",
             word="warm-up {}",
             in_title="always",
             in_precision=False,
@@ -377,12 +376,12 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     memory_limit: Annotated[
         int | None,  # bytes
         Setting(
-            help="Cap on memory, such as 24GB.",
+            help="Memory limit, such as 24GB.",
             metavar="SIZE|none",
             parse=parse_limit,
-            label="limit",
+            label="memory limit",
             kind="bytes",
-            phrase="held to {}",
+            phrase="memory limit {}",
             word="limit {}",
             in_precision=False,
         ),
@@ -390,14 +389,14 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
-            raise SpecError(f"warmup `{self.warmup}` is negative", detail="expected 0 or more", hint="--warmup 5")
+            raise SpecError(f"warmup must be at least 0, got `{self.warmup}`", hint="--warmup 5")
         require_positive("steps", self.steps)
         if self.memory_limit is not None:
             require_positive("memory_limit", self.memory_limit)
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One point of a grid."""
+    """One point of a grid: a workload and how it is timed."""
 
     workload: Workload
     timing: Timing
@@ -414,11 +413,14 @@ def parse_size(text: str) -> str:
     return text
 
 
-# The model has three kinds of settings, which are not fields of one struct: those that shape the built-in one, and
-# those that name another.
-_SIZE = Setting(parse=parse_size, metavar="NAME", help="A named size of the built-in model (see --list).")
-_FACTORY = Setting(metavar="MODULE:FACTORY", help="Your own model: the function that builds it, or FILE.py:FACTORY.")
-_CONFIG = Setting(metavar="CONFIG", help="A transformers model type or local config file.")
+# The model settings are not fields of one struct: some shape the built-in model, and the others name another model.
+_SIZE = Setting(
+    parse=parse_size, metavar="NAME", help="Named size of the built-in model; `stepscope bench --list` shows them."
+)
+_FACTORY = Setting(
+    metavar="MODULE:FACTORY", help="Your own model: a factory function, in a module or as FILE.py:FACTORY."
+)
+_CONFIG = Setting(metavar="CONFIG", help="A transformers model type, or a local config file.")
 SHAPE_SETTINGS: dict[str, Setting] = {"size": complete(_SIZE, "size"), **declared(ModelShape)}
 OWN_MODEL_SETTINGS: dict[str, Setting] = {"model": complete(_FACTORY, "model"), "hf": complete(_CONFIG, "hf")}
 RUN_SETTINGS: dict[str, Setting] = declared(Workload)
@@ -427,7 +429,7 @@ SETTINGS = SHAPE_SETTINGS | OWN_MODEL_SETTINGS | RUN_SETTINGS | TIMING_SETTINGS
 
 
 def check_choices(struct: msgspec.Struct, settings: Mapping[str, Setting]) -> None:
-    """Words that a setting does not know raise SpecError; None, where it is allowed, is not a word."""
+    """Raise SpecError for unknown choices. None is allowed."""
     for name, setting in settings.items():
         value = getattr(struct, name)
         if setting.choices and value is not None:
@@ -435,8 +437,8 @@ def check_choices(struct: msgspec.Struct, settings: Mapping[str, Setting]) -> No
 
 
 def for_precisions(workload: Workload) -> Workload:
-    """The workload whose precisions are compared: by themselves, in one uncompiled forward and backward pass each. What
-    has no effect on that is at its default for this kind of model."""
+    """The workload for comparing precisions: one forward and backward pass each, without compilation. Settings that
+    have no effect there are reset to the defaults for this kind of model."""
     plain = Workload(model=workload.model)
     names = [name for name, setting in RUN_SETTINGS.items() if name == "precision" or not setting.in_precision]
     return msgspec.structs.replace(workload, **{name: getattr(plain, name) for name in names})

@@ -1,4 +1,4 @@
-"""From a `Workload` to a step that runs: the model, the kernels in it, precision, loss and optimizer."""
+"""Builds a runnable training step from a `Workload`: model, kernels, precision, loss and optimizer."""
 
 from stepscope.step.builder import Step, build
 

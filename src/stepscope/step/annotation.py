@@ -1,20 +1,19 @@
-"""Ranges around everything in a step that has a name, put there from outside while a recorder runs.
+"""Named ranges around the parts of a step, added from outside while a recorder runs.
 
 | range | around |
 | --- | --- |
 | `step:0` | one step, counted from 0 |
-| `phase:forward`, `phase:loss`, `phase:backward`, `phase:optimizer` | a phase; the loss lies inside of forward |
-| `phase:warm-up` | steps before those that count, where the recorder sees them |
-| `module:blocks.3.attention.q_proj` | a call of a submodule; of the model itself `module:(TransformerLM)` |
-| `part:scores`, `part:softmax`, `part:values` | the three parts of our own attention |
-| `function:name` | a function that the user asked for |
+| `phase:forward`, `phase:loss`, `phase:backward`, `phase:optimizer` | a phase; the loss is inside forward |
+| `phase:warm-up` | warm-up steps, if the recorder sees them |
+| `module:blocks.3.attention.q_proj` | a call of a submodule; `module:(TransformerLM)` is the model itself |
+| `part:scores`, `part:softmax`, `part:values` | the three parts of the reference attention |
+| `function:name` | a function named by the user |
 
-A module's range is its `forward`, wrapped: hooks would do, and cost more. A checkpointed block runs its inside again
-during backward, and is seen there again.
+Modules are annotated by wrapping `forward`; hooks would cost more. A checkpointed block appears again in backward,
+where it is recomputed.
 
-In a compiled model nothing inside is annotated. A wrapped `forward` would be another function to the compiler, which
-would compile anew, and the range would not be in the graph it makes. What remains is the step, its phases and the
-model as a whole.
+Nothing inside a compiled model is annotated: a wrapped `forward` would trigger recompilation, and the range would not
+be part of the compiled graph. The step, its phases and the model as a whole remain.
 """
 
 import sys
@@ -40,13 +39,13 @@ PARTS = {
     "stepscope.nn.functional:softmax": "part:softmax",
     "stepscope.nn.functional:attention_values": "part:values",
 }
-FORM = "expected package.module:function, or package.module:Class.method, with a function written in Python"
+FORM = "expected package.module:function or package.module:Class.method, written in Python"
 
 
 @dataclass(slots=True)
 class Annotation:
-    """`next_step` is the number of the next step. `uncalled` are the user's functions that have not run yet: whoever
-    calls them may hold them in another place, out of our reach."""
+    """`next_step` is the number of the next step. `uncalled` are the user's functions that have not run yet, for
+    example because callers hold references that could not be replaced."""
 
     next_step: int = 0
     uncalled: set[str] = field(default_factory=set)
@@ -56,8 +55,8 @@ class Annotation:
 def annotated(
     step: Step, *, functions: Sequence[str] = (), backend: Backend | Opener = "profiler", modules: bool = True
 ) -> Iterator[Annotation]:
-    """Annotates `step` until this is left; then it is as it was. Without `modules` only steps and phases have ranges,
-    which costs next to nothing."""
+    """Annotate `step` within this context and restore it afterwards. Without `modules`, only steps and phases have
+    ranges, which costs next to nothing."""
     annotation = Annotation(uncalled=set(functions))
     with ExitStack() as undo:
         undo.enter_context(activate(backend))
@@ -74,19 +73,19 @@ def annotated(
 
 
 def check_functions(functions: Sequence[str], *, compiled: bool) -> None:
-    """Refuses, before anything is built, functions that cannot be annotated."""
+    """Raise StepscopeError, before anything is built, for functions that cannot be annotated."""
     if functions and compiled:
         raise StepscopeError(
-            f"`--annotate {functions[0]}` with `--compile`",
-            detail="compiled code has no ranges inside, and a replaced function would be compiled anew",
-            hint="--compile no, or without --annotate",
+            f"`--annotate {functions[0]}` cannot be used with `--compile`",
+            detail="compiled code has no ranges, and replacing a function would trigger recompilation",
+            hint="--compile no, or remove --annotate",
         )
     for target in functions:
         _find_function(target)
 
 
 def _annotate_phases(step: Step, annotation: Annotation, undo: ExitStack) -> None:
-    """The step's range opens in its first phase and closes in its last: whoever runs the phases sees no difference."""
+    """Annotate the phases. The range of the step opens in the first phase and closes in the last one."""
     opened = ExitStack()
     undo.push(opened)
 
@@ -107,7 +106,7 @@ def _annotate_phases(step: Step, annotation: Annotation, undo: ExitStack) -> Non
 
 
 def _annotate_root(step: Step, undo: ExitStack) -> None:
-    """The model as a whole is annotated where the step calls it: that place is outside of what may be compiled."""
+    """Annotate the model as a whole where the step calls it, which is outside the compiled part."""
     run_module, module = step.run_module, step.module
     original = module._orig_mod if isinstance(module, OptimizedModule) else module
 
@@ -122,16 +121,16 @@ def _annotate_inside(root: nn.Module, undo: ExitStack) -> None:
         if name and not _is_inside_compiled(root, name):
             _annotate_module(module, f"module:{name}", undo)
     if any(_is_compiled(module) for module in root.modules()):
-        return  # by the user, in their factory: what it calls has to stay the same
+        return  # compiled by the user's factory: the functions it calls must not change
     for target, name in PARTS.items():
         _annotate_function(target, name, undo)
-    # A model of transformers measures its loss itself, by a function that it looks up in a property.
+    # A transformers model computes its own loss, with a function from a property.
     if isinstance(getattr(type(root), "loss_function", None), property):
         _replace(root, "_loss_function", wrap(root.loss_function, "phase:loss"), undo)  # type: ignore[arg-type]
 
 
 def _is_inside_compiled(root: nn.Module, name: str) -> bool:
-    """Whether a module above is compiled, as the user may have done to a part of the model."""
+    """Whether a parent module is compiled. Users may compile part of a model."""
     parents = name.split(".")[:-1]
     return any(_is_compiled(root.get_submodule(".".join(parents[:depth]))) for depth in range(len(parents) + 1))
 
@@ -143,15 +142,15 @@ def _is_compiled(module: nn.Module) -> bool:
 def _annotate_module(module: nn.Module, name: str, undo: ExitStack) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         return
-    if module._compiled_call_impl is not None:  # by `module.compile()`: the range goes around what was compiled
+    if module._compiled_call_impl is not None:  # after `module.compile()`, the range goes around the compiled call
         _replace(module, "_compiled_call_impl", wrap(module._compiled_call_impl, name), undo)
     else:
         _replace(module, "forward", wrap(module.forward, name), undo)
 
 
 def _annotate_function(target: str, name: str, undo: ExitStack, *, on_call: Callable[[], None] | None = None) -> None:
-    """Replaces the function where it is defined, and in every loaded module that has it by the same name, as after
-    `from x import f`. Other references (an alias, an entry in a table, a default argument) stay as they are."""
+    """Replace the function where it is defined, and in every loaded module that imported it under the same name. Other
+    references (an alias, a table entry, a default argument) are not replaced."""
     holder, attribute, function = _find_function(target)
     ranged = wrap(function, name)
     if on_call is not None:
@@ -175,7 +174,7 @@ def _telling(function: Callable[..., Any], on_call: Callable[[], None]) -> Calla
 
 
 def _replace(holder: Any, attribute: str, value: object, undo: ExitStack) -> None:
-    """What was inherited is uncovered again, what was the holder's own is put back."""
+    """Set an attribute, and restore it on `undo`: an own attribute is put back, an inherited one uncovered."""
     if attribute in vars(holder):
         undo.callback(setattr, holder, attribute, vars(holder)[attribute])
     else:
@@ -184,7 +183,7 @@ def _replace(holder: Any, attribute: str, value: object, undo: ExitStack) -> Non
 
 
 def _find_function(target: str) -> tuple[Any, str, FunctionType]:
-    """The module or class that has the function, its name there, and the function."""
+    """The module or class with the function, the attribute name, and the function."""
     module_name, colon, path = target.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
         raise _refuse(target, FORM)

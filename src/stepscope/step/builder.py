@@ -1,7 +1,7 @@
-"""`build(workload)` makes a runnable step of any model: the built-in one, a user's own, or one from `transformers`.
+"""`build(workload)` returns a runnable step of any model: the built-in one, the user's own, or one from `transformers`.
 
-A step is a sequence of named phases. Running them in order is one step, whoever runs them: a bare loop, the timer
-with a clock between phases, or a profiler with ranges around them. So no measurement has a training loop of its own.
+A step is a sequence of named phases. A plain loop, the timer and the profiler all run the same phases, so no
+measurement has its own training loop.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,17 +18,17 @@ from stepscope.step.checkpointing import checkpoint_blocks
 from stepscope.step.hf import build_hf
 from stepscope.step.own import Parts, build_own
 
-# Small enough that random tokens do not send the weights away over a few hundred steps.
+# Small enough that weights do not diverge on random tokens within a few hundred steps.
 LEARNING_RATE = 1e-4
 
 
 class Step:
     """One step of a workload, phase by phase.
 
-    Between phases it holds the loss, and with it the graph until `backward` is through with it. What a mode leaves
-    behind (a graph in `forward`, gradients in `forward-backward`) is dropped at the start of the next step, so that two
-    never stand together. Where gradients are accumulated, forward and backward run once for each micro-batch, and the
-    loss of each is divided by their number: the gradients are those of the whole batch.
+    Between phases it holds the loss, and with it the graph until `backward` has run. Leftovers of a mode (the graph in
+    `forward`, gradients in `forward-backward`) are dropped at the start of the next step, so that two never exist at
+    once. With gradient accumulation, forward and backward run once per micro-batch. Each loss is divided by the number
+    of micro-batches, so the gradients are those of the whole batch.
     """
 
     def __init__(self, workload: Workload, parts: Parts, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class Step:
         self.device = device
         self.module = parts.module.train(workload.mode != "inference")
         self._call = parts.call
-        # What a step calls is held in attributes, which `step.annotation` wraps while a recorder runs.
+        # These are attributes so that `step.annotation` can wrap them while a recorder runs.
         self.measure_loss = parts.loss
         self.run_module: Callable[..., object] = self.module
         if workload.compile:
@@ -44,14 +44,14 @@ class Step:
         self._loss: Tensor | None = None
         self._scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
         self._optimizer: torch.optim.Optimizer | None = None
-        self.optimizer_name: str | None = None  # the setting, or the class where a factory brought its own
+        self.optimizer_name: str | None = None  # the setting, or the class if a factory returned an optimizer
         if workload.mode == "train" and parts.optimizer is not None:
             self._optimizer, self.optimizer_name = parts.optimizer, type(parts.optimizer).__name__
         elif workload.mode == "train":
             self._optimizer = _build_optimizer(workload.optimizer, self.module)
             self.optimizer_name = workload.optimizer or OWN_OPTIMIZER
         self.has_samples, self.has_tokens = parts.has_samples, parts.has_tokens
-        # Loss scaling looks at the gradients on the host before it lets the optimizer run.
+        # Loss scaling checks the gradients on the CPU before the optimizer runs.
         self.waits_inside = workload.precision == "fp16" and workload.mode == "train"
         self.phases: tuple[tuple[str, Callable[[], None]], ...] = self._choose_phases()
 
@@ -61,35 +61,36 @@ class Step:
 
     @property
     def parameters(self) -> int:
-        """Every parameter once, tied ones too."""
+        """The number of parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @property
     def loss_scale(self) -> float:
-        """What fp16 multiplies the loss with; it is halved whenever a gradient was infinite and its update skipped."""
+        """The fp16 loss scale. It is halved whenever a gradient is infinite and the update is skipped."""
         return float(self._scaler.get_scale())
 
     @property
     def loss(self) -> Tensor | None:
-        """Of the last forward pass, with the graph behind it until `backward` is through with it."""
+        """The loss of the last forward pass, with its graph until `backward` has run."""
         return self._loss
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the optimizer keeps, each with the parameter's name and its own."""
+        """The tensors of the optimizer state, each with the parameter's name and its own."""
         if self._optimizer is None:
             return
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         for parameter, state in self._optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    yield f"{names.get(parameter, '(not of the module)')}.{key}", value
+                    yield f"{names.get(parameter, '(not in the module)')}.{key}", value
 
     def loss_is_finite(self) -> bool:
-        """Of the last forward pass; without a loss there is nothing to say against it."""
+        """Whether the loss of the last forward pass is finite; True if there is none."""
         return self._loss is None or bool(self._loss.detach().isfinite().all())
 
     def forward_without_graph(self) -> object:
-        """The forward passes of a step, uncompiled: for counting what they do. Returns the last one's outputs."""
+        """Run the forward passes of a step without compilation, to count operations. Returns the outputs of the last
+        one."""
         with torch.no_grad(), self._autocast():
             return [self._call(self.module) for _ in range(self.workload.passes)][-1]
 
@@ -122,7 +123,7 @@ class Step:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def _update(self) -> None:
-        assert self._optimizer is not None, "only training updates"
+        assert self._optimizer is not None, "only mode `train` updates"
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
@@ -138,7 +139,7 @@ class Step:
 
 
 def build(workload: Workload, device: torch.device) -> Step:
-    """Weights and batch are made on `device` itself: a 2.7B model never passes through the host's memory."""
+    """Build a step. Weights and batch are created on `device`, so a 2.7B model never passes through CPU memory."""
     set_float32_arithmetic(tf32=workload.precision == "tf32")
     torch.manual_seed(workload.seed)
     with device:
@@ -161,7 +162,7 @@ def _build_parts(workload: Workload, device: torch.device) -> Parts:
 
 
 def set_float32_arithmetic(*, tf32: bool) -> None:
-    """fp32 means fp32: PyTorch leaves cuDNN's convolutions in tf32 unless told otherwise."""
+    """Turn tf32 on or off everywhere. By default, PyTorch leaves it on for cuDNN convolutions."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
 
@@ -172,7 +173,8 @@ def _build_optimizer(name: Optimizer | None, module: nn.Module) -> torch.optim.O
 
 
 def optimizer_of(name: Optimizer | None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class behind a name, and what is said to it besides the learning rate. None is that of a user's model."""
+    """The optimizer class of a name, and its arguments except the learning rate. None is the default of users'
+    models."""
     choices: dict[Optimizer, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         "adamw": (AdamW, {}),
         "adamw-torch": (torch.optim.AdamW, {}),

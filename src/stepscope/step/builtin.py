@@ -1,4 +1,4 @@
-"""The built-in Transformer as a workload asks for it: its shape, and the operations that go into it."""
+"""The built-in Transformer for a workload: its shape and its operations."""
 
 import itertools
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from stepscope.step.own import Parts
 
 
 def build_builtin(workload: Workload, shape: ModelShape) -> Parts:
-    """Random tokens in, the next token as target: what matters for time and memory is their shape. Each call takes the
-    next micro-batch of the step's sequences, and the loss is that of the last call."""
+    """Build the model with random tokens as input and the next token as target: only shapes matter for time and memory.
+    Each call takes the next micro-batch, and the loss is that of the last call."""
     operations = choose_operations(workload)
     model = build_model(workload, shape, operations)
     tokens_BL = torch.randint(shape.vocab, (workload.batch, workload.context + 1))
@@ -52,7 +52,7 @@ def build_model(workload: Workload, shape: ModelShape, operations: Operations) -
 
 
 def choose_operations(workload: Workload) -> Operations:
-    """The one table through which kernels come into the model."""
+    """The operations of the model. This is the only place where kernels enter it."""
     match workload.attention:
         case "naive" | None:
             return REFERENCE

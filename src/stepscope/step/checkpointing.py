@@ -1,17 +1,17 @@
-"""Activation checkpointing from outside: the repeated blocks of any model forget their activations and redo them.
+"""Activation checkpointing from outside: the repeated blocks of any model recompute their activations in backward.
 
-Transformers, ours and others', keep their layers in an `nn.ModuleList`. Wrapping the `forward` of each of its modules
-needs no change to the model and no knowledge of it.
+Transformers usually keep their layers in an `nn.ModuleList`. Wrapping the `forward` of its modules needs no change to
+the model and no knowledge about it.
 
-Groups of several blocks are run by their first one: the model calls it, it runs the whole group under one checkpoint,
-and the others, called by the model afterwards, hand on the result that they are given. That is the model's own
-computation only if it passes each block's one result straight to the next, with the same further arguments. Both are
-checked at every call, and so is that every block of a group is called: what differs is refused, never computed
-differently. Inside of a group blocks are called as the model would call them, so that whoever wraps their `forward`
-(`step.annotation`) finds each at its own work.
+A group of several blocks is run by its first block: when the model calls it, it runs the whole group under one
+checkpoint. The other blocks, which the model calls afterwards, return the result that they are given. This is correct
+only if the model passes the single result of each block directly to the next, with the same other arguments. Both are
+checked at every call, and so is that every block of a group is called. A model that does anything else gets an error,
+never a different computation. Inside a group, blocks are called as the model would call them, so that wrappers of
+`forward` (`step.annotation`) see each block's own work.
 
-To put the members of a group into one module of their own was tried and lost: it renames their parameters, and with
-them every path that a table or a range shows.
+Putting the blocks of a group into a module of their own does not work: it renames their parameters, and with them every
+path in tables and ranges.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,13 +29,13 @@ Forward = Callable[..., Any]
 
 
 def checkpoint_blocks(module: nn.Module, *, every: int = 1, nested: bool = False) -> int:
-    """Makes groups of `every` blocks recompute themselves in backward; returns how many groups there are. `nested`
-    checkpoints the blocks of a group again while the group is recomputed."""
+    """Checkpoint groups of `every` blocks, and return the number of groups. `nested` checkpoints the blocks of a group
+    again while the group is recomputed."""
     lists = list(_block_lists(module))
     if not lists:
         raise StepscopeError(
-            "no repeated blocks to checkpoint in this model",
-            detail="expected an nn.ModuleList or nn.Sequential with two or more modules of one class",
+            "this model has no repeated blocks to checkpoint",
+            detail="expected an nn.ModuleList or nn.Sequential with two or more modules of the same class",
             hint="--checkpoint none",
         )
     if every == 1:
@@ -54,7 +54,7 @@ def checkpoint_blocks(module: nn.Module, *, every: int = 1, nested: bool = False
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists of like modules: layers, not the experts or heads inside one."""
+    """The members of the outermost lists of like modules: the layers, not the experts or heads inside them."""
     for members in _block_lists(module):
         yield from members
 
@@ -74,8 +74,8 @@ def _checkpointed(forward: Forward) -> Forward:
 
 
 class Group:
-    """Consecutive blocks under one checkpoint. Between the call of its first block and that of its last it remembers
-    what the first was given and what came out, to hold the model to it."""
+    """Consecutive blocks under one checkpoint. Between the calls of its first and last block, it remembers the
+    arguments and the result of the first, to check the calls of the others."""
 
     def __init__(self, blocks: list[nn.Module], names: dict[nn.Module, str], *, nested: bool) -> None:
         self._names = [names[block] for block in blocks]
@@ -99,11 +99,11 @@ class Group:
             raise _refuse(f"the model did not call `{self._names[self._next]}` after `{self._names[self._next - 1]}`")
 
     def _enter(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        """What the model calls, and what `_run` calls again inside of the checkpoint."""
+        """The `forward` of a block. The model calls it, and `_run` calls it again inside the checkpoint."""
         if self._running:
             return self._run_block(place, *args, **kwargs)
         if place != self._next:
-            raise _refuse(f"the model called `{self._names[place]}`, where `{self._names[self._next]}` comes next")
+            raise _refuse(f"the model called `{self._names[place]}`; expected `{self._names[self._next]}`")
         if place == 0:
             self._begin(args, kwargs)
         else:
@@ -116,19 +116,19 @@ class Group:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not args or not isinstance(args[0], Tensor):
-            raise _refuse(f"`{self._names[0]}` does not take its input as first argument by place")
+            raise _refuse(f"`{self._names[0]}` does not get its input as the first positional argument")
         self._result = checkpoint(self._run, *args, use_reentrant=False, **kwargs)
         self._given = (args[1:], kwargs)
 
     def _check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not args or args[0] is not self._result:
-            raise _refuse(f"the model does not hand the result of the block before straight to `{name}`")
+            raise _refuse(f"the model does not pass the result of the previous block directly to `{name}`")
         if not _are_same((args[1:], kwargs), self._given):
-            raise _refuse(f"`{name}` is called with other arguments than `{self._names[0]}`")
+            raise _refuse(f"`{name}` gets different arguments than `{self._names[0]}`")
 
     def _run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Compiled, what was there before the group: nobody wraps that, and the compiler of torch 2.11 refuses a flag
-        # that is set inside of a checkpoint.
+        # Under compilation, call the original forwards: nothing wraps them, and the compiler of torch 2.11 rejects a
+        # flag that is set inside a checkpoint.
         if torch.compiler.is_compiling():
             for place in range(len(self._blocks)):
                 x = self._run_block(place, x, *args, **kwargs)
@@ -145,12 +145,13 @@ class Group:
         forward = self._forwards[place]
         result = (_checkpointed(forward) if self._nested else forward)(*args, **kwargs)
         if not isinstance(result, Tensor):
-            raise _refuse(f"`{self._names[place]}` returns a {type(result).__name__}, not one tensor")
+            raise _refuse(f"`{self._names[place]}` returns a {type(result).__name__} instead of a single tensor")
         return result
 
 
 def _run_whole(groups: list[Group], forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """The model's own forward, with no group left halfway: not by a pass before that failed, and not by this one."""
+    """The model's forward. Resets groups that a failed pass left incomplete, and checks that this pass completes
+    them."""
     for group in groups:
         group.forget()
     result = forward(*args, **kwargs)
@@ -160,7 +161,7 @@ def _run_whole(groups: list[Group], forward: Forward, *args: Any, **kwargs: Any)
 
 
 def _are_same(left: Any, right: Any) -> bool:
-    """The same object, or equal: a model may cut the same slice anew for every block."""
+    """Whether two arguments are identical or equal. A model may create the same slice again for every block."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         alike = left.dtype == right.dtype and left.device == right.device
         return left is right or (alike and torch.equal(left, right))
@@ -182,7 +183,7 @@ def _refuse_hooks(block: nn.Module, name: str) -> None:
 
 def _refuse(why: str) -> StepscopeError:
     return StepscopeError(
-        f"these blocks cannot be checkpointed in groups: {why}",
-        detail="a group runs as one: each block returns one tensor, which goes to the next with the same arguments",
+        f"blocks cannot be checkpointed in groups: {why}",
+        detail="each block must return one tensor, which the next block takes with the same other arguments",
         hint=HINT,
     )

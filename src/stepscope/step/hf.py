@@ -1,10 +1,10 @@
-"""A model from `transformers`, with random weights and without the network: of text, images, video or audio.
+"""A text, image, video or audio model from `transformers`, with random weights and without network access.
 
-`--hf gpt2` takes a model type's default config, `--hf path/to/config.json` a file; `--set` overrides fields of either.
-The head, and with it the loss, is the one that the config names in `architectures`, or else the first of `_HEADS` that
-`transformers` has for it. The input follows from the model's `main_input_name` (`_INPUTS`). No model is named here.
+`--hf gpt2` uses the default config of a model type, and `--hf path/to/config.json` a file; `--set` overrides fields.
+The head, and with it the loss, is the one in the config's `architectures`, or else the first of `_HEADS` that
+`transformers` has for it. The input follows from the model's `main_input_name` (`_INPUTS`). No model is special-cased.
 
-`transformers` is an optional extra and is imported here only.
+`transformers` is an optional extra and is imported only here.
 """
 
 import hashlib
@@ -30,17 +30,20 @@ if TYPE_CHECKING:
 
 Labels = Literal["next", "masked", "target", "class", "transcript"]
 
-AUDIO_S = 10  # of audio, for models that take any length
+AUDIO_S = 10  # seconds of audio, for models that take any length
 SAMPLES_PER_S, FRAMES_PER_S = 16_000, 100
-TRANSCRIPT = 32  # labels of a recording: what can be aligned with AUDIO_S under any usual subsampling
-IMAGE_SIZE = 224  # of models that take any size
-CHARACTERS = 256  # of models that read them and have no vocabulary
-MASK_EVERY = 7  # about the 15 % that masked language models are trained on
+TRANSCRIPT = 32  # labels per audio sample: few enough to align with AUDIO_S under any usual subsampling
+IMAGE_SIZE = 224  # for models that take any size
+CHARACTERS = 256  # for models that read characters and have no vocabulary
+MASK_EVERY = 7  # about 15%, as usual for masked language models
+
+
+_USE_FACTORY = "--model my_model.py:build, with a function that returns the model, its input and its loss"
 
 
 class _Head(NamedTuple):
-    """A kind of model in `transformers`, as the ends of `AutoModelFor…` and `MODEL_FOR_…_MAPPING`; what its loss
-    compares with; and whether an encoder's output is read by a decoder."""
+    """A kind of model in `transformers`: the suffixes of `AutoModelFor…` and `MODEL_FOR_…_MAPPING`, the labels of its
+    loss, and whether a decoder reads the output of an encoder."""
 
     auto: str
     mapping: str
@@ -62,7 +65,7 @@ _HEADS = (
 
 
 class _Model(NamedTuple):
-    """A config with the head chosen for it, before any weight exists."""
+    """A config and the head chosen for it, before any weights exist."""
 
     config: "PretrainedConfig"
     head: _Head
@@ -71,7 +74,7 @@ class _Model(NamedTuple):
 
     @property
     def takes_context(self) -> bool:
-        """Whether a step has tokens: in its input, or in what a decoder is to say."""
+        """Whether a step has tokens, in its input or in the labels of a decoder."""
         return self.input_name == "input_ids" or self.head.labels == "target"
 
     def takes(self, argument: str) -> bool:
@@ -86,14 +89,14 @@ def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
     options: dict[str, Any] = {"dtype": torch.float32}
     if workload.attention is not None:
         options["attn_implementation"] = _attention_name(workload.attention)
-    model.config.architectures = [model.kind.__name__]  # some configs have several classes for a head, and name none
+    model.config.architectures = [model.kind.__name__]  # some configs have several classes for a head and name none
     try:
         module = getattr(transformers, f"AutoModelFor{model.head.auto}").from_config(model.config, **options)
     except ValueError as error:
         raise StepscopeError(
-            f"transformers cannot build the {model.kind.__name__} of `{spec.name}`",
+            f"transformers cannot build {model.kind.__name__} for `{spec.name}`",
             detail=str(error).splitlines()[0][:200],
-            hint="--set FIELD=VALUE changes its config; --attention, if given, must be one that it has",
+            hint="change its config with --set FIELD=VALUE, or choose another --attention",
         ) from None
     inputs = _make_inputs(model, batch=workload.micro_batch, context=context, with_labels=workload.mode != "inference")
     return Parts(
@@ -105,19 +108,19 @@ def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
 
 
 def check_config(workload: Workload, spec: HuggingFace) -> tuple[str, bool]:
-    """Refuses, before anything runs, what can never be built; returns the digest of the whole config with its head, and
-    whether the model takes a context."""
+    """Raise StepscopeError, before anything runs, for a config that cannot be built. Returns a digest of the config
+    with its head, and whether the model takes a context."""
     model = _choose_model(spec)
     if workload.context:
         _check_context(model, workload, spec)
     content = model.config.to_json_string(use_diff=False)
-    # Once there was no other head than this one, and rows from then keep their keys.
+    # Early versions supported only this head, and the keys of their rows must not change.
     content += "" if model.head.labels == "next" else model.kind.__name__
     return hashlib.sha256(content.encode()).hexdigest()[:16], model.takes_context
 
 
 def _attention_name(attention: Attention) -> str:
-    """What our names are called there. `eager` is their attention written out, as `naive` is ours."""
+    """The transformers name of an attention implementation. Their `eager` corresponds to `naive`."""
     if attention in ("naive", "sdpa"):
         return "eager" if attention == "naive" else attention
     from stepscope.kernels.attention.transformers import register
@@ -129,14 +132,14 @@ def _attention_name(attention: Attention) -> str:
 
 
 def load_config(spec: HuggingFace) -> "PretrainedConfig":
-    """The config with its overrides applied; a name that is no field of it is an error, not an extra attribute."""
+    """Load the config and apply the overrides. An unknown field is an error instead of a new attribute."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         from transformers import AutoConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ModuleNotFoundError:
         raise StepscopeError(
-            "`--hf` needs transformers, which is not installed", hint="pip install 'stepscope[hf]'"
+            "`--hf` requires transformers, which is not installed", hint="pip install 'stepscope[hf]'"
         ) from None
     path = Path(spec.config).expanduser()
     if path.exists():
@@ -147,16 +150,16 @@ def load_config(spec: HuggingFace) -> "PretrainedConfig":
     if kind not in CONFIG_MAPPING:
         raise _unknown_config(spec, str(kind), path, CONFIG_MAPPING)
     _check_names(AutoConfig.for_model(kind, **fields), spec)
-    # Built with the overrides in place, because some fields follow from others: heads give the head size.
+    # Built with the overrides applied, because some fields are derived from others, like the head dimension.
     return AutoConfig.for_model(kind, **fields | dict(spec.arguments))
 
 
 def _unknown_config(spec: HuggingFace, kind: str, path: Path, known: Mapping[str, object]) -> StepscopeError:
-    """A file that is not there, the name of a model on the Hugging Face Hub, or a word that is neither."""
+    """The error for a missing file, the name of a model on the Hugging Face Hub, or an unknown word."""
     if path.exists():
         return StepscopeError(
             f"unknown model type `{kind}` in `{spec.config}`",
-            detail="the installed transformers does not have it",
+            detail="the installed version of transformers does not have it",
             hint="pip install --upgrade transformers",
         )
     owner, slash, name = spec.config.partition("/")
@@ -165,21 +168,21 @@ def _unknown_config(spec: HuggingFace, kind: str, path: Path, known: Mapping[str
     if slash and name and not is_file:
         local = f"hf download {spec.config} config.json --local-dir {name} && stepscope bench --hf {name}"
         return StepscopeError(
-            f"`{spec.config}` is the name of a model on the Hugging Face Hub",
-            detail="nothing is downloaded: --hf takes a model type or a local config, and its weights are random",
+            f"`{spec.config}` looks like a model on the Hugging Face Hub, and stepscope downloads nothing",
+            detail="--hf takes a model type or a local config; weights are random",
             hint=f"--hf {family} --set num_hidden_layers=4, or {local}" if family in known else local,
         )
     if slash or path.suffix:
         where = "" if path.is_absolute() else f"; looked in {Path.cwd()}"
         return StepscopeError(
-            f"there is no file `{spec.config}`",
-            detail=f"expected a model type of transformers, a config.json or a folder that holds one{where}",
+            f"file not found: `{spec.config}`",
+            detail=f"expected a transformers model type, a config.json, or a directory that contains one{where}",
             hint="--hf path/to/config.json, or --hf llama",
         )
     close = nearest(kind, known)
     return StepscopeError(
-        f"no config file and no model type of transformers: `{spec.config}`",
-        detail=f"did you mean `{close}`?" if close else "weights and configs are not downloaded",
+        f"unknown config file or transformers model type: `{spec.config}`",
+        detail=f"did you mean `{close}`?" if close else "stepscope does not download weights or configs",
         hint=f"--hf {close or 'llama'}",
     )
 
@@ -200,7 +203,7 @@ def _check_names(config: "PretrainedConfig", spec: HuggingFace) -> None:
         if not hasattr(config, name):
             close = nearest(name, config.to_dict())
             raise StepscopeError(
-                f"the config of `{spec.config}` has no `{name}`",
+                f"the config of `{spec.config}` has no field `{name}`",
                 detail=f"did you mean `{close}`?" if close else "",
                 hint=f"--set {close or 'num_hidden_layers'}={value}",
             )
@@ -240,7 +243,7 @@ def _list_heads(config: "PretrainedConfig") -> Iterator[tuple[_Head, Any]]:
 
 
 def _complete_decoder(config: "PretrainedConfig", spec: HuggingFace) -> None:
-    """A decoder reads the labels moved by one, so that something stands before the first and in place of padding."""
+    """Set the start and padding tokens of a decoder, which reads the labels shifted by one."""
     vocab = _vocabulary(config)
     for name in ("pad_token_id", "decoder_start_token_id"):
         value = getattr(config, name, None)
@@ -248,16 +251,16 @@ def _complete_decoder(config: "PretrainedConfig", spec: HuggingFace) -> None:
             setattr(config, name, 0)
         elif value >= vocab:
             raise StepscopeError(
-                f"`{name}` {value} of `{spec.name}` is not in its vocabulary of {vocab}", hint=f"--set {name}=0"
+                f"`{name}` {value} of `{spec.name}` is outside its vocabulary of {vocab}", hint=f"--set {name}=0"
             )
 
 
 def _no_head(config: "PretrainedConfig", spec: HuggingFace) -> StepscopeError:
     return StepscopeError(
-        f"`{spec.config}` needs more than its config to run",
-        detail=f"transformers has no head for a {type(config).__name__} that computes a loss from inputs that are made "
-        "here: text, images, video or audio, with tokens or a class as labels",
-        hint="--model my_model.py:build, with a function that returns the model, its inputs and its loss",
+        f"`{spec.config}` cannot run from its config alone",
+        detail=f"transformers has no head for {type(config).__name__} that computes a loss from generated inputs: "
+        "text, images, video or audio, with tokens or a class as labels",
+        hint=_USE_FACTORY,
     )
 
 
@@ -265,14 +268,14 @@ def _no_head(config: "PretrainedConfig", spec: HuggingFace) -> StepscopeError:
 
 
 def _check_context(model: _Model, workload: Workload, spec: HuggingFace) -> int:
-    """The context, once it is known that the model takes it. Learned positions end somewhere; beyond it a CPU raises an
-    IndexError and a GPU an assertion in a kernel."""
+    """The context, after checking that the model supports it. Beyond its learned positions, a CPU would raise an
+    IndexError and a GPU a device-side assertion."""
     if not model.takes_context:
         if workload.context:
             raise StepscopeError(
-                f"`{spec.config}` takes no context",
+                f"`{spec.config}` does not support `--context`",
                 detail=f"the input of {model.kind.__name__} is `{model.input_name}`, which has no tokens",
-                hint="leave --context out",
+                hint="remove --context",
             )
         return 0
     context = workload.context or DEFAULT_CONTEXT
@@ -281,7 +284,7 @@ def _check_context(model: _Model, workload: Workload, spec: HuggingFace) -> int:
         longest = getattr(text, name, None)
         if isinstance(longest, int) and 0 < longest < context:
             raise StepscopeError(
-                f"context `{context}` is longer than the model's `{longest}` positions",
+                f"context `{context}` exceeds the model's `{longest}` positions",
                 hint=f"--context {longest}, or --set {name}={context}",
             )
     return context
@@ -306,12 +309,12 @@ def _make_labels(model: _Model, given: Tensor, context: int) -> Tensor:
             return given
         case "masked":
             skipped = torch.arange(given.shape[1], device=given.device) % MASK_EVERY != 0
-            return given.masked_fill(skipped, -100)  # what PyTorch's cross entropy passes over
+            return given.masked_fill(skipped, -100)  # ignored by PyTorch's cross entropy
         case "target":
             return torch.randint(_vocabulary(model.config), (batch, context))
         case "class":
             classes = model.config.num_labels or 1
-            return torch.randint(classes, (batch,)) if classes > 1 else torch.randn(batch)  # one is a regression
+            return torch.randint(classes, (batch,)) if classes > 1 else torch.randn(batch)  # one class means regression
         case "transcript":  # 0 is the blank
             return torch.randint(1, max(2, _vocabulary(model.config)), (batch, TRANSCRIPT))
 
@@ -326,7 +329,7 @@ def _tokens(config: "PretrainedConfig", batch: int, context: int) -> Tensor:
 
 
 def _images(config: "PretrainedConfig", batch: int, _context: int) -> Tensor:
-    """Images, or as many as make a video where the config says how many those are."""
+    """Images, or videos if the config has a number of frames."""
     size = _find(config, "image_size", "crop_size") or IMAGE_SIZE
     height, width = size if isinstance(size, list | tuple) else (size, size)
     frames = _find(config, "num_frames", "frames_per_clip")
@@ -335,7 +338,7 @@ def _images(config: "PretrainedConfig", batch: int, _context: int) -> Tensor:
 
 
 def _audio(config: "PretrainedConfig", batch: int, _context: int) -> Tensor:
-    """The wave; or its spectrum, where the config counts frequencies."""
+    """Waveforms, or spectra if the config has a number of mel bins."""
     bins = _find(config, "num_mel_bins")
     if bins and not hasattr(config, "conv_stride"):
         return torch.randn(batch, _find(config, "max_length") or AUDIO_S * FRAMES_PER_S, bins)
@@ -343,8 +346,8 @@ def _audio(config: "PretrainedConfig", batch: int, _context: int) -> Tensor:
 
 
 def _spectra(config: "PretrainedConfig", batch: int, _context: int) -> Tensor:
-    """Frames of frequencies; frequencies of frames where the encoder has learned positions, of which it takes two
-    frames each and all of them always."""
+    """Spectra as frames × bins, or as bins × frames if the encoder has learned positions. Such an encoder always takes
+    all positions, with two frames each."""
     bins, positions = _find(config, "num_mel_bins"), _find(config, "max_source_positions")
     if bins and positions:
         return torch.randn(batch, bins, 2 * positions)
@@ -353,7 +356,7 @@ def _spectra(config: "PretrainedConfig", batch: int, _context: int) -> Tensor:
     return torch.randn(batch, AUDIO_S * FRAMES_PER_S, bins)
 
 
-# How each kind of input is made, by the name under which a model takes it.
+# The function that creates each kind of input, by the name of the model's argument.
 _INPUTS: dict[str, Callable[["PretrainedConfig", int, int], Tensor]] = {
     "input_ids": _tokens,
     "pixel_values": _images,
@@ -364,7 +367,7 @@ _INPUTS: dict[str, Callable[["PretrainedConfig", int, int], Tensor]] = {
 
 
 def _find(config: "PretrainedConfig", *names: str) -> Any:
-    """The first of these fields that the config has, or the config of its encoder inside of it; else None."""
+    """The first of these fields in the config, or in the config of its encoder; None if there is none."""
     inside = [getattr(config, f"{part}_config", None) for part in ("vision", "audio", "encoder")]
     for one in (config, *inside):
         for name in names:
@@ -379,13 +382,13 @@ def _feed(run: Callable[..., object], inputs: Mapping[str, Any], model: _Model, 
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         made = ", ".join(f"{name} {tuple(one.shape)}" for name, one in inputs.items() if isinstance(one, Tensor))
         raise StepscopeError(
-            f"the {model.kind.__name__} of `{spec.name}` does not run on {made}",
+            f"{model.kind.__name__} of `{spec.name}` failed on {made}",
             detail=f"{type(error).__name__}: {error}".splitlines()[0][:200],
-            hint="--model my_model.py:build, with a function that returns the model, its inputs and its loss",
+            hint=_USE_FACTORY,
         ) from error
 
 
 def _loss_of(output: object) -> Tensor:
     loss = getattr(output, "loss", None)
-    assert isinstance(loss, Tensor), "a model that was given labels returns its loss"
+    assert isinstance(loss, Tensor), "a model that gets labels returns its loss"
     return loss

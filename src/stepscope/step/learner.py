@@ -1,7 +1,7 @@
-"""The built-in model, wrapped for a strategy, with its optimizer: what a training run calls.
+"""The built-in model with its optimizer, wrapped for a parallel strategy.
 
-Whatever the strategy, a learner's whole state can be taken out and put in under the names of the bare model. So one
-checkpoint serves any strategy on any number of ranks.
+The full state can be saved and loaded under the names of the bare model with any strategy, so a checkpoint works with
+every strategy and number of ranks.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ OptimizerState = dict[str, dict[str, object]]  # by the parameter's name
 
 
 class FullState(TypedDict):
-    """Everything a run goes on from, on the host, under the bare model's names."""
+    """Everything that a run needs to resume, in CPU memory, under the names of the bare model."""
 
     step: int
     model: dict[str, Tensor]
@@ -29,7 +29,7 @@ class FullState(TypedDict):
 
 
 class Learner:
-    """Gradients are summed over `add_gradients`, which has one pass of one rank's sequences, until `update`."""
+    """Accumulates gradients with `add_gradients`, one pass of one rank's sequences at a time, until `update`."""
 
     def __init__(self, training: Training, communicator: Communicator, device: torch.device) -> None:
         workload = training.workload
@@ -52,7 +52,7 @@ class Learner:
         self.optimizer = self._make_optimizer()
 
     def add_gradients(self, tokens_BC: Tensor, *, is_last: bool) -> Tensor:
-        """The loss of one pass, its gradients added to those that are there; the last pass of a step sends them off."""
+        """Add the gradients of one pass and return its loss. The last pass of a step starts the communication."""
         with self._quiet(is_last), self._autocast():
             logits_BCV = self.model(tokens_BC[:, :-1])
             loss = self._operations.cross_entropy(logits_BCV, tokens_BC[:, 1:])
@@ -73,7 +73,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def full_state(self, step: int) -> FullState | None:
-        """On rank 0, None on the others; every rank has to call it."""
+        """The full state on rank 0, and None on the others. All ranks must call it."""
         if isinstance(self.model, FSDP):
             weights = self.model.gather_full_params(to=0)
             state = self.model.gather_full_state(self.optimizer, to=0)
@@ -132,7 +132,7 @@ class Learner:
 
 
 def held_bytes(learner: Learner) -> tuple[int, int, int]:
-    """What this rank holds: parameters, gradients, the optimizer's state. Memory seen by several counts once."""
+    """The bytes of this rank's parameters, gradients and optimizer state. Shared storage counts once."""
     parameters = list(learner.model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = [value for values in learner.optimizer.state.values() for value in values.values()]

@@ -1,14 +1,13 @@
-"""A model of the user's own, by the smallest contract that serves a plain `nn.Module`.
+"""The user's own model, from a factory function with a minimal contract.
 
-    def build(batch, context):                        # any of: batch, context, device, attention, seed; and --set's
-        model = MyTransformer(...)
-        tokens = torch.randint(10_000, (batch, context))
-        return model, tokens, lambda logits: my_loss(logits, tokens)
+    def build(batch, context):                        # any of: batch, context, device, attention, seed, and --set
+    arguments model = MyTransformer(...) tokens = torch.randint(10_000, (batch, context)) return model, tokens, lambda
+    logits: my_loss(logits, tokens)
 
-It returns the module, its input, and a function from the module's output to a scalar loss; and, if it likes, the
-optimizer to train with. The input is a tensor, a tuple of arguments, or a dict of keyword arguments. The loss is None
-when the output already is the loss or carries it as `.loss`. The factory runs under `torch.device(...)`, so whatever it
-makes is made on the right device without its knowing, and it only receives the arguments that it names.
+It returns the module, its input, a function from the module's output to a scalar loss, and optionally the optimizer.
+The input is a tensor, a tuple of arguments, or a dict of keyword arguments. The loss is None if the output is the loss
+or has it as `.loss`. The factory runs under `torch.device(...)`, so everything that it creates is on the right device,
+and it receives only the arguments that it names.
 """
 
 import hashlib
@@ -32,17 +31,16 @@ from stepscope.errors import StepscopeError, nearest
 from stepscope.spec import DEFAULT_CONTEXT, Factory, Workload
 
 CONTRACT = (
-    "expected (module, input, loss): an nn.Module, a tensor or a tuple or dict of them, and a function or None; "
-    "a torch.optim.Optimizer may follow"
+    "expected (module, input, loss): an nn.Module, a tensor or a tuple or dict of tensors, and a function or None; "
+    "optionally followed by a torch.optim.Optimizer"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a step needs of a model. `call` feeds the input, or the next micro-batch of it, to whatever runs the module,
-    compiled or not. A step has `batch` samples if `has_samples`, and batch times context tokens if `has_tokens`: a
-    factory need not take notice of either. Without an `optimizer` of its own the model gets the one that the workload
-    names."""
+    """The parts of a step. `call` passes the input, or its next micro-batch, to the module, compiled or not. A step has
+    `batch` samples if `has_samples`, and batch × context tokens if `has_tokens`: a factory may ignore either. Without
+    an `optimizer`, the model gets the one that the workload names."""
 
     module: nn.Module
     call: Callable[[Callable[..., object]], object]
@@ -60,9 +58,9 @@ def build_own(workload: Workload, factory: Factory, device: torch.device) -> Par
         raise _wrong_result(factory, f"a {type(result).__name__}" + _length(result))
     module, batch, loss, optimizer = (*result, None)[:4]
     if not isinstance(module, nn.Module):
-        raise _wrong_result(factory, f"a {type(module).__name__} as module")
+        raise _wrong_result(factory, f"a {type(module).__name__} as the module")
     if loss is not None and not callable(loss):
-        raise _wrong_result(factory, f"a {type(loss).__name__} as loss")
+        raise _wrong_result(factory, f"a {type(loss).__name__} as the loss")
     _check_optimizer(workload, factory, module, optimizer)
     return Parts(
         module=module,
@@ -78,32 +76,31 @@ def _check_optimizer(workload: Workload, factory: Factory, module: nn.Module, op
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _wrong_result(factory, f"a {type(optimizer).__name__} as optimizer")
+        raise _wrong_result(factory, f"a {type(optimizer).__name__} as the optimizer")
     name = type(optimizer).__name__
     if workload.optimizer is not None:
         raise StepscopeError(
-            f"`--optimizer {workload.optimizer}` for the factory `{factory.target}`, which returns its own {name}",
-            hint="leave --optimizer out, or return (module, input, loss)",
+            f"`--optimizer {workload.optimizer}` cannot be used with `{factory.target}`, which returns its own {name}",
+            hint="remove --optimizer, or return (module, input, loss)",
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for parameter in module.parameters()):
         raise StepscopeError(
-            f"the {name} that the factory `{factory.target}` returned holds no parameter of its module",
-            detail="the weights would never change: it was made for another module, or for copies",
-            hint="make it from the module that is returned: torch.optim.AdamW(module.parameters())",
+            f"the {name} returned by the factory `{factory.target}` has no parameters of the returned module",
+            detail="it was created for another module or for copies, so the weights would never change",
+            hint="create it from the returned module: torch.optim.AdamW(module.parameters())",
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise StepscopeError(
-            f"the {name} that the factory `{factory.target}` returned needs a closure",
-            detail="a step here runs forward and backward once, and then the optimizer",
+            f"the {name} returned by the factory `{factory.target}` requires a closure",
+            detail="stepscope runs forward and backward once, and then the optimizer",
             hint="return an optimizer whose step() takes no argument, such as torch.optim.AdamW",
         )
 
 
 def load_factory(factory: Factory) -> Callable[..., object]:
-    """The function, from a module that is imported as `python -m` would, or a file that is run as `python file.py`
-    would."""
+    """Load the factory, from a module imported like `python -m` or a file run like `python file.py`."""
     place, _, function_name = factory.target.rpartition(":")
     value: object = _import_by_name(place) if factory.file is None else _run_file(Path(factory.file).expanduser())
     for name in function_name.split("."):
@@ -139,13 +136,13 @@ def _run_file(file: Path) -> ModuleType:
     if not file.is_file():
         close = nearest(file.name, [one.name for one in file.parent.glob("*.py")])
         raise StepscopeError(
-            f"there is no file `{file}`",
+            f"file not found: `{file}`",
             detail=f"did you mean `{file.with_name(close)}`?" if close else f"looked in {file.parent.absolute()}",
             hint="--model " + shlex.quote(f"{file.with_name(close) if close else 'path/to/file.py'}:build"),
         )
     file = file.resolve()
     _forget_other_folders(file.parent)
-    # Its own name where that is free, for tables that show where a class comes from. Never `torch`, for a torch.py.
+    # Use the file's own name if it is free, for tables that show where a class comes from; not `torch` for a torch.py.
     is_free = file.stem not in sys.modules or _file_of(sys.modules[file.stem]) == file
     name = file.stem if is_free else f"{file.stem} in {file}"
     if name in sys.modules:
@@ -155,7 +152,7 @@ def _run_file(file: Path) -> ModuleType:
     assert spec is not None, "a file that ends in .py has a loader"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickles look their module up by name
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look up modules by name
     try:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
@@ -167,12 +164,12 @@ _entered: set[Path] = set()
 
 
 def _forget_other_folders(folder: Path) -> None:
-    """Two folders may each have a `layers.py`: what an earlier model imported from its own is not for this one."""
+    """Forget what an earlier model imported from its own directory: both directories may have a `layers.py`."""
     for name, module in list(sys.modules.items()):
         file = _file_of(module)
         if file is None or folder in file.parents or _entered.isdisjoint(file.parents):
             continue
-        if _is_own(file):  # a project's folder may hold its .venv
+        if _is_own(file):  # a project directory may contain its .venv
             del sys.modules[name]
     _entered.add(folder)
 
@@ -193,13 +190,13 @@ def _missing_import(error: ModuleNotFoundError, importer: str, folder: Path) -> 
     return StepscopeError(
         f"cannot import `{missing}`{inside}",
         detail=f"looked in {folder} and the installed packages",
-        hint=f"run from the folder that holds {missing.partition('.')[0]}.py, or install it",
+        hint=f"run from the directory with {missing.partition('.')[0]}.py, or install it",
     )
 
 
 def source_digest() -> str:
-    """Of every imported file that is the user's: an edited model is a new case, whichever of its files was edited.
-    Installed packages and Python's own are known by their versions."""
+    """A digest of all imported files that are the user's, so that editing any of them makes a new case. Installed
+    packages and the standard library are identified by their versions."""
     digest = hashlib.sha256()
     for file in sorted(_own_files()):
         digest.update(os.fsencode(file) + b"\0" + file.read_bytes())
@@ -208,24 +205,25 @@ def source_digest() -> str:
 
 def _own_files() -> set[Path]:
     files = {file for module in list(sys.modules.values()) if (file := _file_of(module)) is not None}
-    # torch has modules that name files which are not there
+    # some torch modules name files that do not exist
     return {file for file in files if file.suffix == ".py" and file.is_file() and _is_own(file)}
 
 
 def _is_own(file: Path) -> bool:
-    """Whether a module's file is the user's, not stepscope's, Python's or an installed package's."""
+    """Whether a file is the user's, rather than part of stepscope, Python or an installed package."""
     return {"site-packages", "dist-packages", *_others()}.isdisjoint((*file.parts, *file.parents))
 
 
 @cache
 def _others() -> tuple[Path, ...]:
-    # Not all of `sys.base_prefix`, which is /usr for many a Python: /usr/src/app is the user's.
+    # Not all of `sys.base_prefix`, which is often /usr: /usr/src/app belongs to the user.
     places = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")))
     return tuple(place.resolve() for place in places)
 
 
 def check_arguments(workload: Workload, factory: Factory, function: Callable[..., object]) -> bool:
-    """Refuses, before anything runs, settings that the factory would never see; returns whether it takes a context."""
+    """Raise StepscopeError, before anything runs, for settings that the factory ignores. Returns whether it takes a
+    context."""
     return "context" in _choose_arguments(workload, factory, function, torch.device("cpu"))
 
 
@@ -243,8 +241,8 @@ def _choose_arguments(
     for name in given:
         if name in offered:
             raise StepscopeError(
-                f"`--set {name}` for the factory `{factory.target}`",
-                detail="that one has a flag of its own, which the tables go by",
+                f"`--set {name}` cannot be used with the factory `{factory.target}`",
+                detail=f"use the flag --{name}, which also appears in tables",
                 hint=f"--{name} {given[name]}",
             )
     parameters = inspect.signature(function).parameters
@@ -258,15 +256,15 @@ def _choose_arguments(
     ]
     if unknown:
         raise StepscopeError(
-            f"the factory `{factory.target}` takes no `{unknown[0]}`",
-            detail=f"it takes {', '.join(parameters) or 'nothing'}",
-            hint=f"add `{unknown[0]}` to its parameters, or leave it out of the command",
+            f"the factory `{factory.target}` has no parameter `{unknown[0]}`",
+            detail=f"its parameters: {', '.join(parameters) or 'none'}",
+            hint=f"add `{unknown[0]}` to its parameters, or remove it from the command",
         )
     if workload.passes > 1 and "batch" not in parameters and not takes_any:
         raise StepscopeError(
-            f"`--grad-accumulation {workload.passes}` for the factory `{factory.target}`, which takes no `batch`",
-            detail="a micro-batch is a smaller batch, and the factory has no parameter for its size",
-            hint="add `batch` to its parameters, or leave --grad-accumulation out",
+            f"`--grad-accumulation {workload.passes}` requires a `batch` parameter in the factory `{factory.target}`",
+            detail="stepscope passes it the size of a micro-batch",
+            hint="add `batch` to its parameters, or remove --grad-accumulation",
         )
     missing = [
         name
@@ -275,8 +273,8 @@ def _choose_arguments(
     ]
     if missing:
         raise StepscopeError(
-            f"the factory `{factory.target}` needs `{missing[0]}`",
-            detail=f"stepscope offers {', '.join(offered)}; the rest comes by --set",
+            f"the factory `{factory.target}` requires `{missing[0]}`",
+            detail=f"stepscope passes {', '.join(offered)}; use --set for other parameters",
             hint=f"--set {missing[0]}=VALUE",
         )
     return {name: value for name, value in offered.items() if name in parameters or takes_any} | given
@@ -291,7 +289,7 @@ def _feeder(factory: Factory, batch: object) -> Callable[[Callable[..., object]]
         case tuple() | list():
             return lambda run: run(*batch)
         case _:
-            raise _wrong_result(factory, f"a {type(batch).__name__} as input")
+            raise _wrong_result(factory, f"a {type(batch).__name__} as the input")
 
 
 def _move(batch: object, device: torch.device) -> object:
@@ -312,7 +310,7 @@ def _scalar_loss(factory: Factory, loss: Callable[[object], object] | None, outp
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise StepscopeError(
-            f"the loss of `{factory.target}` is a {type(value).__name__}{shape}, not a scalar tensor",
+            f"the loss of `{factory.target}` must be a scalar tensor, got a {type(value).__name__}{shape}",
             detail=CONTRACT,
             hint="return (module, input, lambda output: loss_of(output))",
         )

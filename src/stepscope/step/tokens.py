@@ -1,7 +1,7 @@
-"""What a training run reads: the batch of a step, the same whoever asks for it.
+"""The training data: the batch of each step.
 
-A batch is made from the seed and the number of the step alone. So a run that goes on after a kill, or on another
-number of ranks, sees what it would have seen.
+A batch depends only on the seed and the step number. So a run that resumes, even on another number of ranks, sees the
+same data as an uninterrupted one.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from stepscope.errors import StepscopeError
 from stepscope.spec import ModelShape, Training
 
 # B sequences, C context
-_FOLLOWS = 0.9  # how often a made token is the one that follows from the token before it
+_FOLLOWS = 0.9  # how often a synthetic token follows from the previous one
 
 
 class Tokens:
-    """Sequences of context + 1 tokens: inputs, and the same shifted by one as targets."""
+    """Sequences of context + 1 tokens: the inputs, and the targets shifted by one."""
 
     def __init__(self, training: Training) -> None:
         assert isinstance(training.workload.model, ModelShape)
@@ -27,12 +27,12 @@ class Tokens:
         self._batch, self._context = training.workload.batch, training.workload.context
         self._seed = training.workload.seed
         self._text = _open_text(Path(training.data), self._context) if training.data else None
-        # Which token follows which. Random tokens without any order cannot be learned, and a loss that does not fall
-        # shows nothing.
+        # Which token follows which. Purely random tokens cannot be learned, and a loss that does not fall shows
+        # nothing.
         self._next_V = torch.randperm(self._vocab, generator=torch.Generator().manual_seed(self._seed))
 
     def batch(self, step: int) -> Tensor:
-        """The whole batch of a step, on the host; each rank takes its part of the sequences."""
+        """The global batch of a step, in CPU memory. Each rank takes its share of the sequences."""
         generator = torch.Generator().manual_seed(_mix(self._seed, step))
         if self._text is None:
             return self._make(generator)
@@ -55,9 +55,9 @@ def _open_text(path: Path, context: int) -> np.ndarray[tuple[int], np.dtype[np.u
     text = np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
     if size < context + 1:
         raise StepscopeError(
-            f"`{path}` has {size} bytes and a sequence needs {context + 1}",
-            detail="a window of it, at a random place, is one sequence",
-            hint=f"a longer file, or --context {max(size - 1, 1)}",
+            f"`{path}` is too short: it has {size} bytes, and a sequence needs {context + 1}",
+            detail="each sequence is a window at a random position in the file",
+            hint=f"use a longer file, or --context {max(size - 1, 1)}",
         )
     return text
 

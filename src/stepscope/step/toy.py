@@ -1,9 +1,9 @@
-"""The smallest model over which autocast can be argued about: two matrices with a ReLU and a LayerNorm between them.
+"""A minimal model for studying autocast: two linear layers with a ReLU and a LayerNorm between them.
 
     stepscope precision --model stepscope.step.toy:build --set loss=mean
 
-Each of its tensors falls under another rule: fc1 and fc2 are matrix products, ReLU is on no list, LayerNorm is on
-CUDA's list alone, cross entropy is on a list and a mean is on none. Nothing else in it can be the reason for a dtype.
+Each tensor is subject to a different autocast rule: fc1 and fc2 are GEMMs, ReLU is in no list, LayerNorm only in the
+CUDA list, cross entropy is in a list and a mean in none. Nothing else can explain a dtype.
 """
 
 # B batch, I inputs, W width, O outputs.
@@ -22,7 +22,7 @@ WIDTH = 10
 
 
 class ToyModel(nn.Module):
-    """fc2(ln(relu(fc1(x)))), with no bias outside of the LayerNorm."""
+    """fc2(ln(relu(fc1(x)))), without biases except in the LayerNorm."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class ToyModel(nn.Module):
 def build(
     batch: int, loss: str = "cross_entropy", in_features: int = 20, out_features: int = 5
 ) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    """A factory for `--model`: normal inputs, random classes, and the loss that `--set loss=` names."""
+    """A factory for `--model`: normally distributed inputs, random classes, and the loss given by `--set loss=`."""
     x_BI = torch.randn(batch, in_features)
     targets_B = torch.randint(out_features, (batch,))
     match loss:

@@ -1,5 +1,7 @@
-"""The process boundary: what a script reads from the exit status is never a mistake of ours."""
+"""The process boundary: exit codes never hide a bug in stepscope."""
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 
@@ -11,7 +13,7 @@ from stepscope.cli.output import say
 from stepscope.errors import Exit
 
 
-def test_a_mistake_of_ours_is_no_failed_gate(
+def test_a_bug_does_not_exit_like_a_failed_gate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def break_down(**_: object) -> None:
@@ -25,17 +27,17 @@ def test_a_mistake_of_ours_is_no_failed_gate(
     assert "OverflowError: ours" in capsys.readouterr().err
 
 
-def test_a_strangers_words_reach_the_terminal_without_control_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_escape_control_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     say("error: a\x1b[31mb")
     assert capsys.readouterr().err == "error: a\\u001b[31mb\n"
 
 
 class Panic(BaseException):
-    """As polars raises them: not an Exception."""
+    """Like a Rust panic in polars: not an Exception."""
 
 
 @pytest.mark.parametrize("failure", [Panic, EOFError, MemoryError, RecursionError, GeneratorExit, AssertionError])
-def test_whatever_breaks_inside_a_verb_is_no_verdict(
+def test_any_exception_inside_a_verb_is_an_internal_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: type[BaseException]
 ) -> None:
     def break_down() -> None:
@@ -45,15 +47,37 @@ def test_whatever_breaks_inside_a_verb_is_no_verdict(
     assert failure.__name__ in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("code", [errno.ENAMETOOLONG, errno.EACCES])
+def test_a_path_that_cannot_be_looked_up_is_bad_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    def look_up() -> None:
+        raise OSError(code, os.strerror(code), "x" * 300)
+
+    assert run(monkeypatch, look_up) == Exit.BAD_INPUT
+    said = capsys.readouterr().err
+    assert said == f"error: {os.strerror(code)}: `{'x' * 100}…`\n"
+
+
+def test_other_os_errors_are_internal_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "file")
+
+    assert run(monkeypatch, fail) == Exit.OUR_MISTAKE
+    assert "Traceback" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("code", list(Exit))
-def test_a_verb_ends_with_the_status_that_it_chose(monkeypatch: pytest.MonkeyPatch, code: Exit) -> None:
+def test_a_verb_chooses_its_exit_status(monkeypatch: pytest.MonkeyPatch, code: Exit) -> None:
     def end() -> None:
         raise typer.Exit(code)
 
     assert run(monkeypatch, end) == code
 
 
-def test_an_interrupt_is_one_wherever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_exits_with_130_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

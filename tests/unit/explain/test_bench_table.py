@@ -22,7 +22,7 @@ def shown(table: Table) -> list[str]:
     return [column.key for column in table.columns if not column.detail]
 
 
-def test_only_what_varies_is_a_column_and_the_rest_is_in_the_title() -> None:
+def test_varying_settings_are_columns_and_the_rest_is_in_the_title() -> None:
     table = bench_table([row(context=128, batch=8), row(context=256, batch=8)])
     assert "batch" not in shown(table)
     assert "batch 8" in table.title
@@ -31,7 +31,7 @@ def test_only_what_varies_is_a_column_and_the_rest_is_in_the_title() -> None:
     assert "batch" in shown(table)
 
 
-def test_kernels_that_flash_took_stand_beside_the_case() -> None:
+def test_kernels_that_flash_used_are_a_detail_column() -> None:
     chosen, none = row(attention="flash"), row(attention="naive")
     assert chosen.measurement is not None
     measurement = msgspec.structs.replace(chosen.measurement, attention_kernels=("hopper", "triton"))
@@ -95,7 +95,7 @@ def test_failed_cases_are_rows_with_their_reason() -> None:
     assert "oom: the reason for oom" in table.notes
 
 
-def test_doubts_stand_in_the_row_and_are_explained_below() -> None:
+def test_quality_warnings_are_remarks_and_explained_in_notes() -> None:
     table = bench_table([row(doubts=(Doubt(code="spread", text="20 %"), Doubt(code="cold", text="first")))])
     assert cells(table, "remarks") == ["spread, cold"]
     assert cells(table, "reason") == ["20 %; first"]
@@ -105,7 +105,7 @@ def test_doubts_stand_in_the_row_and_are_explained_below() -> None:
 SPREAD = Doubt(code="spread", text="20 %")
 
 
-def test_a_ratio_is_marked_where_either_case_is_doubtful() -> None:
+def test_ratio_is_marked_if_either_case_is_unreliable() -> None:
     table = bench_table(
         [
             row(size="small", precision="fp32"),
@@ -125,7 +125,7 @@ def test_a_ratio_is_marked_where_either_case_is_doubtful() -> None:
     assert "?" not in render(table, Format.CSV)
 
 
-def test_no_ratio_is_marked_where_no_time_is_doubtful() -> None:
+def test_ratio_of_reliable_times_is_not_marked() -> None:
     table = bench_table([row(precision="fp32"), row(precision="bf16")])
     assert "?" not in render(table, Format.TEXT)
     assert not any(note.startswith("?") for note in table.notes)
@@ -163,7 +163,7 @@ def test_a_figure_over_contexts_leaves_out_models_that_have_none() -> None:
     assert sorted(point.x for point in figure.points) == [128, 256]
 
 
-def test_every_doubt_that_can_be_raised_is_explained() -> None:
+def test_every_quality_warning_is_explained() -> None:
     import re
     from pathlib import Path
 
@@ -177,7 +177,7 @@ def test_every_doubt_that_can_be_raised_is_explained() -> None:
     assert raised == set(bench.DOUBTS) | set(comm.DOUBTS)
 
 
-def test_all_statistics_are_there_as_detail() -> None:
+def test_all_statistics_are_detail_columns() -> None:
     table = bench_table([row()])
     keys = {column.key for column in table.columns}
     for name in ("forward", "backward", "optimizer", "step"):
@@ -188,14 +188,14 @@ def test_an_empty_sweep_is_an_empty_table() -> None:
     assert bench_table([]).rows == ()
 
 
-def test_figure_is_over_context_with_a_series_a_size() -> None:
+def test_figure_is_over_context_with_a_series_per_size() -> None:
     rows = [row(size=size, context=context) for size in ("small", "medium") for context in (128, 256)]
     figure = bench_figure([*rows, row("oom", size="large", context=128)])
     assert {(p.series, p.x) for p in figure.points} == {(s, c) for s in ("small", "medium") for c in (128, 256)}
     assert "1 oom" in figure.subtitle
 
 
-def test_figure_is_over_parameters_when_the_context_is_one() -> None:
+def test_figure_is_over_parameters_when_the_context_is_fixed() -> None:
     figure = bench_figure([row(size="small"), row(size="medium")])
     assert figure.x.label == "parameters"
 
@@ -205,7 +205,7 @@ def test_sizes_are_listed_with_exact_counts() -> None:
     assert dict(zip(cells(table, "size"), cells(table, "parameters"), strict=True))["2.7B"] == 3_406_809_600
 
 
-def test_a_setting_is_said_where_it_is_set_and_is_a_column_where_it_varies() -> None:
+def test_setting_is_in_the_title_or_a_column_if_it_varies() -> None:
     one, two = row(batch=8), row(batch=8, grad_accumulation=2, step_ns=(200_000_000,) * 10)
     assert "micro-batch" not in bench_table([one]).title
     assert "2 micro-batches" in bench_table([two]).title

@@ -32,7 +32,7 @@ def test_the_slowest_rank_of_each_repetition_counts() -> None:
     assert slowest_rank(row) == "1"
 
 
-def test_nobody_is_slowest_where_no_rank_is_most_often() -> None:
+def test_no_slowest_rank_without_a_majority() -> None:
     row = communicate(samples_ns=((2 * MS, 9 * MS), (4 * MS, 3 * MS)))
     assert slowest_rank(row) == ""
 
@@ -52,7 +52,7 @@ def test_bus_bandwidth_is_algorithm_bandwidth_times_the_factor() -> None:
     assert bus_gb_per_s(communicate(ranks=1)) is None
 
 
-def test_rows_stand_by_collective_ranks_and_size_and_what_failed_says_why() -> None:
+def test_rows_are_sorted_and_failures_have_a_reason() -> None:
     rows = [
         communicate("broadcast", "oom", message_bytes=10**9),
         communicate(message_bytes=16 * MB, ranks=4),
@@ -69,18 +69,18 @@ def test_rows_stand_by_collective_ranks_and_size_and_what_failed_says_why() -> N
     assert table.title.startswith("nccl, cuda tensors, fp32, Test GPU")
 
 
-def test_the_fitted_line_is_said_and_found_again() -> None:
+def test_fitted_link_is_a_note_and_matches_the_data() -> None:
     rows = [communicate(message_bytes=size * MB) for size in (1, 8, 64)]
     (links,) = fit_links(rows)
     link = links.links["all-reduce"]
     assert link.latency_ns == pytest.approx(MS)
     assert link.bytes_per_s == pytest.approx(1e9)
     assert (links.place.backend, links.place.ranks, links.place.device_name) == ("nccl", 2, "Test GPU")
-    note = "all-reduce, 2 ranks, nccl: 1 ms + message / 1 GB/s (off by 0% over 3 sizes)"
+    note = "all-reduce, 2 ranks, nccl: 1 ms + message / 1 GB/s (fit error 0% over 3 sizes)"
     assert note in comm_table(rows).notes
 
 
-def test_places_are_fitted_each_for_itself() -> None:
+def test_each_place_is_fitted_separately() -> None:
     rows = [communicate(message_bytes=size, ranks=ranks) for size in (MB, 8 * MB) for ranks in (1, 2, 4)]
     rows += [communicate(message_bytes=size, interface="eth1") for size in (MB, 8 * MB)]
     rows += [communicate(message_bytes=size, dtype="bf16") for size in (MB, 8 * MB)]
@@ -102,13 +102,13 @@ def test_sizes_are_decimal(size: int, said: str) -> None:
     assert say_message_bytes(size) == said
 
 
-def test_a_case_in_a_few_words() -> None:
+def test_case_description() -> None:
     row = communicate("all-gather", ranks=4, dtype="bf16", samples_ns=((8 * MS,) * 5,) * 4)
     assert describe_comm(row.case) == "all-gather 8 MB bf16, 4 ranks, nccl"
-    assert outcome_of_comm(row) == "8 ms, 0.75 GB/s on the bus"
+    assert outcome_of_comm(row) == "8 ms, 0.75 GB/s bus bandwidth"
 
 
-def test_a_picture_has_a_panel_a_collective_and_a_line_for_each_number_of_ranks() -> None:
+def test_figure_has_a_panel_per_collective_and_a_line_per_rank_count() -> None:
     rows = [
         communicate(collective, message_bytes=size, ranks=ranks)
         for collective in ("broadcast", "all-reduce")
@@ -128,7 +128,7 @@ def test_a_picture_has_a_panel_a_collective_and_a_line_for_each_number_of_ranks(
     assert by_time.y == pytest.approx(2.0)
 
 
-def test_a_doubt_of_a_later_version_is_said_in_its_own_words() -> None:
+def test_warning_of_a_later_version_uses_its_own_text() -> None:
     doubts = (Doubt(code="tomorrow", text="something new was seen"),)
     notes = comm_table([communicate(doubts=doubts), communicate(ranks=4, doubts=doubts)]).notes
     assert "tomorrow: something new was seen (2 cases)" in notes
@@ -143,6 +143,6 @@ def test_a_doubt_of_a_later_version_is_said_in_its_own_words() -> None:
         (((-5,), (5,)), "positive durations"),
     ],
 )
-def test_samples_that_cannot_be_are_refused(samples_ns: tuple[tuple[int, ...], ...], expected: str) -> None:
+def test_impossible_samples_are_rejected(samples_ns: tuple[tuple[int, ...], ...], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         CommMeasurement(clock="host", samples_ns=samples_ns, processor_ns=(1, 1))

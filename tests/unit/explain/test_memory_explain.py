@@ -1,4 +1,4 @@
-"""What is said about memory: of somebody else's snapshots by their stacks, and of anything at all by adding up."""
+"""Memory profiles: categories of foreign snapshots from stacks, and sums that add up for any recording."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from stepscope.recording import tables
 from stepscope.recording.memory import reader as memory
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Manifest, MemoryFacts, Recording
+from stepscope.spec import build_case
 from stepscope.units import say_bytes
 from tests.unit.snapshot_files import MIB, Entry, Model, empty, event, frame, write
 
@@ -40,7 +41,7 @@ STACKS = {
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """Somebody's training loop. Autograd's own thread has no frames, unless `threaded` says that it is not used."""
+    """A user's training loop. Autograd's thread has no frames, unless `threaded` is false."""
 
     model: Model = field(default_factory=Model)
     threaded: bool = True
@@ -52,7 +53,7 @@ class Training:
         return self.model.malloc(size)
 
     def run(self, steps: int, *, leaking: int = 0, once_in: int = -1) -> "Training":
-        """`leaking` bytes stay behind after every step; in step `once_in` something is kept once."""
+        """Leak `leaking` bytes in every step, and keep one allocation in step `once_in`."""
         if not self.model.entries:
             self.take("building", 2 * MIB)
         for step in range(steps):
@@ -108,12 +109,12 @@ def ours() -> MemoryProfile:
         ("unknown", ""),
     ],
 )
-def test_a_stack_says_the_stage_of_training(stage: str, frames: str) -> None:
+def test_stage_of_training_follows_from_the_stack(stage: str, frames: str) -> None:
     assert stage_of_stack(frames) == stage
 
 
 @pytest.mark.parametrize("threaded", [True, False])
-def test_stacks_tell_what_memory_is_for(tmp_path: Path, threaded: bool) -> None:
+def test_categories_follow_from_stacks(tmp_path: Path, threaded: bool) -> None:
     profile = Training(threaded=threaded).run(3).profile(tmp_path)
     by_size = {
         row["requested_bytes"]: (row["category"], row["phase"]) for row in profile.allocations.iter_rows(named=True)
@@ -132,7 +133,7 @@ def test_stacks_tell_what_memory_is_for(tmp_path: Path, threaded: bool) -> None:
         assert sum(size for _, size in profile.categories_at(at)) == profile.allocated_at(at)
 
 
-def test_libraries_workspaces_and_what_nobody_knows(tmp_path: Path) -> None:
+def test_workspaces_and_unknown_allocations_have_a_category(tmp_path: Path) -> None:
     training = Training()
     training.take("workspace", 8 * MIB)
     training.take("unknown", 9 * MIB)
@@ -147,8 +148,8 @@ def test_without_any_stack_everything_is_other(tmp_path: Path) -> None:
     assert summary.phases == ()
     assert summary.peak_phase is None
     answers = {one.key: one for one in answer_memory(profile)}
-    assert answers["peak"].sentence == "The peak is in a place that is not known; 100% of it are other."
-    assert "no phase is marked" in answers["phases"].sentence
+    assert answers["peak"].sentence == "Memory peaks in an unknown phase; 100% of it is other."
+    assert "no phase markers" in answers["phases"].sentence
     assert memory_page(profile).tables
 
 
@@ -161,34 +162,34 @@ def test_the_stages_of_a_foreign_snapshot_have_peaks(tmp_path: Path) -> None:
     assert peaks["backward"] == profile.peak_bytes == max(profile.totals)
     assert summary.steps == ()
     (note,) = make_part(profile, "phases", top=9).notes
-    assert "no steps are marked" in note
+    assert "no step markers" in note
 
 
 # --- Leaks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_buffer_that_every_step_leaves_behind_is_named(tmp_path: Path) -> None:
+def test_leaking_call_is_named(tmp_path: Path) -> None:
     profile = Training().run(8, leaking=40_000).profile(tmp_path)
     (row,) = leaks_table(profile).rows
-    block = 40_448  # in the allocator's own pieces
+    block = 40_448  # rounded up by the allocator
     assert row[:4] == (block, 5 * block, 5, "lab/train.py:5 load_batch")
     assert leaks_table(profile) in memory_page(profile).tables
 
 
 @pytest.mark.parametrize("once_in", [0, 1, 3])
-def test_what_is_made_once_is_no_leak(tmp_path: Path, once_in: int) -> None:
+def test_one_time_allocation_is_not_a_leak(tmp_path: Path, once_in: int) -> None:
     profile = Training().run(8, once_in=once_in).profile(tmp_path)
     assert leaks_table(profile).rows == ()
     assert leaks_table(profile).title not in [table.title for table in memory_page(profile).tables]
 
 
-def test_too_few_steps_tell_no_leak(tmp_path: Path) -> None:
+def test_leaks_need_enough_steps(tmp_path: Path) -> None:
     assert leaks_table(Training().run(5, leaking=40_000).profile(tmp_path)).rows == ()
     assert leaks_table(Training().run(6, leaking=40_000).profile(tmp_path)).rows
 
 
-def test_recomputing_in_backward_begins_no_step(tmp_path: Path) -> None:
-    """Else the steps of a checkpointed model would be counted twice, and its leaks be half as large."""
+def test_recomputation_in_backward_does_not_start_a_step(tmp_path: Path) -> None:
+    """Otherwise the steps of a checkpointed model would count twice and its leaks half."""
     training = Training(threaded=False)
     for _ in range(8):
         training.take("unknown", 40_000)
@@ -222,7 +223,7 @@ def test_memory_from_before_the_recording_counts(tmp_path: Path) -> None:
     assert before["category"].to_list() == ["other", "other"]
 
 
-def test_a_peak_before_any_event_is_in_the_picture_too(tmp_path: Path) -> None:
+def test_peak_before_the_first_event_is_drawn(tmp_path: Path) -> None:
     model = Model()
     held = [model.malloc(5 * MIB), model.malloc(3 * MIB)]
     began = len(model.entries)
@@ -246,7 +247,7 @@ def test_a_peak_before_any_event_is_in_the_picture_too(tmp_path: Path) -> None:
     assert answer_memory(profile)
 
 
-def test_a_snapshot_without_events_shows_what_is_there(tmp_path: Path) -> None:
+def test_snapshot_without_events_shows_live_memory(tmp_path: Path) -> None:
     model = Model(frames=STACKS["building"])
     model.malloc(5 * MIB)
     profile = read({**model.snapshot(), "device_traces": [[]]}, tmp_path)
@@ -256,15 +257,15 @@ def test_a_snapshot_without_events_shows_what_is_there(tmp_path: Path) -> None:
     assert memory_page(profile).tables
 
 
-def test_a_snapshot_of_nothing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StepscopeError, match="the recording holds no memory"):
+def test_empty_snapshot_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StepscopeError, match="has no memory data"):
         read(empty(), tmp_path)
     with pytest.raises(StepscopeError, match="made without recording memory"):
         make_memory_profile(Recording(manifest=Manifest(source="pytorch profiler", file="a")))
 
 
-def test_of_two_devices_the_one_that_holds_most_is_shown(tmp_path: Path) -> None:
-    """Which is not the one where most was ever taken."""
+def test_device_with_the_highest_peak_is_shown(tmp_path: Path) -> None:
+    """Not the device with the most allocated bytes in total."""
     holding, busy = Model(), Model()
     holding.malloc(30 * MIB)
     for _ in range(9):
@@ -277,7 +278,7 @@ def test_of_two_devices_the_one_that_holds_most_is_shown(tmp_path: Path) -> None
     assert profile.reserved.tolist() == holding.reserved
 
 
-def test_a_device_whose_last_events_are_of_segments_is_read_to_the_end(tmp_path: Path) -> None:
+def test_segment_events_at_the_end_are_read(tmp_path: Path) -> None:
     giving, other = Model(), Model()
     for address in [giving.malloc(size) for size in (5 * MIB, 30 * MIB, 100)]:
         giving.free(address)
@@ -317,14 +318,24 @@ def test_the_summary_adds_up(ours: MemoryProfile) -> None:
     assert summary.reserved_bytes >= summary.peak_bytes == summary.allocator_peak_bytes
 
 
+def test_phases_of_an_accumulated_step_name_its_micro_batches(ours: MemoryProfile) -> None:
+    def notes(passes: int) -> tuple[str, ...]:
+        case = build_case({"batch": 6, "grad_accumulation": passes})
+        return make_part(make_memory_profile(ours.recording.with_manifest(case=case)), "phases", top=9).notes
+
+    assert notes(1) == ()
+    (note,) = notes(3)
+    assert "3 micro-batches" in note
+
+
 @pytest.mark.parametrize("name", PARTS)
-def test_every_part_of_our_recording_is_a_table(ours: MemoryProfile, name: str) -> None:
+def test_every_part_is_a_table(ours: MemoryProfile, name: str) -> None:
     table = make_part(ours, name, top=3)
     assert table.title
     assert bool(table.rows) == (name != "leaks")
     keys = [column.key for column in table.columns]
     if name in ("categories", "modules", "layers"):
-        total = [row[keys.index("bytes")] for row in table.rows if row[0] != "together"]
+        total = [row[keys.index("bytes")] for row in table.rows if row[0] != "total"]
         assert sum(size for size in total if isinstance(size, int)) == ours.peak_bytes
     if name in ("modules", "layers"):
         assert len(table.rows) <= 4
@@ -332,45 +343,44 @@ def test_every_part_of_our_recording_is_a_table(ours: MemoryProfile, name: str) 
         assert len(table.rows) == 3
 
 
-def test_a_part_of_time_is_none_of_memory(ours: MemoryProfile) -> None:
-    with pytest.raises(StepscopeError, match="a recording of memory has no `kernels`"):
+def test_trace_table_is_rejected_for_a_memory_snapshot(ours: MemoryProfile) -> None:
+    with pytest.raises(StepscopeError, match="memory snapshot has no table `kernels`"):
         make_part(ours, "kernels", top=3)
 
 
-def test_what_autograd_keeps_is_not_in_a_foreign_snapshot(tmp_path: Path) -> None:
-    with pytest.raises(StepscopeError, match="does not say what autograd keeps"):
+def test_foreign_snapshot_has_no_saved_activations(tmp_path: Path) -> None:
+    with pytest.raises(StepscopeError, match="no saved activations"):
         make_part(Training().run(2).profile(tmp_path), "saved", top=3)
 
 
-def test_backward_gives_back_from_the_last_layer_to_the_first(ours: MemoryProfile) -> None:
+def test_backward_frees_from_the_last_layer_to_the_first(ours: MemoryProfile) -> None:
     table = make_part(ours, "freed", top=9)
-    assert [row[0] for row in table.rows if row[0] != "outside of layers"] == ["1", "0"]
+    assert [row[0] for row in table.rows if row[0] != "outside layers"] == ["1", "0"]
     span = ours.span(3, "backward")
     assert span is not None
     held = ours.alive_at(span[0] - 1).filter(pl.col("category") == "activations")["bytes"].sum()
     assert sum(row[1] for row in table.rows if isinstance(row[1], int)) == held
 
 
-def test_the_headline_says_the_peak_and_doubts_what_differs(ours: MemoryProfile) -> None:
+def test_headline_has_the_peak_and_warns_about_a_different_allocator_peak(ours: MemoryProfile) -> None:
     said = headline(ours)
     assert f"peak {say_bytes(ours.peak_bytes)} in step " in said
-    assert "doubt" not in said
+    assert "warning" not in said
     facts = ours.recording.manifest.memory
     assert facts is not None
     other = MemoryFacts(events=facts.events, allocator_peak_bytes=5, estimated_bytes=2048)
-    doubtful = make_memory_profile(ours.recording.with_manifest(memory=other, notes=("cut",)))
-    said = headline(doubtful)
-    assert "doubt: the allocator itself counted 5 bytes at the peak" in said
-    assert "note: the sizes of 2 KiB are estimated: the file begins too late" in said
+    said = headline(make_memory_profile(ours.recording.with_manifest(memory=other, notes=("cut",))))
+    assert "warning: the allocator reports a peak of 5 bytes" in said
+    assert "note: 2 KiB allocated before the recording is an estimate" in said
     assert "note: cut" in said
 
 
-def test_every_question_has_an_answer_and_what_to_type_where_it_has_none(tmp_path: Path, ours: MemoryProfile) -> None:
+def test_every_question_has_an_answer_or_a_command(tmp_path: Path, ours: MemoryProfile) -> None:
     answers = {one.key: one for one in answer_memory(ours)}
     assert answers["peak"].figure == say_bytes(ours.peak_bytes)
     assert "from layer 1 to layer 0" in answers["freed"].sentence
-    assert "leaves" in answers["steps"].sentence
-    assert "are cached for the next step" in answers["leftover"].sentence
+    assert "optimizer state" in answers["steps"].sentence
+    assert "cached for the next step" in answers["leftover"].sentence
     parameters = ours.allocations.filter((pl.col("category") == "parameters") & (pl.col("layer") == 0))["bytes"].sum()
     assert answers["gradients"].figure == say_bytes(int(parameters))
     foreign = {one.key: one for one in answer_memory(Training().run(3).profile(tmp_path))}
@@ -378,18 +388,18 @@ def test_every_question_has_an_answer_and_what_to_type_where_it_has_none(tmp_pat
     for key in ("steps", "freed", "block", "gradients", "residual", "leftover"):
         assert foreign[key].status == "not in this recording"
         assert foreign[key].command.startswith("stepscope memory")
-    assert foreign["largest"].sentence.startswith("The largest at the peak is one piece, ")
+    assert foreign["largest"].sentence.startswith("The largest allocation at the peak (")
 
 
 @pytest.mark.parametrize(
     ("size", "said"),
     [(5, "5 bytes"), (2048, "2 KiB"), (3 * MIB, "3 MiB"), (1536 * MIB, "1.5 GiB"), (80 << 30, "80 GiB")],
 )
-def test_bytes_in_words(size: int, said: str) -> None:
+def test_byte_counts(size: int, said: str) -> None:
     assert say_bytes(size) == said
 
 
-# --- The picture ------------------------------------------------------------------------------------------------------
+# --- Timeline ---------------------------------------------------------------------------------------------------------
 
 
 def heights(drawn: Timeline) -> list[int]:
@@ -398,7 +408,7 @@ def heights(drawn: Timeline) -> list[int]:
 
 @pytest.mark.parametrize("by", ["category", "module"])
 @pytest.mark.parametrize("step", [None, 0, 3])
-def test_the_picture_of_our_recording_has_its_peak(ours: MemoryProfile, by: timeline.By, step: int | None) -> None:
+def test_timeline_contains_the_peak(ours: MemoryProfile, by: timeline.By, step: int | None) -> None:
     drawn = memory_timeline(ours, by=by, step=step)
     bounds = ours.span(step) if step is not None else (0, ours.num_events)
     assert bounds is not None
@@ -417,11 +427,11 @@ def draw_step(profile: MemoryProfile, step: str) -> Timeline:
     return figure
 
 
-def test_a_step_is_chosen_as_people_count(tmp_path: Path, ours: MemoryProfile) -> None:
+def test_steps_are_chosen_by_number_from_one(tmp_path: Path, ours: MemoryProfile) -> None:
     assert draw_step(ours, "1") == memory_timeline(ours, step=0)
     assert draw_step(ours, "all") == memory_timeline(ours)
     for step in ("0", "5", "99", "first", "-1"):
-        with pytest.raises(StepscopeError, match=f"there is no step `{step}`"):
+        with pytest.raises(StepscopeError, match=f"step `{step}` not found"):
             draw_step(ours, step)
     foreign = Training().run(2).profile(tmp_path)
     assert draw_step(foreign, "last") == memory_timeline(foreign)
@@ -429,7 +439,7 @@ def test_a_step_is_chosen_as_people_count(tmp_path: Path, ours: MemoryProfile) -
         draw_step(foreign, "2")
 
 
-def test_a_snapshot_without_a_clock_is_drawn_by_its_events(tmp_path: Path) -> None:
+def test_snapshot_without_timestamps_is_drawn_by_event(tmp_path: Path) -> None:
     entries = [event(addr=0x1000 * at, time_us=None) for at in range(1, 5)]
     for entry in entries:
         del entry["time_us"]
@@ -443,7 +453,7 @@ LIFE = st.tuples(st.integers(-1, 39), st.integers(1, 45), st.integers(1, 10**12)
 
 
 def make_recording(lives: list[tuple[int, int, int, str, str | None]]) -> Recording:
-    """A piece from -1 on was there before; one that would live beyond the last event stays."""
+    """An allocation from -1 on was made before the recording; one beyond the last event is never freed."""
     rows: list[dict[str, Any]] = [
         {
             "start_event": start if start >= 0 else None,
@@ -474,7 +484,7 @@ def alive(lives: list[tuple[int, int, int, str, str | None]], at: int) -> int:
     by=st.sampled_from(["category", "module"]),
     bounds=st.tuples(st.integers(0, 40), st.integers(0, 40)),
 )
-def test_areas_are_what_is_there_and_pieces_are_parts_of_them(
+def test_areas_add_up_and_contain_their_allocations(
     lives: list[tuple[int, int, int, str, str | None]], slices: int, most: int, by: timeline.By, bounds: tuple[int, int]
 ) -> None:
     profile = make_memory_profile(make_recording(lives))
@@ -487,7 +497,7 @@ def test_areas_are_what_is_there_and_pieces_are_parts_of_them(
         drawn = memory_timeline(profile, by=by)
     assert len(drawn.times) == min(slices, 40)
     assert max(heights(drawn)) == max(sums)
-    # Each slice shows its highest instant; the first begins with what was there before.
+    # Each slice shows its highest point; the first starts with what was allocated before.
     edges = [40 * at // len(drawn.times) for at in range(len(drawn.times) + 1)]
     for at, height in enumerate(heights(drawn)):
         assert height == max(sums[edges[at] + (at > 0) : edges[at + 1] + 1])

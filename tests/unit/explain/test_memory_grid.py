@@ -89,7 +89,7 @@ def keys(table: Table, *, shown: bool = False) -> list[str]:
 # --- Peaks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_case_that_did_not_fit_is_a_row_without_figures() -> None:
+def test_failed_case_is_a_row_without_numbers() -> None:
     rows = [
         weigh(context=128, parameters=5 * GIB, activations=GIB),
         weigh("oom", context=2048),
@@ -103,7 +103,7 @@ def test_a_case_that_did_not_fit_is_a_row_without_figures() -> None:
     assert set(table.notes) == {"oom: the reason for oom", "timeout: the reason for timeout"}
 
 
-def test_every_figure_of_a_case_is_in_its_row() -> None:
+def test_row_has_every_number_of_its_case() -> None:
     table = grid_table([weigh(parameters=100, activations=20, step_ms=7)])
     (only,) = table.rows
     found = dict(zip(keys(table), only, strict=True))
@@ -118,7 +118,7 @@ def test_only_categories_that_a_case_has_are_columns() -> None:
     assert "remarks" not in keys(table)
 
 
-def test_what_varies_is_a_column_and_the_rest_is_in_the_title() -> None:
+def test_varying_settings_are_columns_and_the_rest_is_in_the_title() -> None:
     table = grid_table([weigh(checkpoint="none", batch=8, parameters=1), weigh(checkpoint="2", batch=8, parameters=1)])
     assert "checkpoint" in keys(table, shown=True)
     assert "batch" not in keys(table, shown=True)
@@ -127,14 +127,14 @@ def test_what_varies_is_a_column_and_the_rest_is_in_the_title() -> None:
     assert "warmup" not in keys(table)
 
 
-def test_a_grid_of_which_nothing_fitted_is_still_a_table() -> None:
+def test_grid_without_successful_cases_is_still_a_table() -> None:
     table = grid_table([weigh("oom", context=128), weigh("oom", context=256)])
     assert cells(table, "remarks") == ["oom", "oom"]
     assert "peak_bytes" not in keys(table, shown=True)
     assert precision_table([weigh("oom", precision="fp32"), weigh("oom", precision="bf16")]) is None
 
 
-def test_a_finished_case_is_said_in_a_few_words() -> None:
+def test_outcome_of_a_case() -> None:
     assert outcome_of(weigh(parameters=3 * GIB)) == "peak 3 GiB"
     assert outcome_of(weigh("oom")) == "oom"
     assert outcome_of(row()) == "ok"
@@ -166,22 +166,22 @@ def test_precision_is_compared_with_fp32_of_the_same_case() -> None:
     assert found["why"] == "activations −40 GiB, autocast copies +1 GiB"
 
 
-def test_equal_peaks_are_said_to_be_equal() -> None:
+def test_equal_peaks_have_no_changes() -> None:
     table = precision_table([weigh(precision="fp32", parameters=100), weigh(precision="bf16", parameters=100)])
     assert table is not None
-    assert cells(table, "why") == ["nothing changes"]
+    assert cells(table, "why") == ["none"]
     assert cells(table, "ratio") == [1.0]
 
 
 @pytest.mark.parametrize("only", ["fp32", "bf16"])
-def test_one_precision_is_compared_with_nothing(only: str) -> None:
+def test_single_precision_has_no_comparison(only: str) -> None:
     assert precision_table([weigh(precision=only, parameters=100)]) is None
 
 
 # --- The chart --------------------------------------------------------------------------------------------------------
 
 
-def test_peaks_are_drawn_against_context_where_it_varies() -> None:
+def test_peaks_are_plotted_against_a_varying_context() -> None:
     figure = grid_figure(
         [
             weigh(context=128, mode="train", parameters=2 * GIB),
@@ -200,7 +200,7 @@ def test_peaks_are_drawn_against_context_where_it_varies() -> None:
     assert len({one.series for one in figure.points}) == 1
 
 
-def test_peaks_are_drawn_against_parameters_otherwise() -> None:
+def test_peaks_are_plotted_against_parameters_otherwise() -> None:
     figure = grid_figure(
         [
             weigh(size="small", precision="fp32", parameters=GIB),
@@ -213,14 +213,14 @@ def test_peaks_are_drawn_against_parameters_otherwise() -> None:
     assert [one.series for one in figure.points] == ["fp32", "fp32", "bf16"]
 
 
-def test_a_chart_of_failures_has_no_points() -> None:
+def test_chart_of_failures_has_no_points() -> None:
     assert grid_figure([weigh("oom", context=128), weigh("error", context=256)]).points == ()
 
 
 # --- Recomputing activations ------------------------------------------------------------------------------------------
 
 
-def test_a_study_compares_every_way_with_none() -> None:
+def test_study_compares_every_checkpoint_setting_with_none() -> None:
     rows = [
         weigh(checkpoint="none", size="nano", parameters=8 * GIB, step_ms=100, saved_bytes=500),
         weigh(checkpoint="1", size="nano", parameters=4 * GIB, step_ms=130, saved_bytes=50),
@@ -233,31 +233,31 @@ def test_a_study_compares_every_way_with_none() -> None:
     assert cells(table, "saved_bytes") == [500, 50, None]
     assert cells(table, "remarks") == [None, None, "oom"]
     assert cells(table, "predicted_bytes") == [cost.step_peak(one.case.workload).bytes for one in rows]
-    assert table.notes[0] == f"least memory: checkpoint {rows[1].case.workload.checkpoint}, 4 GiB"
+    assert table.notes[0] == f"lowest peak: checkpoint {rows[1].case.workload.checkpoint}, 4 GiB"
     assert table.notes[1].startswith(
-        f"by the closed form: checkpoint {cost.best_checkpoint(rows[0].case.workload).checkpoint}, "
+        f"lowest predicted peak: checkpoint {cost.best_checkpoint(rows[0].case.workload).checkpoint}, "
     )
 
 
-def test_of_equal_peaks_the_faster_is_recommended() -> None:
+def test_faster_setting_wins_at_equal_peaks() -> None:
     rows = [
         weigh(checkpoint="nested:2", size="nano", parameters=GIB, step_ms=90),
         weigh(checkpoint="2", size="nano", parameters=GIB, step_ms=80),
     ]
-    assert study_table(rows).notes[0].startswith("least memory: checkpoint 2, ")
+    assert study_table(rows).notes[0].startswith("lowest peak: checkpoint 2, ")
 
 
-def test_a_study_of_a_users_model_has_no_closed_form() -> None:
+def test_study_of_a_custom_model_has_no_prediction() -> None:
     rows = [weigh(model="mine:build", checkpoint=way, parameters=GIB) for way in ("none", "1")]
     table = study_table(rows)
     assert cells(table, "predicted_bytes") == [None, None]
-    assert not any("closed form" in note for note in table.notes)
+    assert not any("predicted" in note for note in table.notes)
 
 
-def test_a_study_of_which_nothing_fitted_recommends_nothing() -> None:
+def test_study_without_successful_cases_recommends_nothing() -> None:
     table = study_table([weigh("oom", checkpoint="none", size="nano"), weigh("oom", checkpoint="1", size="nano")])
     assert cells(table, "ratio") == [None, None]
-    assert not any(re.search("least memory", note) for note in table.notes)
+    assert not any(re.search("lowest peak", note) for note in table.notes)
 
 
 @pytest.mark.parametrize(
@@ -269,13 +269,13 @@ def test_a_study_of_which_nothing_fitted_recommends_nothing() -> None:
         (7, ("none", "1", "7")),
     ],
 )
-def test_a_study_tries_every_divisor_of_the_layers(layers: int, values: tuple[str, ...]) -> None:
+def test_study_tries_every_divisor_of_num_layers(layers: int, values: tuple[str, ...]) -> None:
     workload = build_case({"size": "nano", "num_layers": layers}).workload
     assert study_values(workload) == values
     for value in values:
         build_case({"size": "nano", "num_layers": layers, "checkpoint": value})
 
 
-def test_a_users_model_is_studied_in_steps_that_any_may_have() -> None:
+def test_study_values_of_a_custom_model() -> None:
     workload = build_case({"model": "mine:build"}).workload
     assert study_values(workload) == ("none", "1", "2", "4", "nested:2", "nested:4")

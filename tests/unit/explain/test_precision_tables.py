@@ -1,4 +1,4 @@
-"""What is said about precisions: reasons that agree with what was seen, and figures that are not rounded away."""
+"""Precision tables: reasons agree with the observed dtypes, and small numbers are not rounded away."""
 
 import json
 import math
@@ -101,7 +101,7 @@ def report(*runs: PrecisionRun, device: str = "cuda:0") -> PrecisionReport:
 
 
 def column(table: Table, key: str) -> dict[Cell, Cell]:
-    """A column by the first one."""
+    """A column, keyed by the first column."""
     index = [one.key for one in table.columns].index(key)
     return {cells[0]: cells[index] for cells in table.rows}
 
@@ -110,33 +110,33 @@ def column(table: Table, key: str) -> dict[Cell, Cell]:
     ("found", "device", "reason"),
     [
         (output("", "bf16", "linear", "fp32"), "cpu", "`linear` is on autocast's lower-precision list"),
-        (output("", "fp32", "layer_norm", "bf16", "fp32"), "cuda", "fp32 list on CUDA, and not on a CPU"),
-        (output("", "bf16", "layer_norm", "bf16", "fp32"), "cpu", "on CUDA's fp32 list and on no list on a CPU"),
+        (output("", "fp32", "layer_norm", "bf16", "fp32"), "cuda", "fp32 list on CUDA, but not on a CPU"),
+        (output("", "bf16", "layer_norm", "bf16", "fp32"), "cpu", "on CUDA's fp32 list, but on no list on a CPU"),
         (output("", "fp32", "cross_entropy", "bf16"), "cpu", "`cross_entropy` is on autocast's fp32 list"),
         (output("", "fp32", "cross_entropy", "bf16"), "cuda", "made of `log_softmax` and `nll_loss`, which are on"),
         (output("", "bf16", "mean", "bf16"), "cuda", "`mean` is on no list, so it keeps its input's dtype, bf16"),
         (output("", "fp32", "add", "fp32", "bf16"), "cuda", "type promotion of fp32 and bf16 gives fp32"),
-        (output("", "bf16", "to", "fp32"), "cpu", "the model casts it by itself"),
-        (output("", "fp32", "cat", "fp32", "bf16"), "cpu", "take their widest input's dtype"),
-        (output("", "bf16", "my_kernel", "fp32"), "cuda", "`my_kernel` is on no list, and follows its inputs"),
-        (output("", "bf16", None), "cuda", "no operation that was seen"),
-        (output("", "fp32", "mul", "fp32", kind="stepscope.nn.model.RMSNorm"), "cpu", "our rms_norm widens"),
+        (output("", "bf16", "to", "fp32"), "cpu", "the model casts it explicitly"),
+        (output("", "fp32", "cat", "fp32", "bf16"), "cpu", "widest-input list"),
+        (output("", "bf16", "my_kernel", "fp32"), "cuda", "`my_kernel` is on no list, so it follows its inputs"),
+        (output("", "bf16", None), "cuda", "no recorded operation"),
+        (output("", "fp32", "mul", "fp32", kind="stepscope.nn.model.RMSNorm"), "cpu", "converts to fp32"),
     ],
 )
-def test_a_dtype_is_explained_by_the_device_s_own_list(found: Output, device: str, reason: str) -> None:
+def test_dtype_is_explained_by_the_list_of_the_device(found: Output, device: str, reason: str) -> None:
     assert reason in explain_dtype(found, device=device, precision="bf16")
 
 
-def test_a_list_does_not_explain_what_it_did_not_make() -> None:
+def test_list_does_not_explain_a_dtype_it_did_not_cause() -> None:
     """A list may change between versions of PyTorch."""
     reason = explain_dtype(output("", "bf16", "rms_norm", "bf16"), device="cuda", precision="bf16")
-    assert "this PyTorch has another one" in reason
+    assert "different list" in reason
     # In place there is no autocast.
     assert find_policy("exp", "cuda") == "fp32"
     assert find_policy("exp_", "cuda") is None
 
 
-def test_without_autocast_no_list_is_a_reason() -> None:
+def test_lists_are_no_reason_without_autocast() -> None:
     for precision in ("fp32", "tf32"):
         assert "no autocast" in explain_dtype(output("", "fp32", "linear"), device="cuda", precision=precision)
 
@@ -147,7 +147,7 @@ def test_no_operation_is_on_two_lists() -> None:
     assert find_policy("layer_norm", "cpu") is None
 
 
-def test_alike_layers_are_one_row_and_others_are_not() -> None:
+def test_identical_layers_share_a_row() -> None:
     outputs = (output("blocks.0.up", "bf16", "linear", "fp32"), output("blocks.1.up", "bf16", "linear", "fp32"))
     odd = output("blocks.2.up", "fp32", "add", "fp32", "bf16")
     table = make_table(report(run("bf16", outputs=(*outputs, odd))), "dtypes")
@@ -157,7 +157,7 @@ def test_alike_layers_are_one_row_and_others_are_not() -> None:
     assert {"blocks.0.up", "blocks.1.up", "blocks.2.up"} <= {cells[0] for cells in detailed.rows}
 
 
-def test_the_dtypes_name_their_device_and_every_kind_of_tensor() -> None:
+def test_dtypes_table_names_its_device_and_every_kind_of_tensor() -> None:
     table = make_table(report(run("fp32"), run("bf16")), "dtypes")
     assert "cuda:0 (Test GPU)" in table.title
     assert column(table, "bf16") == {
@@ -171,14 +171,14 @@ def test_the_dtypes_name_their_device_and_every_kind_of_tensor() -> None:
     }
 
 
-def test_roles_are_names_without_numbers_of_layers() -> None:
+def test_roles_are_names_without_layer_numbers() -> None:
     assert find_role("blocks.12.ffn.up") == "blocks.*.ffn.up"
     assert find_role("h.0") == "h.*"
     assert find_role("0.1.fc2") == "*.*.fc2"
     assert find_role("layer1.conv2") == "layer1.conv2"
 
 
-def test_errors_of_a_role_are_its_median_and_its_worst() -> None:
+def test_role_shows_median_and_largest_error() -> None:
     table = make_table(report(run("fp32", error=1e-7), run("bf16", error=0.01)), "errors")
     assert column(table, "bf16_median")["blocks.*.up"] == pytest.approx(0.02)
     assert column(table, "bf16_max")["blocks.*.up"] == pytest.approx(0.03)
@@ -187,7 +187,7 @@ def test_errors_of_a_role_are_its_median_and_its_worst() -> None:
     assert "blocks.1.up" in column(make_table(report(run("bf16")), "errors", detail=True), "bf16_max")
 
 
-def test_an_error_that_is_not_finite_is_shown_as_such_and_survives_the_file(tmp_path: Path) -> None:
+def test_infinite_error_is_shown_and_survives_the_file(tmp_path: Path) -> None:
     kept = report(run("fp16", error=None))
     assert column(make_table(kept, "errors"), "fp16_max")["all gradients"] == math.inf
     write_report(kept, tmp_path / "a.json")
@@ -195,7 +195,7 @@ def test_an_error_that_is_not_finite_is_shown_as_such_and_survives_the_file(tmp_
     assert json.loads(encode_report(kept))["schema"] == "stepscope.precision/1"
 
 
-def test_a_narrowed_truth_is_said() -> None:
+def test_reference_below_float64_is_noted() -> None:
     plain = report(run("bf16"))
     truth = Truth(loss=1.0, parameters=10, narrowed=("blocks.0.odd",))
     narrowed = msgspec.structs.replace(plain, comparison=msgspec.structs.replace(plain.comparison, truth=truth))
@@ -203,7 +203,7 @@ def test_a_narrowed_truth_is_said() -> None:
     assert any("blocks.0.odd" in note for note in make_table(narrowed, "errors").notes)
 
 
-def test_underflow_adds_up_over_modules_and_scales_are_told_apart() -> None:
+def test_underflow_adds_up_over_modules_for_each_loss_scale() -> None:
     table = make_table(report(run("fp16"), run("fp32")), "underflow")
     keys = [one.key for one in table.columns]
     rows = [dict(zip(keys, cells, strict=True)) for cells in table.rows]
@@ -215,11 +215,11 @@ def test_underflow_adds_up_over_modules_and_scales_are_told_apart() -> None:
     detailed = make_table(report(run("fp16")), "underflow", detail=True)
     assert len(detailed.rows) == 9
     said = " ".join(answer(report(run("fp16"))))
-    assert "loses 0.05% of the parameters' gradients" in said
-    assert "infinite from 2²⁴ on" in said
+    assert "0.05% of parameter gradients" in said
+    assert "overflow from 2²⁴ on" in said
 
 
-def test_a_sum_is_explained_by_the_rounding_that_made_its_error() -> None:
+def test_sum_is_explained_by_the_rounding_that_caused_the_error() -> None:
     def added(accumulator: str, term_dtype: str, stored: float, result: float, stopped: int | None = None) -> str:
         return explain_sum(
             Sum(
@@ -234,14 +234,14 @@ def test_a_sum_is_explained_by_the_rounding_that_made_its_error() -> None:
             )
         )
 
-    assert "near 10 every addition rounds to a multiple of 2⁻²⁰" in added("fp32", "fp32", 0.00999999978, 10.000134)
-    assert "2⁻⁷ = 0.00781, so there 0.01 counts as 0.00781" in added("fp16", "fp16", 0.010002136, 9.953125)
+    assert "rounds to a multiple of 2⁻²⁰" in added("fp32", "fp32", 0.00999999978, 10.000134)
+    assert "2⁻⁷ = 0.00781, so 0.01 counts as 0.00781" in added("fp16", "fp16", 0.010002136, 9.953125)
     assert "1000 × 0.010002136 = 10.0021" in added("fp32", "fp16", 0.010002136, 10.002136)
     assert "stops at 4 after 350 additions" in added("bf16", "bf16", 0.010009766, 4.0, 350)
     assert find_spacing("bf16", 4.0) == 2**-5
 
 
-def test_speeds_are_of_the_same_model_and_stand_beside_errors_of_the_same_case() -> None:
+def test_speeds_match_the_model_and_errors_match_the_case() -> None:
     rows = [
         row(context=64, precision="fp32", step_ns=(300,) * 3),
         row(context=64, precision="bf16", step_ns=(100,) * 3),
@@ -264,11 +264,11 @@ def test_speeds_are_of_the_same_model_and_stand_beside_errors_of_the_same_case()
     assert len(make_page(with_speeds).tables) == len(make_page(plain).tables) + 1
     with pytest.raises(StepscopeError, match="no case of `nano`"):
         find_speeds(rows[-2:], plain.case)
-    with pytest.raises(StepscopeError, match="no speeds to show"):
+    with pytest.raises(StepscopeError, match="has no speeds"):
         make_table(plain, "speed")
 
 
-def test_speeds_that_differ_in_one_setting_are_told_apart_by_it() -> None:
+def test_speeds_show_the_setting_they_differ_in() -> None:
     plain = report(run("bf16"))
     rows = [row(precision=precision, checkpoint=one) for one in ("none", "block") for precision in ("fp32", "bf16")]
     tables = [
@@ -287,7 +287,7 @@ def test_every_table_comes_in_every_format() -> None:
             assert render(make_table(full, name), format_)
 
 
-def test_a_file_is_read_as_ours_or_refused(tmp_path: Path) -> None:
+def test_foreign_file_is_rejected(tmp_path: Path) -> None:
     newer = encode_report(report(run("bf16"))).decode().replace("stepscope.precision/1", "stepscope.precision/9")
     for content in (newer, "{}", '{"schema": "stepscope.explain/1"}', "no json", '{"schema": "stepscope.precision/1"}'):
         (tmp_path / "a.json").write_text(content)
@@ -309,7 +309,7 @@ def test_a_file_is_read_as_ours_or_refused(tmp_path: Path) -> None:
         ('"device": "cuda:0"', '"device": "npu:0"'),
     ],
 )
-def test_an_edited_file_is_shown_as_far_as_it_goes_or_refused(tmp_path: Path, old: str, new: str) -> None:
+def test_edited_file_is_shown_or_rejected(tmp_path: Path, old: str, new: str) -> None:
     text = encode_report(report(run("fp32"), run("fp16"))).decode()
     assert old in text
     (tmp_path / "edited.json").write_text(text.replace(old, new, 1))

@@ -136,13 +136,12 @@ def busy_timeline() -> Timeline:
 
 def test_findings_come_by_saving_with_those_that_have_none_last() -> None:
     findings = find(busy_timeline().profile())
-    savings = [finding.saving_ns for finding in findings]
+    savings = [finding.saving_ns for finding in findings if not finding.is_remark]
     known = [saving for saving in savings if saving is not None]
     assert len(known) >= 2
     assert savings == [*sorted(known, reverse=True), *[None] * (len(savings) - len(known))]
     assert None in savings
     for finding in findings:
-        assert finding.title == RULES[finding.code].title
         assert finding.share is None or 0 <= finding.share <= 1
 
 
@@ -151,8 +150,41 @@ def test_the_fix_is_a_flag_for_the_built_in_model_and_code_for_ones_own() -> Non
     own = found(busy_timeline().profile(), "SS003")
     assert builtin is not None
     assert own is not None
-    assert builtin.fix == "--compile"
+    assert builtin.action == "Run with `--compile`"
+    assert builtin.fix == "stepscope profile --size small --context 128 --compile"
+    assert own.action
     assert own.fix == "model = torch.compile(model)"
+
+
+def test_remarks_come_last_and_have_no_fix() -> None:
+    """What no code or setting fixes, in code of one's own and in the built-in model."""
+    doubts = (Doubt(code="throttled", text="clocks held back"),)
+    findings = find(busy_timeline().profile(doubts=doubts))
+    assert [one.code for one in findings if one.is_remark] == ["SS016"]
+    assert len(findings) > 1
+    assert [one.is_remark for one in findings] == sorted(one.is_remark for one in findings)
+    assert all(one.action and not one.fix for one in findings if one.is_remark)
+
+    compiled = build_case({"size": "small", "compile": True})
+    copies = Timeline()
+    for _ in range(10):
+        copies.launch(GEMM_BF16, 100)
+        copies.launch(COPY, 50, op="aten::copy_")
+    layout = found(copies.profile(case=compiled), "SS006")
+    assert layout is not None
+    assert layout.is_remark
+    assert layout.action == ""
+
+
+def test_titles_have_the_numbers_of_the_recording() -> None:
+    titles = {one.code: one.title for one in find(busy_timeline().profile())}
+    assert titles["SS003"] == "20 small kernels per step could be fused"
+    assert titles["SS007"] == "Optimizer launches 10 kernels per step"
+    timeline = Timeline()
+    with timeline.step():
+        timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[64, 1024], [1024, 256]], dtypes=[BF16, BF16])
+    (odd,) = (one for one in find(timeline.profile()) if one.code == "SS009")
+    assert odd.title.endswith(": 1 GEMM per step")
 
 
 def test_a_recording_of_a_cpu_has_no_findings_about_gpus() -> None:
@@ -178,9 +210,11 @@ def test_every_rule_has_a_page_with_everything_on_it() -> None:
     for code, rule in RULES.items():
         assert re.fullmatch(r"SS\d{3}", code)
         assert code == rule.code
-        assert all((rule.title, rule.meaning, rule.seen, rule.saving, rule.builtin, *rule.own))
+        assert all((rule.title, rule.action, rule.meaning, rule.seen, rule.saving, rule.builtin, *rule.own))
         assert rule.own
         assert not rule.title.endswith(".")
+        assert not rule.action.endswith(".")
+        assert bool(rule.paste) != bool(rule.look_up)
         assert describe_rule(rule).columns[0].label == code
     assert len(tabulate_rules().rows) == len(RULES)
 
@@ -190,7 +224,7 @@ def test_codes_are_found_in_any_case_and_near_misses_named() -> None:
     with pytest.raises(StepscopeError, match="stepscope rule SS0") as raised:
         find_rule("SS07")
     assert "SS020" in str(raised.value)
-    with pytest.raises(StepscopeError, match="no rule has the code `nonsense`"):
+    with pytest.raises(StepscopeError, match="unknown rule: `nonsense`"):
         find_rule("nonsense")
 
 
@@ -198,5 +232,5 @@ def test_the_documentation_is_what_the_rules_say() -> None:
     page = (ROOT / "docs/rule.md").read_text()
     fill_in = runpy.run_path(str(ROOT / "tools/rule_docs.py"))["fill_in"]
     assert page == fill_in(page), "out of date: python tools/rule_docs.py"
-    listed = dict(re.findall(r"^\| (SS\d{3}) \| (.+?) \|", page, re.MULTILINE))
+    listed = dict(re.findall(r"^\| \[(SS\d{3})\]\(#ss\d{3}\) \| (.+?) \|", page, re.MULTILINE))
     assert listed == {code: rule.title for code, rule in RULES.items()}

@@ -100,7 +100,7 @@ def test_a_wait_inside_a_step_is_seen_and_one_between_steps_is_not() -> None:
     finding = found(profile, "SS002")
     assert finding is not None
     assert "aten::_local_scalar_dense" in finding.evidence
-    assert "once a step" in finding.evidence
+    assert "once per step" in finding.title
     assert saving_us(profile, "SS002") == pytest.approx(200, rel=0.15)
     assert found(waiting(5, 20, waits=False).profile(), "SS002") is None
 

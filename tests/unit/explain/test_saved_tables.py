@@ -51,7 +51,7 @@ def cells(table: Table, *keys: str) -> list[tuple[Cell, ...]]:
     return [tuple(row[place] for place in places) for row in table.rows]
 
 
-def test_memory_counts_once_for_the_node_that_saved_it_first() -> None:
+def test_storage_counts_once_for_the_first_node() -> None:
     held = held_storages(EAGER)
     assert held["storage"].to_list() == [1, 3, 5, 6, 7]
     assert held["module"].to_list() == ["blocks.0", "blocks.0.gate", "blocks.1.up", "(loss)", None]
@@ -67,7 +67,7 @@ def test_the_largest_comes_first() -> None:
     assert cells(saved_by_module(EAGER), "module", "bytes", "count")[0] == ("blocks.0", 100, 1)
 
 
-def test_a_block_names_what_takes_most_of_it() -> None:
+def test_block_lists_its_largest_tensors() -> None:
     rows = cells(saved_by_block(EAGER), "block", "bytes", "mostly")
     assert [row[:2] for row in rows] == [("blocks.0", 160), ("blocks.1", 60), (OUTSIDE, 32)]
     assert rows[0][2] == "0 MulBackward0 self 62.5%, gate SigmoidBackward0 result 37.5%"
@@ -99,16 +99,16 @@ def test_one_block_is_listed_tensor_by_tensor() -> None:
 def test_a_model_without_blocks_says_so() -> None:
     table = saved_in_block(COMPILED)
     assert table.rows == ()
-    assert "none were found" in table.title
+    assert "no blocks found" in table.title
 
 
-def test_nothing_saved_gives_empty_tables() -> None:
+def test_no_saved_tensors_give_empty_tables() -> None:
     nothing = EAGER.clear()
     assert saved_by_module(nothing).rows == saved_by_block(nothing).rows == ()
     assert cells(compare_saved(nothing, nothing)[0], "op", "eager_bytes") == [("all", 0)]
 
 
-def test_compiled_stands_beside_eager_by_operator() -> None:
+def test_eager_and_compiled_are_compared_by_operator() -> None:
     rows: Mapping[Cell, tuple[Cell, ...]] = {row[0]: row[1:] for row in compare_saved(EAGER, COMPILED)[0].rows}
     assert rows["all"] == (252, 190, 62)
     assert rows["SigmoidBackward0"] == (60, 0, 60)
@@ -116,7 +116,7 @@ def test_compiled_stands_beside_eager_by_operator() -> None:
     assert rows["ExpBackward0"] == (30, 30, 0)
 
 
-def test_what_went_away_is_told_by_size() -> None:
+def test_tensors_no_longer_saved_are_found_by_size() -> None:
     rows = cells(compare_saved(EAGER, COMPILED)[1], "each_bytes", "eager_count", "compiled_count", "gone_bytes")
     assert rows == [(60, 2, 1, 60), (2, 1, 0, 2), (100, 1, 1, 0), (30, 1, 1, 0)]
     ops = {row[0]: row[1] for row in cells(compare_saved(EAGER, COMPILED)[1], "each_bytes", "eager_ops")}
@@ -124,7 +124,7 @@ def test_what_went_away_is_told_by_size() -> None:
     assert cells(compare_saved(COMPILED, EAGER)[1], "gone_bytes")[-1] == (-60,)
 
 
-def test_closed_forms_stand_beside_the_graph_by_part() -> None:
+def test_predicted_and_measured_are_compared_by_part() -> None:
     closed = cost.activations_of(build_case({"precision": "bf16"}).workload)
     saved = pl.concat(
         [
@@ -155,7 +155,7 @@ def test_closed_forms_stand_beside_the_graph_by_part() -> None:
     assert ("head", "B·L·d·2") in cells(table, "part", "formula")
 
 
-def test_alike_modules_of_all_layers_are_one_row() -> None:
+def test_same_module_of_all_layers_is_one_row() -> None:
     table = saved_by_role(
         frame(
             (1, "MmBackward0", "self", "blocks.0.up", 1, 60, "activation"),

@@ -206,7 +206,7 @@ def test_flags_are_a_grid() -> None:
     ("texts", "said"),
     [
         ({"implementation": "trito"}, "unknown implementation: `trito`"),
-        ({"length": "many"}, "`--length`: not a whole number: `many`"),
+        ({"length": "many"}, "`--length`: not an integer: `many`"),
         ({"length": "1,,2"}, "empty value"),
         ({"length": "0"}, "length `0` is not positive"),
         ({"precision": "fp12"}, "unknown precision"),
@@ -214,7 +214,7 @@ def test_flags_are_a_grid() -> None:
         ({"seconds": "-1"}, "no span of time"),
         ({"seconds": "0"}, "no span of time"),
         ({"seed": "99999999999999999999999"}, "too large"),
-        ({"memory_limit": "much"}, "not an amount of memory"),
+        ({"memory_limit": "much"}, "not a memory size: `much`"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(texts: dict[str, str], said: str) -> None:

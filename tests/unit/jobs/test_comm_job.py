@@ -257,11 +257,11 @@ def test_a_message_is_cut_to_what_every_rank_has_an_equal_part_of() -> None:
     ("texts", "said"),
     [
         ({"collective": "all-redcue"}, "unknown collective: `all-redcue`"),
-        ({"sizes": "many"}, "not an amount of memory: `many`"),
+        ({"sizes": "many"}, "not a memory size: `many`"),
         ({"sizes": "1MB,,2MB"}, "empty value"),
         ({"sizes": "0"}, "no element for each of"),
         ({"ranks": "0"}, "ranks `0` is not positive"),
-        ({"ranks": "two"}, "`--ranks`: not a whole number: `two`"),
+        ({"ranks": "two"}, "`--ranks`: not an integer: `two`"),
         ({"backend": "mpi"}, "unknown backend: `mpi`"),
         ({"backend": "nccl", "device": "cpu"}, "backend `nccl` on device `cpu`"),
         ({"device": "cuda:1"}, "unknown device: `cuda:1`"),

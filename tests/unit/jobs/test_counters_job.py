@@ -278,7 +278,7 @@ def test_without_ncu_it_says_so_before_anything_runs(bench: Bench, monkeypatch: 
 
 def test_without_a_gpu_ncu_is_not_started(bench: Bench) -> None:
     bench.environment = msgspec.structs.replace(ENVIRONMENT, device="cpu")
-    with pytest.raises(StepscopeError, match="hardware counters are a GPU's, and device `cuda` here is the CPU"):
+    with pytest.raises(StepscopeError, match="hardware counters require a GPU; device `cuda` is the CPU"):
         bench.count(ONE)
     assert bench.ncu.calls() == []
 
@@ -286,12 +286,12 @@ def test_without_a_gpu_ncu_is_not_started(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("flags", "message", "hint"),
     [
-        ({"size": "medium"}, "`24` layers are too many to count", "--num-layers 2"),
-        ({"num_layers": "2,13"}, "`13` layers are too many to count", "--num-layers 2"),
+        ({"size": "medium"}, "too many layers to count: `24`", "--num-layers 2"),
+        ({"num_layers": "2,13"}, "too many layers to count: `13`", "--num-layers 2"),
         ({"mode": "train"}, "`--mode train` is not supported with `--counters`", "stepscope profile --mode train"),
         ({"mode": "forward-backward"}, "`--mode forward-backward` is not supported", "stepscope profile --mode"),
         ({"steps": "4"}, "`--steps` cannot be used with `--counters`", "--record-steps 1"),
-        ({"device": "cpu"}, "device `cpu` here is the CPU", "without --counters"),
+        ({"device": "cpu"}, "device `cpu` is the CPU", "remove --counters"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_with_the_reason(flags: dict[str, str], message: str, hint: str) -> None:

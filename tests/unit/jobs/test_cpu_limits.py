@@ -35,7 +35,7 @@ R = TypeVar("R", bound=Row)
 
 MACHINE = CpuIdentity(cpu="Xeon", flags="avx512_bf16 amx_tile amx_bf16", kernel="6.1", torch="2.13.0")
 ONEDNN = LEVELS["ONEDNN_MAX_CPU_ISA"]
-BF16, FP16 = "a bf16 product", "an fp16 product"
+BF16, FP16 = "a bf16 GEMM", "an fp16 GEMM"
 
 
 class StandIn:

@@ -12,10 +12,10 @@ CLOSED = "ResmanDebugLevel: 4294967295\nRmProfilingAdminOnly: 1\n"
     ("parameters", "is_administrator", "is_confidential", "verdict", "found"),
     [
         (None, True, False, "limited", "no NVIDIA driver"),
-        (OPEN, False, False, "fine", "permitted"),
-        (CLOSED, True, False, "fine", "permitted, to administrators"),
-        (CLOSED, False, False, "limited", "for administrators only: ncu will say ERR_NVGPUCTRPERM"),
-        (OPEN, True, True, "limited", "off: confidential computing"),
+        (OPEN, False, False, "fine", "available"),
+        (CLOSED, True, False, "fine", "available to administrators"),
+        (CLOSED, False, False, "limited", "only for administrators: ncu will fail with ERR_NVGPUCTRPERM"),
+        (OPEN, True, True, "limited", "disabled by confidential computing"),
     ],
 )
 def test_counters_are_permitted_by_the_driver_or_not(

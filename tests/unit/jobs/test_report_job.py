@@ -339,7 +339,11 @@ def test_a_command_is_typed_again_without_some_flags() -> None:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("page.txt", "a page, not `.txt`"), ("missing/page.html", "no folder"), ("folder.html", "is a directory")],
+    [
+        ("page.txt", "a page, not `.txt`"),
+        ("missing/page.html", "directory not found"),
+        ("folder.html", "is a directory"),
+    ],
 )
 def test_a_page_that_cannot_be_is_refused_early(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "folder.html").mkdir()
@@ -350,7 +354,7 @@ def test_a_page_that_cannot_be_is_refused_early(tmp_path: Path, name: str, says:
 def test_only_a_page_of_ours_is_replaced_without_force(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<html>mine</html>")
-    with pytest.raises(StepscopeError, match="not a file that stepscope wrote"):
+    with pytest.raises(StepscopeError, match="stepscope did not write it"):
         report.check_page(page, force=False)
     report.check_page(page, force=True)
     with pytest.raises(StepscopeError, match="a file it reads"):

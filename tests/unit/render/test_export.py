@@ -306,7 +306,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
         check_folder(tmp_path)
     with pytest.raises(StepscopeError, match="not a directory"):
         check_folder(tmp_path / "README.md")
-    with pytest.raises(StepscopeError, match="there is no folder") as caught:
+    with pytest.raises(StepscopeError, match="directory not found") as caught:
         check_folder(tmp_path / "a" / "b")
     assert caught.value.hint == f"mkdir -p {tmp_path / 'a'}"
 

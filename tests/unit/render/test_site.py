@@ -15,7 +15,7 @@ import pytest
 from stepscope.files import is_ours
 from stepscope.findings import Advice, Beside, Copyable, Exhibit, Fact, Finding, Part, Report, Section
 from stepscope.render.drawing.colours import assign_colours, choose_ink, colour_of
-from stepscope.render.formats import clean, hide_private
+from stepscope.render.formats import COPYABLE, clean, hide_private
 from stepscope.render.site import write_site
 from stepscope.render.site.packing import pack_breakdown
 from tests.unit.render.report_parts import ask, break_down, categories_table, draw_attention, kernels_of_step
@@ -93,7 +93,7 @@ def test_the_first_screen_needs_no_script() -> None:
         "60.9 ms",
         "4.83 GiB",
         "33,624",
-        "The GPU waits for the host to launch kernels",
+        "Launch-bound: the GPU is idle 79% of the step",
         "−27.9 ms · 45.8% of the step",
         "Show 2 more",
         "stepscope rule SS001",
@@ -135,7 +135,8 @@ def test_hostile_names_stay_text_and_short() -> None:
         "sign",
     }
     assert HOSTILE[0] in visible(page)
-    assert "A" * 2_000 not in page
+    assert "A" * (COPYABLE + 1) not in page
+    assert "A" * 2_000 not in re.sub(r"<pre.*?</pre>", "", page, flags=re.DOTALL)  # what is copied may be longer
     assert not re.search("[\x00-\x08\x0e-\x1f\u200b\u202a-\u202e\u2066-\u2069]", page)
     assert "/home/eve" not in page
     assert "~/secret/model.py" in visible(page)
@@ -241,6 +242,26 @@ def test_a_fix_is_copied_exactly() -> None:
     assert "Saving not estimated" in visible(page)
     advice = (Advice(finding=msgspec.structs.replace(finding, saving_ns=0, share=0.0)),)
     assert "No saving on its own" in visible(write_site(msgspec.structs.replace(one_run(), advice=advice)))
+
+
+def test_remarks_are_a_list_after_the_cards() -> None:
+    remark = Finding(code="SS014", title="3 kernels take 72% of the GPU time", evidence="a, b, c", action="Run `x`")
+    card = Finding(code="SS007", title="t", evidence="e", action="Use `fused=True`", fix="code")
+    look_up = Copyable(label="more", text="stepscope kernel a")
+    report = msgspec.structs.replace(
+        one_run(), advice=(Advice(finding=card), Advice(finding=remark, fixes=(look_up,))), commands=()
+    )
+    page = write_site(report)
+    assert page.count('<article class="card">') == 1
+    assert "Use <code>fused=True</code>" in page
+    (listed,) = re.findall(r'<section class="remarks".*?</section>', page, re.DOTALL)
+    assert listed.count("<li>") == 1
+    assert "3 kernels take 72% of the GPU time" in listed
+    assert "stepscope rule SS014" in listed
+    assert "stepscope kernel a" in visible(listed)
+    assert page.index("remarks-title") > page.index("card")
+    alone = write_site(msgspec.structs.replace(report, advice=(Advice(finding=remark),)))
+    assert "advice-title" not in alone
 
 
 def test_backticks_become_code_and_nothing_else_does() -> None:

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from stepscope.findings import Cell, Column, Table
+from stepscope.findings import Cell, Column, Finding, Page, Table
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
+from stepscope.render.terminal import render_page
 
 from .examples import bench_table
 
@@ -200,3 +201,34 @@ def test_any_cell_at_any_width_gives_one_line_per_row_and_block(pairs: list[tupl
     starts = [line.split()[0] for line in lines if line.startswith("row")]
     assert num_blocks >= 1
     assert starts == [row[0] for row in rows] * num_blocks
+
+
+def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
+    fixable = Finding(
+        code="SS007",
+        title="Optimizer launches 888 kernels per step",
+        evidence="the update takes 3 ms",
+        action="Use `fused=True`",
+        fix="with x:\n    step()",
+        saving_ns=9_010_000,
+        share=0.148,
+    )
+    remark = Finding(code="SS014", title="3 kernels take 72% of the GPU time", evidence="a, b, c", action="Look")
+    page = Page(headline="h", tables=(), findings=(fixable, remark))
+    assert render_page(page, width=100).splitlines()[2:] == [
+        "Findings",
+        "SS007  Optimizer launches 888 kernels per step (saves about 9.01 ms per step, 14.8%)",
+        "       the update takes 3 ms",
+        "       Use `fused=True`:",
+        "         with x:",
+        "             step()",
+        "",
+        "Remarks",
+        "SS014  3 kernels take 72% of the GPU time",
+        "       a, b, c",
+        "       Look",
+        "",
+        "To explain a finding: stepscope rule SS007",
+    ]
+    assert "Findings" not in render_page(msgspec.structs.replace(page, findings=(remark,)), width=100)
+    assert render_page(msgspec.structs.replace(page, findings=()), width=100).endswith("No findings\n")

@@ -59,10 +59,10 @@ def test_what_results_files_hold_is_read_and_written_as_it_was() -> None:
         ("blok", ("unknown checkpoint: `blok`", "--checkpoint block")),
         ("nested", ("unknown checkpoint: `nested`", "--checkpoint nested:2")),
         ("nested:x", ("unknown checkpoint", "nested: and a number")),
-        ("0", ("`0` is not a number of blocks", "--checkpoint none")),
-        ("-2", ("`-2` is not a number of blocks", "1 or more")),
-        ("nested:0", ("`nested:0`", "1 or more")),
-        ("nested:1", ("nests groups of one block", "--checkpoint 1")),
+        ("0", ("at least 1 block, got `0`", "--checkpoint none")),
+        ("-2", ("at least 1 block, got `-2`", "--checkpoint 1")),
+        ("nested:0", ("at least 1 block, got `nested:0`", "--checkpoint none")),
+        ("nested:1", ("groups of a single block", "--checkpoint 1")),
     ],
 )
 def test_what_it_cannot_be_is_refused_with_what_to_type(text: str, said: tuple[str, ...]) -> None:
@@ -76,5 +76,5 @@ def test_what_it_cannot_be_is_refused_with_what_to_type(text: str, said: tuple[s
 
 
 def test_groups_need_a_backward_pass() -> None:
-    with pytest.raises(SpecError, match="checkpoint `2` with mode `forward`"):
+    with pytest.raises(SpecError, match="checkpoint `2` cannot be used with mode `forward`"):
         build_case({"checkpoint": "2", "mode": "forward"})

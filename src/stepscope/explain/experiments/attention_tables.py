@@ -1,8 +1,7 @@
-"""From the rows of `stepscope attention` to its tables and pictures.
+"""The tables and figures of `stepscope attention`.
 
-Implementations of one shape stand together, so that a reader compares down a column. A ratio is always to a peer at the
-same shape: the fastest of SDPA's backends in the file unless another is named, for forward and for backward each its
-own.
+The implementations of one shape are adjacent, so that a reader compares down a column. Ratios compare with a peer at
+the same shape: the fastest SDPA backend in the file, chosen separately for forward and backward, or the named one.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,23 +37,23 @@ _SHORT: dict[Timing, str] = {"forward": "fwd", "backward": "bwd", "both": "both"
 _STATISTICS = ("p20", "p80", "mean", "min", "max")
 
 DOUBTS = {
-    "throttled": "the GPU held its clocks back",
-    "shared": "other processes were using the device",
-    "few": "too few repetitions for a spread",
-    "spread": "repetitions differ by more than 10 % from one another",
-    "host-bound": "the GPU waited for the host to issue work: what is timed is Python",
+    "throttled": "the GPU reduced its clocks",
+    "shared": "other processes used the device",
+    "few": "too few repetitions to estimate the spread",
+    "spread": "repetitions differ by more than 10%",
+    "host-bound": "CPU-bound: the GPU waited for kernel launches, so the time is that of Python",
 }
 
 
 def describe_attention(case: AttentionCase) -> str:
-    """A case in a few words."""
+    """Describe a case in a few words."""
     mask = "causal" if case.causal else "full"
     heads = f" heads {case.heads}" if case.heads > 1 else ""
     return f"{case.implementation} D {case.head_dim} L {case.length} batch {case.batch}{heads} {case.precision} {mask}"
 
 
 def outcome_of(row: AttentionRow) -> str:
-    """A measured case in a few words."""
+    """Describe the outcome of a case in a few words."""
     forward, backward = summary_ms(row, "forward"), summary_ms(row, "backward")
     if forward is None or backward is None:
         return row.status
@@ -81,13 +80,13 @@ def parse_peer(text: str | None) -> Implementation | None:
 def make_tables(
     rows: Sequence[AttentionRow], *, part: Part | None = None, peer: Implementation | None = None
 ) -> tuple[Table, ...]:
-    """The table that was asked for, or one of time and one of memory."""
+    """Return the requested table, or one for time and one for memory."""
     parts: tuple[Part, ...] = ("time", "memory") if part is None else (part,)
     return tuple(attention_table(rows, part=one, peer=peer) for one in parts)
 
 
 def attention_table(rows: Sequence[AttentionRow], *, part: Part, peer: Implementation | None = None) -> Table:
-    """Time, memory, or all in one, for programs."""
+    """Return a table of time, of memory, or of both, for programs."""
     ordered, peers = in_order(rows), _Peers(rows, peer)
     columns = RowColumns(ordered)
     _add_case(columns)
@@ -96,21 +95,21 @@ def attention_table(rows: Sequence[AttentionRow], *, part: Part, peer: Implement
     if part != "time":
         _add_memory(columns)
     for result in ("output", "dq", "dk", "dv"):
-        columns.add(f"{result}_error", f"error of {result}", partial(_error, result=result), "number", detail=True)
-    columns.add_ends(_failure if part == "memory" else _remark)  # what is doubted is the time
-    what = {"time": "medians in ms", "memory": "memory on top of the inputs", "all": "time and memory"}[part]
+        columns.add(f"{result}_error", f"{result} error", partial(_error, result=result), "number", detail=True)
+    columns.add_ends(_failure if part == "memory" else _remark)  # quality warnings are about time
+    what = {"time": "median times", "memory": "memory without the inputs", "all": "time and memory"}[part]
     return columns.table(f"{say_common(ordered)}; {what}", _notes(ordered, part, peers))
 
 
 def _shape(row: AttentionRow) -> tuple[str | int, ...]:
-    """All that two rows share which differ in their implementation alone."""
+    """Everything that identifies a row except its implementation."""
     case = row.case
     sizes = (case.causal, case.batch, case.heads, case.head_dim, case.length, case.seed, case.memory_limit or 0)
     return (row.environment.driver_name, case.precision, *sizes, *row.environment.identity)
 
 
 def in_order(rows: Sequence[AttentionRow]) -> list[AttentionRow]:
-    """By shape, and the implementations of a shape together."""
+    """Sort rows by shape, then by implementation."""
     return sorted(rows, key=lambda row: (_shape(row), IMPLEMENTATIONS.index(row.case.implementation)))
 
 
@@ -125,14 +124,14 @@ def _add_case(columns: RowColumns[AttentionRow]) -> None:
     add("implementation", "implementation", lambda row: row.case.implementation, shown=True)
     add("device_name", "device", lambda row: row.environment.driver_name)
     add("torch", "torch", lambda row: row.environment.torch)
-    add("repetitions", "at most", lambda row: row.case.repetitions, "count")
-    add("seconds", "seconds", lambda row: f"{row.case.seconds:g}")
+    add("repetitions", "max repetitions", lambda row: row.case.repetitions, "count")
+    add("seconds", "max time (s)", lambda row: f"{row.case.seconds:g}")
     add("seed", "seed", lambda row: str(row.case.seed))
-    add("memory_limit", "held to", _say_limit)
+    add("memory_limit", "memory limit", _say_limit)
 
 
 class _Peers:
-    """Who a row is compared with."""
+    """The peer that each row is compared with."""
 
     def __init__(self, rows: Sequence[AttentionRow], named: Implementation | None) -> None:
         self.label = named or "sdpa"
@@ -158,22 +157,22 @@ class _Peers:
         return found[1] if found else None
 
     def ratio(self, row: AttentionRow, timing: Timing) -> Cell:
-        """The peer's time over the row's: above one is faster than the peer."""
+        """The peer's time over the row's time; above 1, the row is faster."""
         found, own = self._best.get((timing, *_shape(row))), summary_ms(row, timing)
         return found[0] / own.median if found and own else None
 
 
 def _add_times(columns: RowColumns[AttentionRow], peers: _Peers) -> None:
-    """Without a peer in the file its columns are left to programs."""
+    """Add times, rates and ratios. Without a peer in the file, its columns are detail columns."""
     for timing in TIMINGS:
-        labels = {"median": timing, **{name: f"{timing} {name}" for name in _STATISTICS}}
+        labels = {"median": f"{timing} (ms)", **{name: f"{timing} {name} (ms)" for name in _STATISTICS}}
         columns.add_summary(f"{timing}_", partial(summary_ms, timing=timing), labels, shown=("median",))
         repetitions = partial(_repetitions, timing=timing)
         columns.add(f"{timing}_repetitions", f"{timing} repetitions", repetitions, "count", detail=True)
     for timing in TIMINGS:
         rate, share, short = partial(tflops_of, timing=timing), partial(_of_peak, timing=timing), _SHORT[timing]
         columns.add(f"{timing}_tflops", f"{short} TFLOP/s", rate, "number", detail=timing == "both")
-        columns.add(f"{timing}_of_peak", f"{short} of peak", share, "share", detail=True)
+        columns.add(f"{timing}_of_peak", f"{short} share of peak", share, "share", detail=True)
     for timing in TIMINGS:
         ratio, name, short = partial(peers.ratio, timing=timing), partial(peers.name, timing=timing), _SHORT[timing]
         is_detail = timing == "both" or not peers
@@ -211,26 +210,26 @@ def _of_peak(row: AttentionRow, timing: Timing) -> float | None:
 
 
 def _add_memory(columns: RowColumns[AttentionRow]) -> None:
-    """Measured beside the closed form, at both moments. A CPU reserves nothing."""
+    """Add measured and predicted memory, before backward and at the peak. A CPU has no reserved memory."""
 
     def weighed(key: str, label: str, *, detail: bool = True) -> None:
         columns.add(key, label, partial(_weighed, name=key), "bytes", detail=detail)
 
     def formed(moment: str, formula_label: str) -> None:
-        columns.add(f"{moment}_form_bytes", "closed form", partial(_need, name=f"{moment}_bytes"), "bytes")
-        columns.add(f"{moment}_bound", "it is", partial(_need, name=f"{moment}_bound"), detail=True)
+        columns.add(f"{moment}_form_bytes", "predicted", partial(_need, name=f"{moment}_bytes"), "bytes")
+        columns.add(f"{moment}_bound", "bound", partial(_need, name=f"{moment}_bound"), detail=True)
         columns.add(f"{moment}_formula", formula_label, partial(_need, name=f"{moment}_formula"), detail=True)
 
     reserves = any(row.measurement and row.measurement.memory.peak_reserved_bytes is not None for row in columns.rows)
     weighed("before_backward_bytes", "before backward", detail=False)
     formed("before_backward", "formula")
-    weighed("peak_bytes", "peak", detail=False)
-    formed("peak", "formula of the peak")
-    weighed("before_backward_reserved_bytes", "reserved before", detail=not reserves)
-    weighed("peak_reserved_bytes", "reserved at the peak", detail=not reserves)
-    weighed("before_backward_allocated_bytes", "all allocated before")
-    weighed("peak_allocated_bytes", "all allocated at the peak")
-    weighed("forward_peak_bytes", "peak of forward")
+    weighed("peak_bytes", "peak memory", detail=False)
+    formed("peak", "peak formula")
+    weighed("before_backward_reserved_bytes", "reserved before backward", detail=not reserves)
+    weighed("peak_reserved_bytes", "reserved at peak", detail=not reserves)
+    weighed("before_backward_allocated_bytes", "total before backward")
+    weighed("peak_allocated_bytes", "total at peak")
+    weighed("forward_peak_bytes", "forward peak")
     weighed("input_bytes", "inputs")
 
 
@@ -262,7 +261,8 @@ def _failure(row: AttentionRow) -> str:
 # --- Words ----------------------------------------------------------------------------------------------------------
 
 
-# What may be the same in all rows or tell them apart, besides D, length and implementation.
+# Settings that go into the title if all rows share them, and into panel names if not; D, length and implementation
+# have their own columns.
 _WORDS: tuple[Callable[[AttentionRow], str], ...] = (
     lambda row: f"batch {row.case.batch}",
     lambda row: f"{row.case.heads} heads" if row.case.heads > 1 else "",
@@ -270,11 +270,11 @@ _WORDS: tuple[Callable[[AttentionRow], str], ...] = (
     lambda row: row.case.precision,
     lambda row: row.environment.driver_name,
     lambda row: f"torch {row.environment.torch}",
-    lambda row: f"held to {_say_limit(row)}" if row.case.memory_limit else "",
+    lambda row: f"memory limit {_say_limit(row)}" if row.case.memory_limit else "",
 )
-# What may tell rows apart and is not worth a word where it does not.
+# Settings that are mentioned only if rows differ in them.
 _FINER_WORDS: tuple[Callable[[AttentionRow], str], ...] = (
-    lambda row: f"{row.case.repetitions} times or {row.case.seconds:g} s",
+    lambda row: f"at most {row.case.repetitions} repetitions or {row.case.seconds:g} s",
     lambda row: f"seed {row.case.seed}",
     lambda row: row.environment.cpu_limits,
 )
@@ -285,7 +285,7 @@ def _say_limit(row: AttentionRow) -> str:
 
 
 def say_common(rows: Sequence[AttentionRow]) -> str:
-    """What all rows have in common, in a line."""
+    """Describe in one line what all rows have in common."""
     return join_shared(_WORDS, rows)
 
 
@@ -294,12 +294,10 @@ def _notes(rows: Sequence[AttentionRow], part: Part, peers: _Peers) -> list[str]
     notes = []
     if part != "memory":
         if peers:
-            notes.append(
-                f"vs {peers.label}: {peers.full_name}'s time at the same shape over this one's; above 1 is faster"
-            )
+            notes.append(f"vs {peers.label}: speedup over {peers.full_name} at the same shape; above 1 is faster")
         notes.append(f"FLOP: {ATTENTION_CONVENTION}")
         if any(one.clock == "cuda events" for one in measured):
-            notes.append("times from CUDA events, the cache flushed before each repetition")
+            notes.append("times: CUDA events, with the L2 cache flushed before each repetition")
         notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, DOUBTS)
     if part != "time":
         notes += _memory_notes(rows, measured)
@@ -307,47 +305,47 @@ def _notes(rows: Sequence[AttentionRow], part: Part, peers: _Peers) -> list[str]
 
 
 def _memory_notes(rows: Sequence[AttentionRow], measured: Sequence[AttentionMeasurement]) -> list[str]:
-    notes = ["memory: on top of q, k, v and the gradient of the output"]
+    notes = ["memory: without q, k, v and the gradient of the output"]
     if any(one.memory.counter == "cuda allocator" for one in measured):
-        notes.append("counted by CUDA's caching allocator, in its blocks; reserved: all of the process")
+        notes.append("measured by the CUDA caching allocator, in blocks; reserved memory is that of the whole process")
     if any(one.memory.counter == "profiler" for one in measured):
-        notes.append("counted by PyTorch's profiler: what operators took, less what they gave back")
+        notes.append("measured by the PyTorch profiler: memory that operators allocated minus what they freed")
     names = [name for name in IMPLEMENTATIONS if any(row.case.implementation == name for row in rows)]
-    for when, exact in (("before backward", EXACT_BEFORE_BACKWARD), ("of the peak", EXACT_PEAK)):
+    for when, exact in (("before backward", EXACT_BEFORE_BACKWARD), ("at the peak", EXACT_PEAK)):
         listed = ", ".join(name for name in names if name in exact) or "none"
-        notes.append(f"closed form {when}: exact for {listed}; at least so much for the others")
+        notes.append(f"predicted {when}: exact for {listed}; a lower bound for the others")
     return notes
 
 
 def _failure_notes(rows: Sequence[AttentionRow]) -> list[str]:
-    """The first reason of each kind for each implementation."""
+    """The first reason for each status of each implementation."""
     reasons = {(row.status, row.case.implementation): row.reason for row in reversed(rows) if row.status != "ok"}
     ordered = sorted(reasons.items(), key=lambda item: (item[0][0], IMPLEMENTATIONS.index(item[0][1])))
     return [f"{status}: {name}: {brief(reason)}" for (status, name), reason in ordered]
 
 
-# --- Pictures -------------------------------------------------------------------------------------------------------
+# --- Figures --------------------------------------------------------------------------------------------------------
 
 AttentionQuantity = Literal["forward", "backward", "both", "forward-rate", "backward-rate", "before-backward", "peak"]
 
 _TIME = Axis(label="time", unit="ms", log=True)
-# Linear, from zero: a rate comes to rest as lengths grow, and how far apart two lines lie there is what matters.
-_RATE = Axis(label="rate", unit="TFLOP/s")
+# Linear, from zero: rates level off at long lengths, and the distance between two lines there is what matters.
+_RATE = Axis(label="throughput", unit="TFLOP/s")
 _MEMORY = Axis(label="memory", unit="MiB", log=True)
 _DRAWN: dict[AttentionQuantity, tuple[str, Axis]] = {
-    "forward": ("Attention, forward: median with the middle 60 % of repetitions", _TIME),
-    "backward": ("Attention, backward: median with the middle 60 % of repetitions", _TIME),
-    "both": ("Attention, forward and backward: median with the middle 60 % of repetitions", _TIME),
-    "forward-rate": ("Attention, forward: operations a second", _RATE),
-    "backward-rate": ("Attention, backward: operations a second", _RATE),
-    "before-backward": ("Attention: memory held between forward and backward, without the inputs", _MEMORY),
-    "peak": ("Attention: memory at the peak of forward and backward, without the inputs", _MEMORY),
+    "forward": ("Attention forward (median; bars span the middle 60% of repetitions)", _TIME),
+    "backward": ("Attention backward (median; bars span the middle 60% of repetitions)", _TIME),
+    "both": ("Attention forward and backward (median; bars span the middle 60% of repetitions)", _TIME),
+    "forward-rate": ("Attention forward throughput", _RATE),
+    "backward-rate": ("Attention backward throughput", _RATE),
+    "before-backward": ("Attention memory between forward and backward, without the inputs", _MEMORY),
+    "peak": ("Attention peak memory in forward and backward, without the inputs", _MEMORY),
 }
 
 
 def attention_figure(rows: Sequence[AttentionRow], quantity: AttentionQuantity) -> Figure:
-    """Time, rate or memory against length, a panel for each D and a line for each implementation. Rows that were not
-    measured are named in the subtitle: a line that ends has a reason."""
+    """Time, throughput or memory against length, with a panel per head dimension and a line per implementation. The
+    subtitle names the rows that were not measured, which explains why a line ends early."""
     ordered = in_order(rows)
     title, y = _DRAWN[quantity]
     say_rest = tell_apart((*_WORDS, *_FINER_WORDS), ordered)
@@ -356,7 +354,7 @@ def attention_figure(rows: Sequence[AttentionRow], quantity: AttentionQuantity) 
         subtitle="; ".join([say_common(ordered), *_say_missing(ordered)]),
         x=Axis(label="length", log=True),
         y=y,
-        # The other way round than in tables: the first colours are the strongest, and the fastest deserve them.
+        # The reverse of the order in tables: the first colours are the strongest and go to the fastest implementations.
         series=IMPLEMENTATIONS[::-1],
         series_label="implementation",
         points=tuple(_point(row, quantity, _panel(row, say_rest)) for row in ordered if row.measurement is not None),
@@ -369,13 +367,13 @@ def _panel(row: AttentionRow, say_rest: Callable[[AttentionRow], str]) -> str:
 
 
 def _say_missing(rows: Sequence[AttentionRow]) -> list[str]:
-    """Where memory ran out first, and how many rows are missing for other reasons."""
+    """The shortest length at which each implementation ran out of memory, and counts of other failures."""
     shortest: dict[str, int] = {}
     for row in rows:
         if row.status == "oom":
             name = row.case.implementation
             shortest[name] = min(row.case.length, shortest.get(name, row.case.length))
-    where = ", ".join(f"{name} from {length}" for name, length in shortest.items())
+    where = ", ".join(f"{name} from length {length}" for name, length in shortest.items())
     return [f"out of memory: {where}"] * bool(where) + count_failed(rows, but=("ok", "oom"))
 
 

@@ -1,7 +1,7 @@
-"""From the rows of a sweep to its table and chart.
+"""The table and chart of a bench sweep.
 
-A column stands for what differs between the rows; what they share is said once, in the title. Medians are compared,
-since one interrupted step should not decide a comparison; means and deviations stand beside them.
+Columns show what differs between the rows; the title states what they share. Comparisons use medians, so that one
+interrupted step does not decide them; means and standard deviations are in the table too.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,20 +33,20 @@ from stepscope.spec import SIZES
 PHASES = ("forward", "backward", "optimizer")
 _STATISTICS = ("mean", "sd", "median", "p20", "p80", "min", "max")
 
-# Doubts that leave the times as they are; all others make them uncertain.
+# Quality warnings that do not affect the times; all others make them unreliable.
 _NOT_OF_TIMES = ("host-bound", "uncounted")
 
 DOUBTS = {
-    "throttled": "the GPU held its clocks back",
-    "shared": "other processes were using the device",
-    "few": "too few steps for a spread",
-    "spread": "steps differ by more than 10 % from one another",
-    "cold": "the first timed step was much slower than the others: more warm-up",
-    "clocks": "the host's clock and CUDA events disagree",
-    "host-bound": "the GPU waited for the host to issue work: fewer kernels (--compile) help, a faster GPU does not",
-    "uncounted": "the operations could not be counted",
-    "not-finite": "the loss is not a number, or infinite: what is timed may not be what training does",
-    "skipped": "infinite gradients: some steps made no update",
+    "throttled": "the GPU reduced its clocks",
+    "shared": "other processes used the device",
+    "few": "too few steps to estimate the spread",
+    "spread": "step times differ by more than 10%",
+    "cold": "the first timed step was much slower than the others; use more warm-up steps",
+    "clocks": "the CPU clock and CUDA events disagree",
+    "host-bound": "CPU-bound: the GPU waited for kernel launches; fewer kernels (--compile) help, a faster GPU won't",
+    "uncounted": "the FLOPs could not be counted",
+    "not-finite": "the loss is NaN or infinite, so the timed steps may not do what training does",
+    "skipped": "gradients were infinite, so some steps skipped the update",
 }
 
 
@@ -65,7 +65,7 @@ def bench_table(rows: Sequence[BenchRow]) -> Table:
         columns.put(ratio.column, ratio.cells)
         columns.put(ratio.doubt_column, ratio.doubts)
     columns.add_ends()
-    title = f"{say_shared(rows)}; medians in ms" if rows else "no cases"
+    title = f"{say_shared(rows)}; median times" if rows else "no cases"
     return columns.table(
         title,
         (*_notes(rows), *_doubt_note(ratios)),
@@ -74,19 +74,19 @@ def bench_table(rows: Sequence[BenchRow]) -> Table:
 
 
 def bench_figure(rows: Sequence[BenchRow]) -> Figure:
-    """Step time against context where contexts differ, and against the number of parameters where they do not."""
+    """Step time against context, or against the number of parameters if all contexts are the same."""
     by_context = varies(find_setting("context"), rows)
-    # A model without tokens has no place on an axis of contexts.
+    # A model without tokens cannot be plotted against context.
     measured = [row for row in rows if row.measurement and (row.case.workload.context or not by_context)]
     inside = ("context", "precision") if by_context else ("model", "precision", "vocab")
     told_apart = [s for s in CASE_SETTINGS if varies(s, rows) or (by_context and s.key == "model")]
     series = [setting for setting in told_apart if setting.key not in inside]
     missing = count_failed([row for row in rows if row.measurement is None], but=())
     return Figure(
-        title="Step time, median with the middle 60 % of steps",
+        title="Step time (median; bars span the middle 60% of steps)",
         subtitle="; ".join([say_shared(rows), *missing]),
         x=Axis(label="context", unit="tokens", log=True) if by_context else Axis(label="parameters", log=True),
-        y=Axis(label="step", unit="ms", log=True),
+        y=Axis(label="step time", unit="ms", log=True),
         series_label=" · ".join(setting.label for setting in series),
         panel_label="precision",
         points=tuple(_point(row, series, by_context=by_context) for row in measured),
@@ -110,7 +110,7 @@ def sizes_table() -> Table:
 
 
 def outcome_of(row: CaseRow) -> str:
-    """A timed case in a few words."""
+    """Describe the outcome of a case in a few words."""
     step = step_ms(row) if isinstance(row, BenchRow) else None
     return f"{step.median:.4g} ms" if step else row.status
 
@@ -124,18 +124,18 @@ def _summary_ms(samples_ns: Sequence[int]) -> Statistics:
 
 
 def _add_times(columns: RowColumns[BenchRow]) -> None:
-    """The median of each phase; the rest of its statistics as detail. Of a step with one phase, the step says it
-    all."""
+    """Add the median of each phase, with its other statistics as detail columns. A step with a single phase shows only
+    the step."""
     phases = [p for p in PHASES if any(row.measurement and p in row.measurement.phases_ns for row in columns.rows)]
     for phase in phases if len(phases) > 1 else ():
-        _add_statistics(columns, phase, partial(_phase_ms, phase=phase), {"median": phase})
-    _add_statistics(columns, "step", step_ms, {"median": "step", "mean": "mean", "sd": "sd"})
+        _add_statistics(columns, phase, partial(_phase_ms, phase=phase), {"median": f"{phase} (ms)"})
+    _add_statistics(columns, "step", step_ms, {"median": "step (ms)", "mean": "mean (ms)", "sd": "sd (ms)"})
 
 
 def _add_statistics(
     columns: RowColumns[BenchRow], name: str, read: Callable[[BenchRow], Statistics | None], shown: dict[str, str]
 ) -> None:
-    others = {one: f"{name} {one}" for one in _STATISTICS if one not in shown}
+    others = {one: f"{name} {one} (ms)" for one in _STATISTICS if one not in shown}
     columns.add_summary(f"{name}_", read, shown | others, shown=tuple(shown))
 
 
@@ -145,21 +145,21 @@ def _phase_ms(row: BenchRow, phase: str) -> Statistics | None:
 
 
 def _add_rates(columns: RowColumns[BenchRow]) -> None:
-    """Tokens a second; samples a second where a case has no tokens and all have samples."""
+    """Add tokens per second, or samples per second if a case has no tokens and all have samples."""
     measured = [row.measurement for row in columns.rows if row.measurement]
     has_tokens = all(one.has_tokens or not one.has_samples for one in measured)
     columns.add("tokens_per_s", "tokens/s", tokens_per_s, "count", detail=not has_tokens)
     columns.add("samples_per_s", "samples/s", samples_per_s, "number", detail=has_tokens)
     columns.add("tflops", "TFLOP/s", _tflops, "number")
     columns.add("mfu", "MFU", mfu_of, "share")
-    columns.add("peak_bytes", "peak", partial(_of, name="peak_bytes"), "bytes")
-    columns.add("reserved_bytes", "reserved", partial(_of, name="reserved_bytes"), "bytes", detail=True)
+    columns.add("peak_bytes", "peak memory", partial(_of, name="peak_bytes"), "bytes")
+    columns.add("reserved_bytes", "reserved memory", partial(_of, name="reserved_bytes"), "bytes", detail=True)
     columns.add("parameters", "parameters", partial(_of, name="parameters"), "count", detail=True)
     columns.add("attention_kernels", "attention kernels", _attention_kernels, detail=True)
 
 
 def _attention_kernels(row: BenchRow) -> Cell:
-    """Which kernels `flash` took: it chooses by the GPU, the dtype and the head size."""
+    """The kernels that `flash` used: it selects them by GPU, dtype and head dimension."""
     return ", ".join(row.measurement.attention_kernels) or None if row.measurement else None
 
 
@@ -171,7 +171,7 @@ def tokens_per_s(row: BenchRow) -> int | None:
 
 
 def samples_per_s(row: BenchRow) -> float | None:
-    """Sequences, images or recordings: whatever the batch counts."""
+    """Samples per second, where a sample is one item of the batch: a sequence, an image, a recording."""
     step = step_ms(row)
     if step is None or row.measurement is None or not (row.measurement.has_tokens or row.measurement.has_samples):
         return None
@@ -186,7 +186,7 @@ def _tflops(row: BenchRow) -> float | None:
 
 
 def mfu_of(row: BenchRow) -> float | None:
-    """Arithmetic as a share of the peak of the case's precision; None where either is not known."""
+    """Model FLOPs utilization: achieved FLOP/s as a share of the peak for this precision; None if either is unknown."""
     peak = row.environment.hardware.peak_flops.get(row.case.workload.precision)
     tflops = _tflops(row)
     return tflops * 1e12 / peak if tflops is not None and peak else None
@@ -198,7 +198,7 @@ def _of(row: BenchRow, name: str) -> Cell:
 
 
 class _RatioColumn(NamedTuple):
-    """Each row against another, and what makes the times of either uncertain."""
+    """The ratio of each row to another row, and the quality warnings of either."""
 
     column: Column
     cells: list[Cell]
@@ -206,11 +206,11 @@ class _RatioColumn(NamedTuple):
 
     @property
     def doubt_column(self) -> Column:
-        return Column(key=f"{self.column.key}_doubts", label=f"{self.column.label}: doubts", detail=True)
+        return Column(key=f"{self.column.key}_doubts", label=f"{self.column.label}: warnings", detail=True)
 
 
 def _speedup_column(setting: CaseSetting, rows: Sequence[BenchRow]) -> _RatioColumn:
-    """Step time of the baseline over this row's, all else equal. Without the usual baseline the first value is it."""
+    """The baseline's step time over this row's, all else equal. Without the usual baseline, the first value is used."""
     values = [setting.read(row) for row in rows]
     baseline = setting.baseline if setting.baseline in values else values[0]
     named = f"{setting.label} {baseline}" if setting.needs_label else baseline
@@ -219,9 +219,9 @@ def _speedup_column(setting: CaseSetting, rows: Sequence[BenchRow]) -> _RatioCol
 
 
 def _warmup_column(rows: Sequence[BenchRow]) -> _RatioColumn:
-    """The mean against that of the longest warm-up: what skipping it does to the figure people quote."""
+    """The mean compared with the case with the most warm-up steps: how skipping the warm-up distorts the mean."""
     longest = max(row.case.timing.warmup for row in rows)
-    column = Column(key="mean_vs_warm", label=f"mean vs {longest} warm-ups", kind="ratio")
+    column = Column(key="mean_vs_warm", label=f"mean vs {longest} warm-up steps", kind="ratio")
     return _ratio_column(column, find_setting("warmup"), rows, longest, lambda base, step: step.mean / base.mean)
 
 
@@ -232,7 +232,7 @@ def _ratio_column(
     baseline: Cell,
     divide: Callable[[Statistics, Statistics], float],
 ) -> _RatioColumn:
-    """Each row against the one with the baseline's value and all else equal."""
+    """Compare each row with the row that has the baseline's value, all else equal."""
     others = {all_else(row, setting): row for row in rows if setting.read(row) == baseline}
     ratios: list[Cell] = []
     doubts: list[Cell] = []
@@ -248,7 +248,7 @@ def _ratio_column(
 
 def _doubt_note(ratios: Iterable[_RatioColumn]) -> list[str]:
     codes = dict.fromkeys(code for one in ratios for cell in one.doubts if cell for code in str(cell).split(", "))
-    return [f"?: the times behind this ratio are doubtful: {', '.join(codes)}"] if codes else []
+    return [f"?: unreliable, because the times behind this ratio have warnings: {', '.join(codes)}"] if codes else []
 
 
 def _notes(rows: Sequence[BenchRow]) -> list[str]:
@@ -259,9 +259,9 @@ def _notes(rows: Sequence[BenchRow]) -> list[str]:
     if any(row.measurement and row.measurement.flops_source == "counted" for row in rows):
         notes.append(f"FLOP: {cost.COUNTED_CONVENTION}")
     if any(row.measurement and row.measurement.peak_kind == "rss above start" for row in rows):
-        notes.append("peak: the process's resident high-water mark above its start, code apart")
+        notes.append("peak memory: growth of the process's resident memory since it started, without code")
     if any(row.measurement and row.measurement.peak_kind == "cuda allocator" for row in rows):
-        notes.append("peak: allocated bytes of CUDA's caching allocator; times from CUDA events")
+        notes.append("peak memory: allocated by the CUDA caching allocator; times: CUDA events")
     notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, DOUBTS)
     reasons = {row.status: row.reason for row in reversed(rows) if row.status != "ok"}
     notes += [f"{status}: {brief(reason)}" for status, reason in reasons.items()]
@@ -269,17 +269,15 @@ def _notes(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def _environments(rows: Sequence[BenchRow]) -> list[Environment]:
-    """One for each set of peaks: those of a CPU are measured anew by each sweep."""
+    """One environment per set of hardware peaks, since each sweep measures the peaks of a CPU again."""
     return list({msgspec.json.encode(row.environment.hardware): row.environment for row in rows}.values())
 
 
 def _peak_note(environment: Environment) -> str:
     hardware = environment.hardware
     peaks = ", ".join(f"{name} {peak / 1e12:.4g}" for name, peak in hardware.peak_flops.items())
-    source = (
-        "measured here on a large matrix product" if hardware.source == "measured" else "dense, from its data sheet"
-    )
-    return f"MFU: against {hardware.name}'s peak in TFLOP/s ({source}): {peaks}"
+    source = "measured with a large GEMM" if hardware.source == "measured" else "dense, from the data sheet"
+    return f"MFU: relative to the peak of {hardware.name} in TFLOP/s ({source}): {peaks}"
 
 
 def _point(row: BenchRow, series: Sequence[CaseSetting], *, by_context: bool) -> Point:

@@ -1,4 +1,4 @@
-"""Cases of a sweep beside each other: which settings tell them apart, and a case in words."""
+"""The cases of a sweep: the settings in which they differ, and short descriptions of a case."""
 
 import textwrap
 from collections import Counter
@@ -23,7 +23,7 @@ from stepscope.spec import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseSetting:
-    """A setting that may be an axis of the grid, with the value that a row has of it."""
+    """A setting that may be an axis of the grid, and how to read its value from a row."""
 
     setting: Setting
     read: Callable[[CaseRow], Cell]
@@ -42,21 +42,22 @@ class CaseSetting:
 
     @property
     def baseline(self) -> Cell:
-        """The value that others are compared with."""
+        """The value that other values are compared with."""
         return self.setting.show(self.setting.baseline)
 
     @property
     def needs_label(self) -> bool:
-        """Whether its values say nothing without it: a number, a yes or a no."""
+        """Whether its values need the label to make sense: numbers, yes and no."""
         return self.kind == "count" or self.setting.is_switch
 
 
-# What a row knows better than its case. A factory may bring its own optimizer, and `auto` is some device.
+# Settings where the row is more accurate than its case: a factory may bring its own optimizer, and `auto` resolves to a
+# device.
 _AS_RUN: dict[str, Callable[[CaseRow], Cell]] = {
     "optimizer": lambda row: row.optimizer,
     "device": lambda row: row.environment.device,
 }
-# Columns begin with what a step is; how it is computed follows, in the order of declaration.
+# Columns start with what a step computes; how it is computed follows, in the order of declaration.
 _LEADING = ("batch", "context", "mode")
 _TRAILING = ("device", "seed")
 
@@ -71,7 +72,7 @@ def _of_timing(setting: Setting) -> CaseSetting:
 
 
 def _of_environment(name: str, label: str, read: Callable[[CaseRow], Cell], **words: Any) -> CaseSetting:
-    """Not a setting to anybody but tables: what differs between machines is told apart like what was set."""
+    """A fact about the machine that tables treat like a setting."""
     return CaseSetting(setting=complete(Setting(help="", label=label, **words), name), read=read)
 
 
@@ -96,7 +97,7 @@ ALWAYS_SHOWN = ("model", "context", "precision")
 
 
 def doubt_notes(rows: Iterable[Row], meanings: Mapping[str, str]) -> list[str]:
-    """A line for each doubt about the rows. One that a later version raised has its own text."""
+    """A line for each quality warning of the rows. A warning from a later version brings its own text."""
     doubts = [doubt for row in rows for doubt in row.doubts]
     texts = {doubt.code: doubt.text for doubt in reversed(doubts)} | dict(meanings)
     counts = Counter(doubt.code for doubt in doubts)
@@ -104,7 +105,7 @@ def doubt_notes(rows: Iterable[Row], meanings: Mapping[str, str]) -> list[str]:
 
 
 def describe_case(case: Case) -> str:
-    """A case in a few words: its model and what of it is not the default."""
+    """Describe a case in a few words: its model and the settings that are not defaults."""
     workload, plain = case.workload, Workload(model=case.workload.model)
     last = RUN_SETTINGS["seed"]
     words = [workload.model.name]
@@ -124,31 +125,31 @@ def _describe(setting: Setting, owner: object, plain: object) -> str:
 
 
 def limit_notes(environments: Iterable[Environment]) -> list[str]:
-    """A remark for each set of limits on the CPU's instructions that something ran under."""
+    """A note for each set of limits on CPU instructions that a row ran with."""
     limits = dict.fromkeys(environment.cpu_limits for environment in environments if environment.cpu_limits)
-    return [f"CPU instructions limited by {limit}: matrix products may be slower" for limit in limits]
+    return [f"CPU instructions limited by {limit}: GEMMs may be slower" for limit in limits]
 
 
 def say_sizes(workload: Workload) -> list[str]:
-    """What a step works on; without a context where the model has no tokens."""
+    """Batch and context, without the context if the model has no tokens."""
     plain = Workload(model=workload.model)
     words = [_describe(RUN_SETTINGS[name], workload, plain) for name in ("batch", "context")]
     return [word for word in words if word]
 
 
 def say_extras(workload: Workload) -> list[str]:
-    """Settings that make another program of a model, as far as they are not the plain ones."""
+    """The settings that change the program and are not at their baseline."""
     extras = [(one, one.read(workload)) for one in RUN_SETTINGS.values() if one.is_extra]
     return [one.say(value) for one, value in extras if value not in (None, one.show(one.baseline))]
 
 
 def brief(reason: str) -> str:
-    """The beginning of a reason: libraries go on about their settings. The row has all of it."""
+    """The beginning of a reason, since error messages of libraries can be long. The row has the full text."""
     return textwrap.shorten(reason, 110, placeholder=" …")
 
 
 def say_shared(rows: Sequence[CaseRow], *, without: Sequence[str] = ()) -> str:
-    """What all rows have in common, in a line, but for the settings `without`."""
+    """Describe in one line what all rows have in common, leaving out the settings in `without`."""
     if not rows:
         return ""
     quiet = (*ALWAYS_SHOWN, *without)
@@ -176,11 +177,11 @@ def find_setting(key: str) -> CaseSetting:
 def varies(setting: CaseSetting, rows: Sequence[CaseRow]) -> bool:
     values = {setting.read(row) for row in rows}
     if setting.key in _AS_RUN:
-        values.discard(None)  # a failed case does not know what its factory would have brought
+        values.discard(None)  # a failed case does not know which optimizer its factory brings
     return len(values) > 1
 
 
 def all_else(row: CaseRow, setting: CaseSetting) -> tuple[Cell, ...]:
-    """All else that tells rows apart, the environment and a model's source included."""
+    """Everything except `setting` that identifies a row, including the environment and the model's source."""
     settings = tuple(other.read(row) for other in CASE_SETTINGS if other is not setting)
     return (*settings, *row.environment.identity, row.source)

@@ -1,4 +1,4 @@
-"""Tables over the rows of an experiment: how their columns are made, and what their titles say."""
+"""Columns and titles of the tables over the rows of an experiment."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ Word = Callable[[R], str]
 
 
 class RowColumns(Generic[R]):
-    """The columns of a table of `rows`, in the order in which they are added."""
+    """The columns of a table of `rows`, in the order they were added."""
 
     def __init__(self, rows: Sequence[R]) -> None:
         self.rows = rows
@@ -28,7 +28,7 @@ class RowColumns(Generic[R]):
     def add_setting(
         self, key: str, label: str, read: Callable[[R], Cell], kind: Quantity = "text", *, shown: bool | None = None
     ) -> None:
-        """A column that is shown where rows differ in it, unless `shown` decides."""
+        """Add a column that is shown if the rows differ in it, unless `shown` is given."""
         cells = [read(row) for row in self.rows]
         is_shown = len(set(cells)) > 1 if shown is None else shown
         self.put(Column(key=key, label=label, kind=kind, detail=not is_shown), cells)
@@ -40,14 +40,14 @@ class RowColumns(Generic[R]):
         labels: dict[str, str],
         shown: Sequence[str],
     ) -> None:
-        """A column in milliseconds for each statistic in `labels`; those that are not `shown` are detail."""
+        """Add a column in milliseconds for each statistic in `labels`; those not in `shown` are detail columns."""
         summaries = [summarise_row(row) for row in self.rows]
         for statistic, label in labels.items():
             column = Column(key=f"{name}{statistic}_ms", label=label, kind="ms", detail=statistic not in shown)
             self.put(column, [getattr(summary, statistic) if summary else None for summary in summaries])
 
     def add_ends(self, remark: Callable[[R], str] | None = None) -> None:
-        """How each case ended, and remarks where there are any."""
+        """Add how each case ended, and a column of remarks if there are any."""
         remark = remark or remark_on
         self.add("status", "status", lambda row: row.status, detail=True)
         self.add("reason", "reason", lambda row: row.reason or "; ".join(one.text for one in row.doubts), detail=True)
@@ -68,22 +68,22 @@ class RowColumns(Generic[R]):
 
 
 def remark_on(row: Row) -> str:
-    """Its status where it failed, else what there is to doubt about it."""
+    """The status of a failed case; otherwise the codes of its quality warnings."""
     return row.status if row.status != "ok" else ", ".join(doubt.code for doubt in row.doubts)
 
 
 def join_shared(words: Sequence[Word[R]], rows: Sequence[R]) -> str:
-    """What all rows have in common, in a line."""
+    """Describe in one line what all rows have in common."""
     said = [{word(row) for row in rows} for word in words]
     return ", ".join(text for texts in said if len(texts) == 1 for text in texts if text)
 
 
 def tell_apart(words: Sequence[Word[R]], rows: Sequence[R]) -> Word[R]:
-    """What tells a row apart from the others, in a line; empty where nothing does."""
+    """Return a function that describes in one line how a row differs from the others; the line may be empty."""
     differing = [word for word in words if len({word(row) for row in rows}) > 1]
     return lambda row: ", ".join(text for word in differing if (text := word(row)))
 
 
 def count_failed(rows: Sequence[Row], *, but: Sequence[str] = ("ok",)) -> list[str]:
-    """How many rows have each status but those in `but`."""
+    """Count the rows of each status that is not in `but`."""
     return [f"{count} {status}" for status, count in Counter(r.status for r in rows if r.status not in but).items()]

@@ -1,7 +1,7 @@
-"""From the rows of `stepscope comm` to its table, its pictures, and the line of each collective.
+"""The table, the figures and the fitted links of `stepscope comm`.
 
-A collective is done when its last rank is, so a sample is the slowest rank's. How far ranks differ stands beside it: a
-rank that is always late is a slow link or a busy core, not noise.
+A collective ends when its last rank does, so each sample is the time of the slowest rank. The table also shows how far
+ranks differ: a rank that is always late has a slow link or a busy core, which is not noise.
 """
 
 from collections import Counter
@@ -18,27 +18,27 @@ from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, LinkPl
 from stepscope.units import say_message_bytes
 
 DOUBTS = {
-    "few": "too few repetitions for a spread",
-    "spread": "repetitions differ by more than 10 % from one another",
-    "crowded": "more ranks than cores: they wait for each other, not for the network",
+    "few": "too few repetitions to estimate the spread",
+    "spread": "repetitions differ by more than 10%",
+    "crowded": "more ranks than cores: ranks wait for each other, not for the network",
 }
 
 
 def describe_comm(case: CommCase) -> str:
-    """A case in a few words."""
+    """Describe a case in a few words."""
     dtype = "" if case.dtype == "fp32" else f" {case.dtype}"
     return f"{case.collective} {say_message_bytes(case.message_bytes)}{dtype}, {case.ranks} ranks, {case.backend}"
 
 
 def outcome_of_comm(row: CommRow) -> str:
-    """A measured case in a few words."""
+    """Describe the outcome of a case in a few words."""
     slowest, bus = slowest_ms(row), bus_gb_per_s(row)
     if slowest is None:
         return row.status
-    return f"{slowest.median:.4g} ms" + (f", {bus:.3g} GB/s on the bus" if bus else "")
+    return f"{slowest.median:.4g} ms" + (f", {bus:.3g} GB/s bus bandwidth" if bus else "")
 
 
-# --- Figures of a row -------------------------------------------------------------------------------------------------
+# --- Statistics of a row ----------------------------------------------------------------------------------------------
 
 
 def slowest_ms(row: CommRow) -> Statistics | None:
@@ -51,7 +51,7 @@ def algorithm_gb_per_s(row: CommRow) -> float | None:
 
 
 def bus_gb_per_s(row: CommRow) -> float | None:
-    """None for one rank, which has nobody to send to."""
+    """Bus bandwidth as NCCL defines it; None for one rank, which sends nothing."""
     algorithm = algorithm_gb_per_s(row)
     if algorithm is None or row.case.ranks < 2:
         return None
@@ -59,7 +59,7 @@ def bus_gb_per_s(row: CommRow) -> float | None:
 
 
 def rank_spread(row: CommRow) -> float | None:
-    """How much sooner the first rank is done than the last, as a share of the last one's time, in the median."""
+    """The median of how much earlier the first rank finishes than the last, as a share of the last rank's time."""
     if row.measurement is None or row.case.ranks < 2:
         return None
     by_repetition = zip(*row.measurement.samples_ns, strict=True)
@@ -67,7 +67,7 @@ def rank_spread(row: CommRow) -> float | None:
 
 
 def slowest_rank(row: CommRow) -> str | None:
-    """The rank that was last in most repetitions, where one was in more than half; else nobody in particular."""
+    """The rank that was last in more than half of the repetitions; empty if there is none."""
     if row.measurement is None or row.case.ranks < 2:
         return None
     by_repetition = list(zip(*row.measurement.samples_ns, strict=True))
@@ -75,11 +75,12 @@ def slowest_rank(row: CommRow) -> str | None:
     return str(rank) if 2 * count > len(by_repetition) else ""
 
 
-# --- The lines --------------------------------------------------------------------------------------------------------
+# --- Links ------------------------------------------------------------------------------------------------------------
 
 
 def fit_links(rows: Iterable[CommRow]) -> tuple[Links, ...]:
-    """The line of each collective of each place that was measured at two sizes or more, in one environment."""
+    """Fit a link (latency and bandwidth) for each collective that was measured at two or more sizes in one place and
+    environment."""
     points: dict[tuple[LinkPlace, tuple[str, ...]], dict[Collective, dict[int, float]]] = {}
     when: dict[tuple[LinkPlace, tuple[str, ...]], str] = {}
     for row in rows:
@@ -98,11 +99,11 @@ def fit_links(rows: Iterable[CommRow]) -> tuple[Links, ...]:
 
 
 def say_link(place: LinkPlace, collective: Collective, link: Link) -> str:
-    """One fitted line in words."""
+    """Describe a fitted link in a few words."""
     fit = (
-        "two sizes, so nothing is left over"
+        "two sizes, so the fit is exact"
         if link.sizes == 2
-        else f"off by {link.residual or 0:.0%} over {link.sizes} sizes"
+        else f"fit error {link.residual or 0:.0%} over {link.sizes} sizes"
     )
     return (
         f"{collective}, {place.ranks} ranks, {place.backend}: {link.latency_ns / 1e6:.3g} ms + message / "
@@ -110,17 +111,17 @@ def say_link(place: LinkPlace, collective: Collective, link: Link) -> str:
     )
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+# --- Table ------------------------------------------------------------------------------------------------------------
 
 
 def comm_table(rows: Sequence[CommRow]) -> Table:
-    """A row for each case, the sizes of one collective together."""
+    """One row per case, with the sizes of a collective next to each other."""
     ordered = in_order(rows)
     columns = RowColumns(ordered)
     _add_case(columns)
     _add_times(columns)
     columns.add_ends()
-    title = f"{join_shared(_WORDS, ordered)}; times of the slowest rank, medians in ms"
+    title = f"{join_shared(_WORDS, ordered)}; median times of the slowest rank"
     return columns.table(title, _notes(ordered))
 
 
@@ -139,7 +140,7 @@ def _add_case(columns: RowColumns[CommRow]) -> None:
     add("device_name", "device", lambda row: row.environment.driver_name)
     add("torch", "torch", lambda row: row.environment.torch)
     add("backend", "backend", lambda row: row.case.backend)
-    add("device", "on", lambda row: row.case.device)
+    add("device", "tensors on", lambda row: row.case.device)
     add("interface", "interface", lambda row: row.case.interface or "")
     add("hosts", "hosts", lambda row: row.case.hosts, "count")
     add("dtype", "dtype", lambda row: row.case.dtype)
@@ -147,18 +148,18 @@ def _add_case(columns: RowColumns[CommRow]) -> None:
     add("ranks", "ranks", lambda row: row.case.ranks, "count", shown=True)
     add("message", "message", lambda row: say_message_bytes(row.case.message_bytes), shown=True)
     add("message_bytes", "bytes", lambda row: row.case.message_bytes, "count", shown=False)
-    add("repetitions", "at most", lambda row: row.case.repetitions, "count")
-    add("seconds", "seconds", lambda row: f"{row.case.seconds:g}")
+    add("repetitions", "max repetitions", lambda row: row.case.repetitions, "count")
+    add("seconds", "max time (s)", lambda row: f"{row.case.seconds:g}")
 
 
 def _add_times(columns: RowColumns[CommRow]) -> None:
-    labels = {"median": "latency", "p20": "p20", "p80": "p80", "min": "min", "max": "max"}
+    labels = {"median": "latency (ms)", **{name: f"{name} (ms)" for name in ("p20", "p80", "min", "max")}}
     columns.add_summary("", slowest_ms, labels, shown=("median", "p20", "p80"))
-    columns.add("algorithm_gb_per_s", "algorithm GB/s", algorithm_gb_per_s, "number")
-    columns.add("bus_gb_per_s", "bus GB/s", bus_gb_per_s, "number")
-    columns.add("rank_spread", "ranks differ", rank_spread, "share")
+    columns.add("algorithm_gb_per_s", "algorithm (GB/s)", algorithm_gb_per_s, "number")
+    columns.add("bus_gb_per_s", "bus (GB/s)", bus_gb_per_s, "number")
+    columns.add("rank_spread", "rank spread", rank_spread, "share")
     columns.add("slowest_rank", "slowest rank", slowest_rank, detail=True)
-    columns.add("processor_share", "of a core", _processor_share, "share", detail=True)
+    columns.add("processor_share", "core usage", _processor_share, "share", detail=True)
     columns.add("samples", "repetitions", _count, "count", detail=True)
 
 
@@ -185,9 +186,9 @@ _WORDS: tuple[Callable[[CommRow], str], ...] = (
 
 def _notes(rows: Sequence[CommRow]) -> list[str]:
     notes = [
-        "message: all ranks' parts together; algorithm: message over time; bus: times 2(n−1)/n for an all-reduce, "
-        "(n−1)/n for an all-gather or reduce-scatter, 1 for a broadcast",
-        "ranks differ: how much sooner the first rank was done than the last",
+        "message: all ranks together; algorithm bandwidth: message / time; "
+        "bus bandwidth: that × 2(n−1)/n for all-reduce, (n−1)/n for all-gather and reduce-scatter, 1 for broadcast",
+        "rank spread: how much earlier the first rank finished than the last",
     ]
     for one in fit_links(rows):
         notes += [say_link(one.place, collective, link) for collective, link in one.links.items()]
@@ -196,26 +197,26 @@ def _notes(rows: Sequence[CommRow]) -> list[str]:
     return notes + [f"{status}: {name}: {brief(reason)}" for (status, name), reason in sorted(reasons.items())]
 
 
-# --- Pictures ---------------------------------------------------------------------------------------------------------
+# --- Figures ----------------------------------------------------------------------------------------------------------
 
 CommQuantity = Literal["bus", "algorithm", "time"]
 _DRAWN: dict[CommQuantity, tuple[str, Axis]] = {
     "bus": ("Collectives: bus bandwidth", Axis(label="bus bandwidth", unit="GB/s")),
-    "algorithm": ("Collectives: message over time", Axis(label="algorithm bandwidth", unit="GB/s")),
+    "algorithm": ("Collectives: algorithm bandwidth", Axis(label="algorithm bandwidth", unit="GB/s")),
     "time": ("Collectives: time of the slowest rank", Axis(label="time", unit="ms", log=True)),
 }
 
 
 def comm_figure(rows: Sequence[CommRow], quantity: CommQuantity) -> Figure:
-    """Bandwidth or time against the message, a panel for each collective and a line for each number of ranks: medians
-    with the middle 60 % of repetitions. What was not measured is counted in the subtitle."""
+    """Bandwidth or time against message size, with a panel per collective and a line per number of ranks: medians with
+    the middle 60% of repetitions. The subtitle counts the cases that were not measured."""
     ordered = in_order(rows)
     title, y = _DRAWN[quantity]
     say_rest = tell_apart(_WORDS, ordered)
     return Figure(
-        title=f"{title}, median with the middle 60 % of repetitions",
+        title=f"{title} (median; bars span the middle 60% of repetitions)",
         subtitle="; ".join([join_shared(_WORDS, ordered), *count_failed(ordered)]),
-        x=Axis(label="message", unit="MB", log=True),
+        x=Axis(label="message size", unit="MB", log=True),
         y=y,
         series_label="ranks",
         points=tuple(_point(row, quantity, say_rest(row)) for row in ordered if row.measurement is not None),

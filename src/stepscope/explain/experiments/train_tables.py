@@ -1,7 +1,7 @@
-"""From the log of a training run to its tables and the curve of its loss.
+"""The tables and the loss curve of a training run.
 
-A step takes as long as its slowest rank. Times of communication are that rank's own: how long collectives were under
-way while it worked, and how long it stood still for them.
+A step takes as long as its slowest rank. Communication times are those of that rank: how long its collectives ran, and
+how long it waited for them (exposed communication).
 """
 
 import itertools
@@ -15,8 +15,8 @@ from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.rows.training_log import TrainMemory, TrainRow, TrainRun
 from stepscope.spec import ModelShape
 
-_DRAWN = 1000  # points of a curve; more cannot be told apart
-_SETTLED = 2  # the first steps of a run warm up: allocations, connections, the order of gradients
+_DRAWN = 1000  # points of a curve; more would overlap
+_SETTLED = 2  # warm-up steps: allocations, connections, the order of gradients
 
 _COLUMNS = (
     Column(key="strategy", label="strategy"),
@@ -24,26 +24,26 @@ _COLUMNS = (
     Column(key="steps", label="steps", kind="count"),
     Column(key="first_loss", label="first loss", kind="number"),
     Column(key="last_loss", label="last loss", kind="number"),
-    Column(key="step_ms", label="step ms", kind="ms"),
-    Column(key="p20_ms", label="p20 ms", kind="ms", detail=True),
-    Column(key="p80_ms", label="p80 ms", kind="ms", detail=True),
+    Column(key="step_ms", label="step (ms)", kind="ms"),
+    Column(key="p20_ms", label="p20 (ms)", kind="ms", detail=True),
+    Column(key="p80_ms", label="p80 (ms)", kind="ms", detail=True),
     Column(key="tokens_per_s", label="tokens/s", kind="count"),
     Column(key="mfu", label="MFU", kind="share"),
-    Column(key="compute_ms", label="compute ms", kind="ms"),
-    Column(key="communication_ms", label="communication ms", kind="ms"),
-    Column(key="exposed_ms", label="not hidden ms", kind="ms"),
-    Column(key="exposed_share", label="of the step", kind="share"),
+    Column(key="compute_ms", label="compute (ms)", kind="ms"),
+    Column(key="communication_ms", label="communication (ms)", kind="ms"),
+    Column(key="exposed_ms", label="exposed (ms)", kind="ms"),
+    Column(key="exposed_share", label="exposed share", kind="share"),
 )
 
 
 def train_table(run: TrainRun, rows: Sequence[TrainRow]) -> Table:
-    """A line for each way in which the run was done, in their order: how it went, and where the median step's time
-    went."""
+    """One row per strategy and number of ranks that the run used, in order: losses, and where the time of the median
+    step went."""
     notes = (
         *say_not_finite(rows),
-        f"medians without the first {_SETTLED} steps of a line, which warm up",
-        "compute is the step less the communication that was not hidden; all of the slowest rank",
-        f"MFU: {cost.FLOP_CONVENTION}; against ranks × the peak of {run.environment.hardware.name}"
+        f"times are medians without the first {_SETTLED} steps of each row (warm-up)",
+        "compute is the step time minus exposed communication; all times are those of the slowest rank",
+        f"MFU: {cost.FLOP_CONVENTION}; relative to ranks × the peak of {run.environment.hardware.name}"
         f" ({run.environment.hardware.source})",
         *limit_notes([run.environment]),
     )
@@ -52,7 +52,7 @@ def train_table(run: TrainRun, rows: Sequence[TrainRow]) -> Table:
 
 
 def memory_table(run: TrainRun, memory: Sequence[TrainMemory]) -> Table:
-    """What each rank holds at the three moments, against the closed form."""
+    """The memory of each rank at three points of a step, compared with the prediction."""
     expected = _expected(run)
     keys = ("parameters", "gradients", "optimizer", "gathered")
     lines: list[tuple[Cell, ...]] = []
@@ -63,22 +63,21 @@ def memory_table(run: TrainRun, memory: Sequence[TrainMemory]) -> Table:
             (row.rank, row.moment, *(getattr(row, key) for key in keys), held, wanted, held / wanted, row.peak)
         )
     return Table(
-        title=f"Memory of each rank: {_title(run)}",
+        title=f"Memory per rank: {_title(run)}",
         columns=(
             Column(key="rank", label="rank", kind="count"),
-            Column(key="moment", label="moment"),
+            Column(key="moment", label="when"),
             *(Column(key=key, label=_LABELS[key], kind="bytes") for key in keys),
             Column(key="held", label="held", kind="bytes"),
-            Column(key="expected", label="closed form", kind="bytes"),
-            Column(key="ratio", label="held / closed form", kind="ratio"),
-            Column(key="peak", label="peak", kind="bytes"),
+            Column(key="expected", label="predicted", kind="bytes"),
+            Column(key="ratio", label="held / predicted", kind="ratio"),
+            Column(key="peak", label="peak memory", kind="bytes"),
         ),
         rows=tuple(lines),
         notes=(
-            "held is parameters, gradients and optimizer state; gathered weights come and go, their most is shown",
-            "the closed form is what the rank with most would hold"
-            + (", at most" if run.training.shard_optimizer else ""),
-            "the peak has activations in it, and on a CPU all that the process took since it started",
+            "held: parameters, gradients and optimizer state; gathered: the most gathered weights at any time",
+            f"predicted: {'an upper bound on ' if run.training.shard_optimizer else ''}what the fullest rank holds",
+            "peak memory includes activations; on a CPU it includes everything the process allocated since it started",
         ),
     )
 
@@ -87,7 +86,7 @@ _LABELS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "o
 
 
 def loss_figure(run: TrainRun, rows: Sequence[TrainRow]) -> Figure:
-    """The loss by step; of a long run every so many steps, which the subtitle says."""
+    """The loss by step. A long run is thinned to every n-th step, which the subtitle states."""
     every = max(1, -(-len(rows) // _DRAWN))
     drawn = [row for row in rows if row.step % every == 0 or row.step == len(rows)]
     thinned = f"; every {every} steps" if every > 1 else ""
@@ -95,20 +94,18 @@ def loss_figure(run: TrainRun, rows: Sequence[TrainRow]) -> Figure:
         title="Loss",
         subtitle=_title(run) + thinned,
         x=Axis(label="step"),
-        y=Axis(label="loss", log=True),  # a linear axis begins at 0, where a loss never is
+        y=Axis(label="loss", log=True),  # a linear axis would start at 0, far below any loss
         points=tuple(Point(panel="", series=row.strategy, x=row.step, y=row.loss) for row in drawn),
         series_label="strategy",
     )
 
 
 def say_not_finite(rows: Sequence[TrainRow]) -> tuple[str, ...]:
-    """A sentence where training diverged."""
+    """A note if training diverged."""
     bad = [row for row in rows if not row.is_finite]
     if not bad:
         return ()
-    return (
-        f"the loss of {len(bad)} of {len(rows)} steps is not finite; the first is {bad[0].loss}, at step {bad[0].step}",
-    )
+    return (f"the loss is not finite in {len(bad)} of {len(rows)} steps, first at step {bad[0].step}: {bad[0].loss}",)
 
 
 def step_ms(row: TrainRow) -> float:
@@ -116,11 +113,11 @@ def step_ms(row: TrainRow) -> float:
 
 
 def say_step(row: TrainRow) -> str:
-    """A step in a few words."""
+    """Describe a step in a few words."""
     slowest = row.step_ns.index(max(row.step_ns))
     exposed = row.exposed_ns[slowest] / max(row.step_ns)
     rate = row.tokens / (max(row.step_ns) / 1e9)
-    waited = f", {exposed:.0%} of it waiting for communication" if row.communication_ns[slowest] else ""
+    waited = f", {exposed:.0%} exposed communication" if row.communication_ns[slowest] else ""
     return f"loss {row.loss:.4f}, {step_ms(row):.4g} ms, {rate:,.0f} tokens/s{waited}"
 
 
@@ -179,13 +176,13 @@ def _expected(run: TrainRun) -> cost.TrainingBytes:
 
 
 def _wanted(row: TrainMemory, expected: cost.TrainingBytes) -> int:
-    state = expected.optimizer if row.optimizer else 0  # a run that goes on has it from the beginning
+    state = expected.optimizer if row.optimizer else 0  # a resumed run has it from the start
     return expected.parameters + state + (0 if row.moment == "model built" else expected.gradients)
 
 
 def _title(run: TrainRun) -> str:
     training, workload = run.training, run.training.workload
-    data = "a text" if training.data else "made tokens"
+    data = "text data" if training.data else "synthetic tokens"
     return (
         f"{workload.model.name}, batch {workload.batch}, context {workload.context}, {workload.precision},"
         f" {training.strategy} on {training.ranks} × {run.environment.hardware.name}, {data}"

@@ -1,4 +1,4 @@
-"""Where the memory of a step goes: what is there at any moment, whose it is, and when it is most."""
+"""Where the memory of a step goes: what is allocated at any moment, what it is for, and when it peaks."""
 
 from stepscope.explain.memory.memory_profile import MemoryProfile, make_memory_profile
 

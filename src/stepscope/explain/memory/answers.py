@@ -1,4 +1,4 @@
-"""The questions people ask about memory, answered from one recording, with the evidence beside each."""
+"""Answers to common questions about memory, from one recording, each with its evidence."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from stepscope.recording.rows.memory_summary import MemorySummary, PhaseBytes
 from stepscope.spec import ModelShape
 from stepscope.units import MIB, say_bytes
 
-# The feed-forward that a set of course notes counts by hand: the first example of why counting by hand goes wrong.
+# A feed-forward block from a set of course notes. Counting its activations by hand gives the wrong answer.
 _BATCH, _CONTEXT, _WIDTH, _INNER = 10, 200, 512, 1344
 _TRAIN = "stepscope memory --mode train"
 
@@ -45,23 +45,23 @@ def answer_memory(profile: MemoryProfile) -> tuple[Answer, ...]:
 def _peak(profile: MemoryProfile, summary: MemorySummary) -> Answer:
     largest = max(summary.categories, key=lambda one: one.bytes)
     step = f"step {summary.peak_step + 1}, " if summary.peak_step is not None else ""
-    where = f"{step}{summary.peak_phase or 'a place that is not known'}"
+    where = f"{step}{summary.peak_phase or 'an unknown phase'}"
     module = f", in `{summary.peak_module}`" if summary.peak_module else ""
     share = largest.bytes / summary.peak_bytes
     return Answer(
         key="peak",
-        question="When is most memory allocated, and who holds it?",
+        question="When does memory peak, and what is it used for?",
         figure=say_bytes(summary.peak_bytes),
-        sentence=f"The peak is in {where}{module}; {share:.0%} of it are {largest.category}.",
+        sentence=f"Memory peaks in {where}{module}; {share:.0%} of it is {largest.category}.",
         evidence=categories_table(profile),
     )
 
 
 def _phase_peaks(profile: MemoryProfile, summary: MemorySummary) -> Answer:
-    key, question = "phases", "Can the phases be told apart by their peaks?"
+    key, question = "phases", "What is the peak memory of each phase?"
     last = [one for one in summary.phases if one.step == (summary.steps[-1].step if summary.steps else None)]
     if not last:
-        return missing(key, question, "no phase is marked or can be told from stacks", _TRAIN)
+        return missing(key, question, "it has no phase markers, and its stacks do not show the phase", _TRAIN)
     said = ", ".join(f"{one.phase} {say_bytes(one.peak_bytes)}" for one in last)
     return Answer(
         key=key,
@@ -78,9 +78,7 @@ def _say_shape(phases: Sequence[PhaseBytes]) -> str:
     kept, given = _rise(forward), _rise(backward)
     if kept is None or given is None:
         return ""
-    return (
-        f" Forward ends {say_bytes(max(0, kept))} above its beginning, and backward {say_bytes(max(0, -given))} below."
-    )
+    return f" Forward adds {say_bytes(max(0, kept))}; backward frees {say_bytes(max(0, -given))}."
 
 
 def _rise(phase: PhaseBytes | None) -> int | None:
@@ -91,14 +89,14 @@ def _rise(phase: PhaseBytes | None) -> int | None:
 
 def _largest(profile: MemoryProfile, summary: MemorySummary) -> Answer:
     first = summary.largest[0]
-    what = f"a {first.dtype} tensor {first.shape}" if first.shape else "one piece"
+    what = f"a {first.dtype} tensor {first.shape}, " if first.shape else ""
     who = first.name if first.category in ("parameters", "gradients", "optimizer state") else first.op
     where = first.stack.partition("\n")[0]
     return Answer(
         key="largest",
         question="What are the largest allocations, and where do they come from?",
         figure=say_bytes(first.bytes),
-        sentence=f"The largest at the peak is {what}, {first.category}, by {who or 'nobody known'}"
+        sentence=f"The largest allocation at the peak ({what}{first.category}) comes from {who or 'unknown code'}"
         + (f" in `{first.module}`" if first.module else "")
         + (f", at {where}." if where else "."),
         evidence=largest_table(profile, top=10),
@@ -106,59 +104,61 @@ def _largest(profile: MemoryProfile, summary: MemorySummary) -> Answer:
 
 
 def _steps(profile: MemoryProfile, summary: MemorySummary) -> Answer:
-    key, question = "steps", "Is the peak of the first step that of a later one?"
+    key, question = "steps", "Does the first step peak as high as later steps?"
     if len(summary.steps) < 2:
-        return missing(key, question, "it holds fewer than two steps", "stepscope memory --steps 10")
+        return missing(key, question, "it has fewer than two steps", "stepscope memory --steps 10")
     first, last = summary.steps[0], summary.steps[-1]
     change = last.peak_bytes - first.peak_bytes
-    said = "the same" if not change else f"{say_bytes(abs(change))} {'more' if change > 0 else 'less'}"
+    said = "the same as" if not change else f"{say_bytes(abs(change))} {'more' if change > 0 else 'less'} than"
     why = ""
     if change > 0 and summary.steps[0].end_bytes > summary.before_bytes:
         kept = say_bytes(first.end_bytes - summary.before_bytes)
-        why = f" The first step leaves {kept} behind, such as the optimizer's state, which is there from then on."
+        why = f" The first step adds {kept} that stays allocated, such as the optimizer state."
     leaks = leaks_table(profile)
     if leaks.rows:
         why += (
-            f" And {say_bytes(int(leaks.rows[0][0] or 0))} a step are left behind at {leaks.rows[0][3]}: --table leaks."
+            f" Possible leak: {say_bytes(int(leaks.rows[0][0] or 0))} per step at {leaks.rows[0][3]} (--table leaks)."
         )
     return Answer(
         key=key,
         question=question,
         figure=say_bytes(last.peak_bytes),
-        sentence=f"Step {last.step + 1} peaks at {say_bytes(last.peak_bytes)}, {said} than step 1.".replace(
-            "the same than", "the same as"
-        )
-        + why,
+        sentence=f"Step {last.step + 1} peaks at {say_bytes(last.peak_bytes)}, {said} step 1.{why}",
         evidence=steps_table(profile),
     )
 
 
 def _freed(profile: MemoryProfile) -> Answer:
-    key, question = "freed", "When is memory given back in backward?"
+    key, question = "freed", "When does backward free activations?"
     table = freed_table(profile, top=profile.allocations.height)
     if not table.rows:
         return missing(key, question, "it has no backward pass", _TRAIN)
     freed = sum(row[1] for row in table.rows if isinstance(row[1], int))
     order = [str(row[0]) for row in table.rows if str(row[0]).isdecimal()]
-    way = f"from layer {order[0]} to layer {order[-1]}" if len(order) > 1 else "as its nodes run"
+    way = f"from layer {order[0]} to layer {order[-1]}" if len(order) > 1 else "as backward runs"
     return Answer(
         key=key,
         question=question,
         figure=say_bytes(freed),
-        sentence=f"Backward gives back {say_bytes(freed)} of activations, {way}: each as soon as its node has run.",
+        sentence=f"Backward frees {say_bytes(freed)} of activations, {way}, each once its autograd node has run.",
         evidence=table,
     )
 
 
 def _block(profile: MemoryProfile) -> Answer:
-    key, question = "block", "How much does one block keep for backward, and what of it is most?"
+    key, question = "block", "How much does one block save for backward, and what are the largest tensors?"
     saved = profile.recording.saved
     if not saved.height:
-        return missing(key, question, "nothing is kept without a graph, or it is not in the file", _TRAIN)
+        return missing(
+            key,
+            question,
+            "it has no saved activations: the step ran without autograd, or another tool recorded it",
+            _TRAIN,
+        )
     table = saved_in_block(saved)
     if not table.rows:
         return missing(
-            key, question, "the model has no repeated blocks, or is compiled as a whole", f"{_TRAIN} --compile no"
+            key, question, "the model has no repeated blocks, or is compiled into one graph", f"{_TRAIN} --compile no"
         )
     sizes = [row[-2] for row in table.rows if isinstance(row[-2], int)]
     total = sum(sizes)
@@ -169,16 +169,16 @@ def _block(profile: MemoryProfile) -> Answer:
         key=key,
         question=question,
         figure=say_bytes(total),
-        sentence=f"{table.title}: {say_bytes(total)} . The five largest: {most}.",
+        sentence=f"{table.title}: {say_bytes(total)}. The five largest: {most}.",
         evidence=table,
     )
 
 
 def _gradients(profile: MemoryProfile) -> Answer:
-    key, question = "gradients", "How much do a block's gradients take?"
+    key, question = "gradients", "How much memory do the gradients of one block take?"
     grads = profile.allocations.filter((pl.col("category") == "gradients") & pl.col("layer").is_not_null())
     if not grads.height:
-        return missing(key, question, "it has no gradients of layers", _TRAIN)
+        return missing(key, question, "it has no gradients that belong to a layer", _TRAIN)
     step = grads["step"].max()
     if step is not None:
         grads = grads.filter(pl.col("step") == step)
@@ -186,13 +186,13 @@ def _gradients(profile: MemoryProfile) -> Answer:
     one = int(by_layer["bytes"][0])
     owned = profile.allocations.filter((pl.col("category") == "parameters") & (pl.col("layer") == by_layer["layer"][0]))
     share = one / max(1, int(owned["bytes"].sum()))
-    same = "as much as its parameters" if share == 1 else f"{share:.2f} times its parameters"
+    same = "the same as its parameters" if share == 1 else f"{share:.2f}× its parameters"
     return Answer(
         key=key,
         question=question,
         figure=say_bytes(one),
-        sentence=f"A block's gradients take {say_bytes(one)}, {same}; all {by_layer.height} blocks' "
-        f"{say_bytes(int(by_layer['bytes'].sum()))}.",
+        sentence=f"The gradients of one block take {say_bytes(one)}, {same}; those of all {by_layer.height} blocks "
+        f"take {say_bytes(int(by_layer['bytes'].sum()))}.",
         evidence=Table(
             title="Gradients by layer",
             columns=(Column(key="layer", label="layer", kind="count"), Column(key="bytes", label="size", kind="bytes")),
@@ -202,37 +202,37 @@ def _gradients(profile: MemoryProfile) -> Answer:
 
 
 def _residual(profile: MemoryProfile) -> Answer:
-    key, question = "residual", "How large is one tensor of the residual stream?"
+    key, question = "residual", "How large is one residual-stream tensor?"
     case = profile.recording.manifest.case
     if case is None or not isinstance(case.workload.model, ModelShape):
-        return missing(key, question, "the shape of the model is not in the recording", "stepscope memory --size 2.7B")
+        return missing(key, question, "it does not include the shape of the model", "stepscope memory --size 2.7B")
     workload, shape = case.workload, case.workload.model
     size = cost.residual_bytes(shape, batch=workload.micro_batch, context=workload.context)
     return Answer(
         key=key,
         question=question,
         figure=f"{size / MIB:,.4g} MiB",
-        sentence="batch × context × width × 4 bytes = "
+        sentence="batch × context × d_model × 4 bytes = "
         f"{workload.micro_batch} × {workload.context} × {shape.d_model} × 4 = {size:,} bytes, "
         f"{size / MIB:,.4g} MiB in fp32.",
     )
 
 
 def _example() -> Answer:
-    """Counting by hand, against what autograd keeps."""
+    """A count by hand, compared with what is saved for backward."""
     by_hand = cost.product_inputs_bytes(batch=_BATCH, context=_CONTEXT, d_model=_WIDTH, d_ff=_INNER)
     terms = cost.feed_forward_activations(batch=_BATCH, context=_CONTEXT, d_model=_WIDTH, d_ff=_INNER)
     kept = cost.total_bytes(terms)
     return Answer(
         key="by-hand",
-        question="How much does a feed-forward keep, counted by hand and counted right?",
+        question="How much does a feed-forward block save for backward, counted by hand and exactly?",
         figure=f"{kept / MIB:,.2f} MiB",
-        sentence=f"For batch {_BATCH}, context {_CONTEXT}, width {_WIDTH} and inner width {_INNER} the inputs of its "
-        f"three products are {by_hand / MIB:,.2f} MiB by hand; autograd keeps {kept / MIB:,.2f} MiB. Gate and up "
-        "read one x, which is kept once, not twice; and every product by element in between keeps its factors, which "
-        "the hand count leaves out.",
+        sentence=f"At batch {_BATCH}, context {_CONTEXT}, d_model {_WIDTH} and d_ff {_INNER}, counting the inputs of "
+        f"its three GEMMs by hand gives {by_hand / MIB:,.2f} MiB; autograd saves {kept / MIB:,.2f} MiB. The gate and "
+        "up projections share one input, which is saved once, not twice. The elementwise multiplications in between "
+        "save their inputs too, which the count by hand leaves out.",
         evidence=Table(
-            title="What the feed-forward keeps",
+            title="Saved for backward in a feed-forward block",
             columns=(
                 Column(key="tensor", label="tensor"),
                 Column(key="formula", label="formula"),
@@ -246,21 +246,21 @@ def _example() -> Answer:
 
 
 def _leftover(summary: MemorySummary) -> Answer:
-    key, question = "leftover", "What stays after a step: allocated, or only cached?"
+    key, question = "leftover", "How much memory stays after a step: allocated or only cached?"
     if not summary.steps:
-        return missing(key, question, "no steps are marked", _TRAIN)
+        return missing(key, question, "it has no step markers", _TRAIN)
     last = summary.steps[-1]
     if last.end_reserved_bytes is None:
-        said = "On a CPU there is no cache beyond it that is known."
+        said = "PyTorch has no caching allocator on a CPU."
     else:
         cached = last.end_reserved_bytes - last.end_bytes
         said = (
-            f"The allocator holds {say_bytes(last.end_reserved_bytes)}: {say_bytes(cached)} are cached for the next "
-            "step and in no use, which other tools show as memory that was not given back."
+            f"The allocator reserves {say_bytes(last.end_reserved_bytes)}: {say_bytes(cached)} is cached for the next "
+            "step. Tools such as nvidia-smi show cached memory as used."
         )
     return Answer(
         key=key,
         question=question,
         figure=say_bytes(last.end_bytes),
-        sentence=f"{say_bytes(last.end_bytes)} stay allocated. {said}",
+        sentence=f"{say_bytes(last.end_bytes)} stays allocated. {said}",
     )

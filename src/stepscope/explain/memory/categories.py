@@ -1,12 +1,12 @@
-"""What memory is for, told from the stacks of a snapshot that somebody else recorded.
+"""The category of each allocation in a snapshot from another tool, inferred from its stacks.
 
-A stack says in which stage of training memory was taken: in a module's forward pass, in autograd, in an optimizer, in a
-collective, or while the model was built. On CUDA autograd works on a thread of its own, where Python has no frames:
-what comes without any, after a forward pass or a call of backward, happened there. What memory is for then follows from
-how long it stays: what a forward pass leaves for the backward pass is an activation, what a backward pass leaves for
-the optimizer is a gradient, what an optimizer never gives back is its state.
+A stack shows the stage of training that allocated the memory: a module's forward pass, autograd, an optimizer, a
+collective, or building the model. On CUDA, autograd runs on its own thread, which has no Python frames: an allocation
+without frames that follows a forward pass or a call of `backward` was made there. The category then follows from the
+lifetime. Memory that outlives the forward pass and is alive in backward is an activation, memory that outlives the
+backward pass and is alive in the optimizer is a gradient, and memory that an optimizer never frees is its state.
 
-Our own recordings know better and do not come by here.
+Recordings of stepscope carry their categories and do not use this module.
 """
 
 import re
@@ -42,7 +42,7 @@ STAGES = ("forward", "backward", "optimizer", "communication", "workspace", "bui
 
 
 def stage_of_stack(frames: str) -> str:
-    """The stage of training in which a stack like this takes memory."""
+    """Return the stage of training that this stack belongs to."""
     for stage, pattern in (
         ("communication", _COMMUNICATION),
         ("workspace", _WORKSPACE),
@@ -57,7 +57,7 @@ def stage_of_stack(frames: str) -> str:
 
 
 def guess_categories(allocations: pl.DataFrame, stacks: pl.DataFrame) -> pl.DataFrame:
-    """`phase` and `category`, as far as stacks tell. Without any stack everything is `other`."""
+    """Fill in `phase` and `category` from the stacks. Without stacks, every category is `other`."""
     if not stacks.height:
         return allocations.with_columns(category=pl.lit("other"), phase=pl.lit(None, dtype=pl.String))
     stages = pl.DataFrame(
@@ -89,8 +89,8 @@ def guess_categories(allocations: pl.DataFrame, stacks: pl.DataFrame) -> pl.Data
 
 
 def _stage_without_frames(frame: pl.DataFrame) -> pl.Series:
-    """What comes without frames after a forward pass or a call of backward happened on autograd's thread. After
-    anything else it is not known: stacks may have been off."""
+    """Assign allocations without frames to backward if they follow a forward pass or a call of `backward`: they were
+    made on autograd's thread. Anywhere else the stage is unknown, because recording stacks may have been off."""
     ordered = frame.with_row_index("row").select("row", "start_event", "stage").sort("start_event", nulls_last=False)
     before = pl.col("stage").fill_null(strategy="forward")
     lacking = pl.col("stage").is_null() & pl.col("start_event").is_not_null()
@@ -101,7 +101,7 @@ def _stage_without_frames(frame: pl.DataFrame) -> pl.Series:
 
 
 def _leaves(frame: pl.DataFrame) -> pl.Series:
-    """Whether a piece of memory is still there when the stage after its own begins: the one that it was taken for."""
+    """Whether each allocation is still alive when the next stage, which uses it, begins."""
     following = {"forward": ("backward",), "backward": ("optimizer", "forward")}
     ended = frame["end_event"].fill_null(np.iinfo(np.int64).max).to_numpy()
     started = frame["start_event"].fill_null(-1).to_numpy()

@@ -1,5 +1,5 @@
-"""The memory of many cases beside each other: peaks over sizes, contexts, modes and precisions, what a change of
-precision does to each category, and how much recomputing activations saves."""
+"""Memory tables over many cases: peaks by size, context, mode and precision, what a change of precision does to each
+category, and how much activation checkpointing saves."""
 
 from collections.abc import Sequence
 
@@ -24,17 +24,17 @@ from stepscope.spec import ModelShape, Workload
 from stepscope.units import GIB, say_bytes
 
 _ALWAYS = (*ALWAYS_SHOWN, "mode")
-_NO_PART = ("warmup",)  # steps are recorded from the first
+_NO_PART = ("warmup",)  # recording starts with the first step
 
 
 def outcome_of(row: CaseRow) -> str:
-    """A finished case in a few words."""
+    """Describe the outcome of a case in a few words."""
     summary = row.summary if isinstance(row, MemoryRow) else None
     return f"peak {say_bytes(summary.peak_bytes)}" if summary else row.status
 
 
 def grid_table(rows: Sequence[MemoryRow]) -> Table:
-    """One row a case; those that did not fit are rows too."""
+    """One row per case, including the cases that ran out of memory."""
     shown = [setting for setting in CASE_SETTINGS if setting.key in _ALWAYS or varies(setting, rows)]
     columns: list[tuple[Column, list[Cell]]] = [
         (
@@ -45,24 +45,24 @@ def grid_table(rows: Sequence[MemoryRow]) -> Table:
         if setting.key != "warmup"
     ]
     columns += [
-        (Column(key="peak_bytes", label="peak", kind="bytes"), [_of(row, "peak_bytes") for row in rows]),
-        (Column(key="peak_phase", label="in"), [_of(row, "peak_phase") for row in rows]),
+        (Column(key="peak_bytes", label="peak memory", kind="bytes"), [_of(row, "peak_bytes") for row in rows]),
+        (Column(key="peak_phase", label="peak phase"), [_of(row, "peak_phase") for row in rows]),
         (
             Column(key="reserved_bytes", label="reserved", kind="bytes"),
             [_of(row, "peak_reserved_bytes") for row in rows],
         ),
-        (Column(key="first_peak_bytes", label="peak of step 1", kind="bytes"), [_first_peak(row) for row in rows]),
-        (Column(key="after_bytes", label="after a step", kind="bytes"), [_after(row) for row in rows]),
+        (Column(key="first_peak_bytes", label="step 1 peak", kind="bytes"), [_first_peak(row) for row in rows]),
+        (Column(key="after_bytes", label="after step", kind="bytes"), [_after(row) for row in rows]),
     ]
     columns += _category_columns(rows)
-    columns.append((Column(key="step_ms", label="step", kind="ms", detail=True), [_step_ms(row) for row in rows]))
+    columns.append((Column(key="step_ms", label="step (ms)", kind="ms", detail=True), [_step_ms(row) for row in rows]))
     remarks = [row.status if row.status != "ok" else None for row in rows]
     if any(remarks):
         columns.append((Column(key="remarks", label="remarks"), list(remarks)))
     columns = [(column, values) for column, values in columns if column.detail or any(v is not None for v in values)]
     reasons = {row.status: row.reason for row in reversed(rows) if row.status != "ok"}
     return Table(
-        title=f"{say_shared(rows, without=_NO_PART)}; peak memory and what it is made of",
+        title=f"{say_shared(rows, without=_NO_PART)}; peak memory by category",
         columns=tuple(column for column, _ in columns),
         rows=tuple(zip(*(values for _, values in columns), strict=True)),
         notes=(
@@ -90,7 +90,7 @@ def _step_ms(row: MemoryRow) -> Cell:
 
 
 def _category_columns(rows: Sequence[MemoryRow]) -> list[tuple[Column, list[Cell]]]:
-    """At the peak. Those that no case has are left out."""
+    """Bytes at the peak by category, without the categories that no case has."""
     columns = []
     for category in CATEGORIES:
         values: list[Cell] = [_category(row.summary, category) if row.summary else None for row in rows]
@@ -105,7 +105,7 @@ def _category(summary: MemorySummary, category: str) -> int:
 
 
 def precision_table(rows: Sequence[MemoryRow]) -> Table | None:
-    """What a change of precision does to the peak, category by category; None where nothing can be compared."""
+    """How precision changes the peak, category by category; None if no two cases can be compared."""
     setting = find_setting("precision")
     bases = {all_else(row, setting): row for row in rows if row.case.workload.precision == "fp32"}
     pairs = [
@@ -130,14 +130,14 @@ def precision_table(rows: Sequence[MemoryRow]) -> Table | None:
         for base, row in pairs
     ]
     return Table(
-        title="What precision changes at the peak, against fp32",
+        title="Peak memory by precision, compared with fp32",
         columns=(
             *(Column(key=setting.key, label=setting.label, kind=setting.kind) for setting in shown),
             Column(key="fp32_peak_bytes", label="fp32 peak", kind="bytes"),
             Column(key="peak_bytes", label="peak", kind="bytes"),
-            Column(key="ratio", label="ratio", kind="ratio"),
+            Column(key="ratio", label="vs fp32", kind="ratio"),
             *(Column(key=name.replace(" ", "_") + "_bytes", label=name, kind="bytes", detail=True) for name in names),
-            Column(key="why", label="because"),
+            Column(key="why", label="largest changes"),
         ),
         rows=tuple(cells),
     )
@@ -159,13 +159,13 @@ def _say_change(base: MemoryRow, row: MemoryRow, names: Sequence[str]) -> str:
     """The two categories that changed most."""
     changes = sorted(((_change(base, row, name), name) for name in names), key=lambda pair: -abs(pair[0]))
     said = [f"{name} {'+' if size > 0 else '−'}{say_bytes(abs(size))}" for size, name in changes[:2] if size]
-    return ", ".join(said) or "nothing changes"
+    return ", ".join(said) or "none"
 
 
 def grid_figure(rows: Sequence[MemoryRow]) -> Figure:
-    """Peaks against context, or against parameters where contexts do not differ."""
+    """Peak memory against context, or against parameters if all contexts are the same."""
     by_context = varies(find_setting("context"), rows)
-    # A model without tokens has no place on an axis of contexts.
+    # A model without tokens cannot be plotted against context.
     done = [row for row in rows if row.summary and row.run and (row.case.workload.context or not by_context)]
     inside = ("context", "mode") if by_context else ("model", "mode", "vocab")
     told_apart = [s for s in CASE_SETTINGS if varies(s, rows) or s.key == "model"]
@@ -186,18 +186,18 @@ def grid_figure(rows: Sequence[MemoryRow]) -> Figure:
         title="Peak memory",
         subtitle=say_shared(rows, without=_NO_PART),
         x=Axis(label="context", unit="tokens", log=True) if by_context else Axis(label="parameters", log=True),
-        y=Axis(label="peak", unit="GiB", log=True),
+        y=Axis(label="peak memory", unit="GiB", log=True),
         points=tuple(points),
         series_label=" · ".join(setting.label for setting in series),
         panel_label="mode",
     )
 
 
-# --- Recomputing activations ------------------------------------------------------------------------------------------
+# --- Activation checkpointing -----------------------------------------------------------------------------------------
 
 
 def study_table(rows: Sequence[MemoryRow]) -> Table:
-    """Peak and time for each way to checkpoint, with the closed form beside it where the model is our own."""
+    """Peak memory and step time for each checkpointing setting, with the predicted peak for the built-in model."""
     plain = next((row for row in rows if row.case.workload.checkpoint == "none"), rows[0])
     cells = [
         (
@@ -213,15 +213,15 @@ def study_table(rows: Sequence[MemoryRow]) -> Table:
         for row in rows
     ]
     return Table(
-        title=f"{describe_case(plain.case)} on {plain.environment.driver_name}; recomputing activations",
+        title=f"{describe_case(plain.case)} on {plain.environment.driver_name}; activation checkpointing",
         columns=(
-            Column(key="checkpoint", label="every"),
-            Column(key="peak_bytes", label="peak", kind="bytes"),
-            Column(key="predicted_bytes", label="closed form", kind="bytes"),
-            Column(key="ratio", label="peak against none", kind="ratio"),
-            Column(key="saved_bytes", label="kept after forward", kind="bytes"),
-            Column(key="step_ms", label="step", kind="ms"),
-            Column(key="slower", label="time against none", kind="ratio"),
+            Column(key="checkpoint", label="checkpoint"),
+            Column(key="peak_bytes", label="peak memory", kind="bytes"),
+            Column(key="predicted_bytes", label="predicted peak", kind="bytes"),
+            Column(key="ratio", label="peak vs none", kind="ratio"),
+            Column(key="saved_bytes", label="saved for backward", kind="bytes"),
+            Column(key="step_ms", label="step (ms)", kind="ms"),
+            Column(key="slower", label="step vs none", kind="ratio"),
             Column(key="remarks", label="remarks"),
         ),
         rows=tuple(cells),
@@ -243,11 +243,13 @@ def _study_notes(rows: Sequence[MemoryRow], plain: MemoryRow) -> list[str]:
     if not done:
         return []
     best = min(done, key=lambda row: (_size(row), _time(row)))
-    notes = [f"least memory: checkpoint {best.case.workload.checkpoint}, {say_bytes(_size(best))}"]
+    notes = [f"lowest peak: checkpoint {best.case.workload.checkpoint}, {say_bytes(_size(best))}"]
     if isinstance(plain.case.workload.model, ModelShape):
         predicted = cost.best_checkpoint(plain.case.workload)
-        notes.append(f"by the closed form: checkpoint {predicted.checkpoint}, {say_bytes(predicted.bytes)}")
-        notes.append("closed form: parameters, optimizer state, gradients and activations; no workspaces or rounding")
+        notes.append(f"lowest predicted peak: checkpoint {predicted.checkpoint}, {say_bytes(predicted.bytes)}")
+        notes.append(
+            "predicted peak: parameters, optimizer state, gradients and activations, without workspaces and rounding"
+        )
     return notes
 
 
@@ -262,13 +264,13 @@ def _time(row: MemoryRow) -> float:
 
 
 def is_study(rows: Sequence[MemoryRow]) -> bool:
-    """Whether rows differ in how they recompute and in nothing else."""
+    """Whether the rows differ only in activation checkpointing."""
     changing = [setting.key for setting in CASE_SETTINGS if varies(setting, rows)]
     return len(rows) > 2 and changing == ["checkpoint"]
 
 
 def study_values(workload: Workload) -> tuple[str, ...]:
-    """The ways to checkpoint that are worth comparing: every k that divides the blocks, and nested."""
+    """The checkpointing settings to compare: every k that divides the number of blocks, and nested."""
     if not isinstance(workload.model, ModelShape):
         return ("none", "1", "2", "4", "nested:2", "nested:4")
     layers = workload.model.num_layers

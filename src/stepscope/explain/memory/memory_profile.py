@@ -1,7 +1,7 @@
-"""The memory of one device over time, and what it is made of at any moment.
+"""The memory of one device over time, by category.
 
-Every piece of memory has one category for its whole life, so at any moment the categories add up to what is allocated,
-exactly: they are sums over the same rows.
+Every allocation has one category for its whole life, so at any moment the categories add up exactly to the allocated
+memory: they are sums over the same rows.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ _MODULES = 50
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """`allocations` are those of one device, with `category` and `layer` filled in. `totals[e]` is what is allocated
-    after event `e`; `before` what was there at the start."""
+    """`allocations` belong to one device and have `category` and `layer` filled in. `totals[e]` is the number of bytes
+    allocated after event `e`; `before_bytes` were allocated before the recording started."""
 
     recording: Recording
     device: int | None
@@ -51,13 +51,13 @@ class MemoryProfile:
 
     @cached_property
     def reserved(self) -> Bytes | None:
-        """What the allocator holds after each event, and None where there is none."""
+        """Reserved bytes after each event; None if the device has no caching allocator."""
         segments = _of_device(self.recording.segments, self.device)
         return sum_over_events(segments, self.num_events) if segments.height else None
 
     @cached_property
     def peak_event(self) -> int:
-        """The first event after which most is allocated; -1 is before any."""
+        """The event after which allocated memory first peaks; -1 is before the first event."""
         if not self.num_events or self.before_bytes >= int(self.totals.max()):
             return -1
         return int(self.totals.argmax())
@@ -70,23 +70,23 @@ class MemoryProfile:
         return int(self.totals[event]) if event >= 0 else self.before_bytes
 
     def alive_at(self, event: int) -> pl.DataFrame:
-        """What is there after an event, the largest first."""
+        """The allocations that are alive after an event, largest first."""
         started = pl.col("start_event").is_null() | (pl.col("start_event") <= event)
         ended = pl.col("end_event").is_not_null() & (pl.col("end_event") <= event)
         return self.allocations.filter(started & ~ended).sort("bytes", descending=True, maintain_order=True)
 
     def share_at(self, event: int, by: str) -> list[tuple[str, int]]:
-        """Bytes by a column, the largest first; they add up to what is allocated."""
+        """Bytes grouped by a column, largest first; they add up to the allocated memory."""
         alive = self.alive_at(event).group_by(pl.col(by).cast(pl.String).fill_null(UNKNOWN)).agg(pl.col("bytes").sum())
         return [(name, size) for name, size in alive.sort("bytes", by, descending=[True, False]).iter_rows()]
 
     def categories_at(self, event: int) -> list[tuple[str, int]]:
-        """Every category in the order of the list, those with nothing too."""
+        """Every category in the order of `CATEGORIES`, including empty ones."""
         found = dict(self.share_at(event, "category"))
         return [(name, found.get(name, 0)) for name in CATEGORIES]
 
     def place_of(self, event: int) -> tuple[int | None, str | None]:
-        """The step and the innermost phase of an event."""
+        """Return the step and the innermost phase of an event."""
         spans = self.recording.spans.filter((pl.col("start_event") <= event) & (pl.col("end_event") > event))
         phases = spans.filter(pl.col("phase").is_not_null()).sort(pl.col("end_event") - pl.col("start_event"))
         step = spans["step"].drop_nulls()
@@ -98,7 +98,7 @@ class MemoryProfile:
         return None, (str(taken[0]) if taken.len() else None)
 
     def peak_between(self, start: int, end: int) -> tuple[int, int]:
-        """The event and the bytes of the highest moment among events `start` to `end` (exclusive)."""
+        """Return the event and the bytes of the peak between events `start` and `end` (exclusive)."""
         if end <= start:
             return start - 1, self.allocated_at(start - 1)
         event = start + int(self.totals[start:end].argmax())
@@ -106,12 +106,12 @@ class MemoryProfile:
         return (start - 1, before) if before >= self.totals[event] else (event, int(self.totals[event]))
 
     def largest_at(self, event: int, count: int) -> tuple[Allocation, ...]:
-        """The largest pieces of memory that are there after an event."""
+        """The largest allocations that are alive after an event."""
         return tuple(describe(self, row) for row in self.alive_at(event).head(count).iter_rows(named=True))
 
     @cached_property
     def summary(self) -> MemorySummary:
-        """What `--format json` prints and what tables are made from."""
+        """The document that `--format json` prints; the tables are built from it."""
         return _summarise(self)
 
     def stack_text(self, stack: int | None) -> str:
@@ -128,34 +128,34 @@ class MemoryProfile:
 
     @property
     def last_plain_step(self) -> int:
-        """The last step that nobody watched and of which all is known all the same: watching takes its time. Where all
-        were watched, the last."""
+        """The last step that ran without the profiler and whose events match a profiled step; the last step if there is
+        none. Profiling slows a step down."""
         facts = self.recording.manifest.memory
-        assert facts is not None, "a profile is made of a recording of memory"
+        assert facts is not None, "the recording of a memory profile has memory facts"
         plain = [step for step in self.steps if step not in (*facts.watched_steps, *facts.unmatched_steps)]
         return plain[-1] if plain else self.steps[-1]
 
     def span(self, step: int, phase: str | None = None) -> tuple[int, int] | None:
-        """First and last (exclusive) event of a step or of one of its phases: of the last, where it runs several."""
+        """First and last (exclusive) event of a step, or of the last run of a phase in it."""
         if phase is not None:
             return next(reversed(self.phase_spans(step, phase)), None)
         found = self.recording.spans.filter((pl.col("step") == step) & pl.col("phase").is_null())
         return (int(found["start_event"][0]), int(found["end_event"][-1])) if found.height else None
 
     def phase_spans(self, step: int, phase: str) -> list[tuple[int, int]]:
-        """The same of a phase, as often as the step runs it."""
+        """First and last (exclusive) event of each run of a phase in a step."""
         found = self.recording.spans.filter((pl.col("step") == step) & (pl.col("phase") == phase))
         return list(found.select("start_event", "end_event").iter_rows())
 
     @cached_property
     def phases(self) -> tuple[str, ...]:
-        """In the order in which they come; the loss lies inside of forward."""
+        """The phases in the order of their first events. The loss is nested inside forward."""
         spans = self.recording.spans.filter(pl.col("phase").is_not_null())
         return tuple(str(name) for name in spans["phase"].unique(maintain_order=True))
 
 
 def sum_over_events(rows: pl.DataFrame, num_events: int) -> Bytes:
-    """Bytes that are there after each event."""
+    """Return the bytes that are alive after each event."""
     changes = np.zeros(num_events + 1, dtype=np.int64)
     size = rows["bytes"].to_numpy()
     np.add.at(changes, rows["start_event"].fill_null(0).to_numpy(), size)
@@ -166,30 +166,31 @@ def sum_over_events(rows: pl.DataFrame, num_events: int) -> Bytes:
 
 
 def make_memory_profile(recording: Recording) -> MemoryProfile:
-    """Of the device that holds most, where a recording has several."""
+    """Build the profile of the device with the highest peak, if the recording has several devices."""
     facts, allocations = recording.manifest.memory, recording.allocations
     if facts is None or not allocations.height:
         raise StepscopeError(
-            f"the recording holds no memory: `{recording.manifest.file}`",
-            detail="nothing in it was ever allocated" if facts else "it was made without recording memory",
+            f"the recording has no memory data: `{recording.manifest.file}`",
+            detail="it contains no allocations" if facts else "it was made without recording memory",
             hint="stepscope memory",
         )
     device = _choose_device(recording)
     allocations = _of_device(allocations, device)
     if allocations["category"].null_count() == allocations.height:
         allocations = guess_categories(allocations, recording.stacks)
-    # What a later version calls by a name of its own is something else to this one, and still adds up.
+    # A category that a later version added counts as `other`, so the sums stay right.
     known = pl.col("category").is_in(CATEGORIES)
     allocations = allocations.with_columns(category=pl.when(known).then("category").otherwise(pl.lit("other")))
     allocations = number_layers(_name_owners(allocations), pl.DataFrame())
-    # With several devices, each numbers its own events and the file's figure counts all of them. Spans belong to one.
+    # With several devices, each device numbers its own events, and the file counts all of them. Spans belong to one
+    # device.
     events = facts.events if len(_devices(recording)) < 2 or recording.spans.height else 0
     num_events = max(events, _count_events(allocations, _of_device(recording.segments, device)))
     return MemoryProfile(recording=recording, device=device, allocations=allocations, num_events=num_events)
 
 
 def _name_owners(allocations: pl.DataFrame) -> pl.DataFrame:
-    """A parameter, its gradient and its state belong to the module that has the parameter, whoever took the memory."""
+    """Assign a parameter, its gradient and its optimizer state to the module that owns the parameter."""
     name = pl.col("name")
     owner = (
         pl.when(pl.col("category").is_in(["parameters", "gradients", "autocast copies"]))
@@ -222,18 +223,18 @@ def _of_device(table: pl.DataFrame, device: int | None) -> pl.DataFrame:
 
 
 def _count_events(*tables: pl.DataFrame) -> int:
-    """One more than the last event that any row tells of."""
+    """Return one more than the last event of any row."""
     lasts = [table[name].max() for table in tables for name in ("start_event", "end_event")]
     return max((last + 1 for last in lasts if isinstance(last, int)), default=0)
 
 
-# --- Summed up --------------------------------------------------------------------------------------------------------
+# --- Summary ----------------------------------------------------------------------------------------------------------
 
 
 def _summarise(profile: MemoryProfile) -> MemorySummary:
     manifest, event = profile.recording.manifest, profile.peak_event
     facts = manifest.memory
-    assert facts is not None, "a profile is made of a recording of memory"
+    assert facts is not None, "the recording of a memory profile has memory facts"
     step, phase = profile.place_of(event)
     taken = profile.allocations.filter(pl.col("start_event") == event)["module"].drop_nulls()
     reserved = profile.reserved
@@ -274,15 +275,15 @@ def describe(profile: MemoryProfile, row: dict[str, object]) -> Allocation:
 
 
 def _saved_bytes(saved: pl.DataFrame) -> int | None:
-    """What autograd keeps, each storage once, without what is there anyway."""
+    """Bytes saved for backward: each storage once, without parameters and inputs."""
     if not saved.height:
         return None
     return int(held_storages(saved)["storage_bytes"].sum())
 
 
 def _phases(profile: MemoryProfile) -> tuple[PhaseBytes, ...]:
-    """Of the first and the last step; where no steps are marked, of the stages that stacks tell. A phase that a step
-    runs several times begins and ends as its last run does, and peaks where any of them does."""
+    """The phases of the first and the last step; without step markers, the stages inferred from stacks. If a step runs
+    a phase several times, start and end come from its last run and the peak is the highest of all runs."""
     if not profile.steps:
         return _stages(profile)
     rows = []
@@ -318,7 +319,7 @@ def _steps(profile: MemoryProfile) -> tuple[StepBytes, ...]:
     rows = []
     for step in profile.steps:
         span = profile.span(step)
-        assert span is not None, "a step that is listed has a span"
+        assert span is not None, "a listed step has a span"
         rows.append(
             StepBytes(
                 step=step,

@@ -1,4 +1,4 @@
-"""A profile of memory as tables: the page on the terminal, and each of its parts alone."""
+"""The tables of a memory profile: the page for the terminal, and each of its parts."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,7 +18,7 @@ from stepscope.spec import ModelShape
 from stepscope.units import say_bytes
 
 _ON_A_PAGE = 8
-_SETTLED = 2  # steps until everything that is made once is made
+_SETTLED = 2  # steps until one-time allocations are done
 _FEWEST = 3
 _SIZE = Column(key="bytes", label="size", kind="bytes")
 _SHARE = Column(key="share", label="share", kind="share")
@@ -33,7 +33,7 @@ def memory_page(profile: MemoryProfile) -> Page:
 
 
 def headline(profile: MemoryProfile) -> str:
-    """What was recorded, when most was allocated and by whom, and what stays."""
+    """What was recorded, when memory peaks, and what stays allocated."""
     summary, manifest = profile.summary, profile.recording.manifest
     case = manifest.case
     what = describe_case(case) if case else manifest.file or "recording"
@@ -42,11 +42,11 @@ def headline(profile: MemoryProfile) -> str:
     if summary.steps:
         last = summary.steps[-1]
         cached = _say_cached(last.end_bytes, last.end_reserved_bytes)
-        lines.append(f"after a step {say_bytes(last.end_bytes)} stay{cached}")
+        lines.append(f"after each step {say_bytes(last.end_bytes)} stays allocated{cached}")
     if summary.allocator_peak_bytes is not None and summary.allocator_peak_bytes != summary.peak_bytes:
-        lines.append(f"doubt: the allocator itself counted {summary.allocator_peak_bytes:,} bytes at the peak")
+        lines.append(f"warning: the allocator reports a peak of {summary.allocator_peak_bytes:,} bytes")
     if summary.estimated_bytes:
-        lines.append(f"note: the sizes of {say_bytes(summary.estimated_bytes)} are estimated: the file begins too late")
+        lines.append(f"note: {say_bytes(summary.estimated_bytes)} allocated before the recording is an estimate")
     lines.extend(f"note: {note}" for note in summary.notes)
     return "\n".join(lines)
 
@@ -54,7 +54,7 @@ def headline(profile: MemoryProfile) -> str:
 def _say_peak(summary: MemorySummary) -> str:
     step = f"step {summary.peak_step + 1}" if summary.peak_step is not None else ""
     place = ", ".join(part for part in (step, summary.peak_phase, summary.peak_module) if part)
-    there = f"; {say_bytes(summary.before_bytes)} of it was there before" if summary.before_bytes else ""
+    there = f"; {say_bytes(summary.before_bytes)} was allocated before the recording" if summary.before_bytes else ""
     held = _say_cached(summary.peak_bytes, summary.reserved_bytes)
     return f"peak {say_bytes(summary.peak_bytes)}{f' in {place}' if place else ''}{held}{there}"
 
@@ -62,22 +62,22 @@ def _say_peak(summary: MemorySummary) -> str:
 def _say_cached(allocated: int, reserved: int | None) -> str:
     if reserved is None:
         return ""
-    return f" ({say_bytes(reserved)} reserved, so {say_bytes(reserved - allocated)} cached by the allocator)"
+    return f" ({say_bytes(reserved)} reserved, {say_bytes(reserved - allocated)} of it cached)"
 
 
 def categories_table(profile: MemoryProfile) -> Table:
-    """At the peak; they add up to it."""
+    """Bytes by category at the peak; they add up to it."""
     event, peak = profile.peak_event, profile.peak_bytes
     rows: list[tuple[Cell, ...]] = [
         (name, size, size / peak if peak else None) for name, size in profile.categories_at(event) if size
     ]
-    rows.append(("together", peak, 1.0 if peak else None))
+    rows.append(("total", peak, 1.0 if peak else None))
     notes = []
     reserved = profile.reserved
     if reserved is not None and event >= 0:
         notes.append(_say_fragments(profile, event, int(reserved[event])))
     return Table(
-        title="At the peak, by category",
+        title="Peak memory by category",
         columns=(Column(key="category", label="category"), _SIZE, _SHARE),
         rows=tuple(rows),
         notes=tuple(notes),
@@ -90,17 +90,16 @@ def _say_fragments(profile: MemoryProfile, event: int, reserved: int) -> str:
     idle = reserved - profile.allocated_at(event)
     share = idle / reserved if reserved else 0.0
     return (
-        f"reserved {say_bytes(reserved)}: {say_bytes(idle)} ({share:.1%}) in no use, "
-        f"{say_bytes(rounded)} lost to rounding"
+        f"reserved {say_bytes(reserved)}: {say_bytes(idle)} ({share:.1%}) unused, {say_bytes(rounded)} lost to rounding"
     )
 
 
 def modules_table(profile: MemoryProfile, *, top: int) -> Table:
-    return _by(profile, "module", "At the peak, by module", top)
+    return _by(profile, "module", "Peak memory by module", top)
 
 
 def layers_table(profile: MemoryProfile, *, top: int) -> Table:
-    return _by(profile, "layer", "At the peak, by layer", top)
+    return _by(profile, "layer", "Peak memory by layer", top)
 
 
 def _by(profile: MemoryProfile, column: str, title: str, top: int) -> Table:
@@ -111,7 +110,7 @@ def _by(profile: MemoryProfile, column: str, title: str, top: int) -> Table:
     if rest:
         rows.append((f"{len(found) - top} more", rest, rest / peak))
     unknown = dict(found).get(UNKNOWN)
-    notes = (f"{UNKNOWN}: no module was at work, as in the loss or the optimizer",) if unknown else ()
+    notes = (f"{UNKNOWN}: allocated outside any module, for example in the loss or the optimizer",) if unknown else ()
     return Table(title=title, columns=(Column(key=column, label=column), _SIZE, _SHARE), rows=tuple(rows), notes=notes)
 
 
@@ -129,18 +128,30 @@ def phases_table(profile: MemoryProfile) -> Table:
     for one in summary.phases:
         number: tuple[Cell, ...] = (one.step + 1 if one.step is not None else None,) if marked else ()
         rows.append((*number, one.phase, one.start_bytes, one.peak_bytes, one.end_bytes))
-    notes = () if marked or not rows else ("phases as stacks tell them: no steps are marked in this file",)
-    return Table(title="By phase", columns=tuple(columns), rows=tuple(rows), notes=notes)
+    notes = _phase_notes(profile, marked=marked) if rows else ()
+    return Table(title="Memory by phase", columns=tuple(columns), rows=tuple(rows), notes=notes)
+
+
+def _phase_notes(profile: MemoryProfile, *, marked: bool) -> tuple[str, ...]:
+    if not marked:
+        return ("phases are inferred from stacks: this file has no step markers",)
+    case = profile.recording.manifest.case
+    passes = case.workload.passes if case else 1
+    if passes == 1:
+        return ()
+    return (
+        f"each step runs {passes} micro-batches: `before` and `after` are those of the last one, `peak` is the highest",
+    )
 
 
 def steps_table(profile: MemoryProfile) -> Table:
     rows = tuple((one.step + 1, one.peak_bytes, one.end_bytes, one.end_reserved_bytes) for one in profile.summary.steps)
     return Table(
-        title="By step, from the first after the model was built",
+        title="Memory by step",
         columns=(
             Column(key="step", label="step", kind="count"),
             Column(key="peak_bytes", label="peak", kind="bytes"),
-            Column(key="end_bytes", label="stays", kind="bytes"),
+            Column(key="end_bytes", label="after step", kind="bytes"),
             Column(key="end_reserved_bytes", label="reserved", kind="bytes"),
         ),
         rows=rows,
@@ -148,16 +159,16 @@ def steps_table(profile: MemoryProfile) -> Table:
 
 
 def largest_table(profile: MemoryProfile, *, top: int) -> Table:
-    """The largest pieces of memory at the peak."""
+    """The largest allocations at the peak."""
     rows = tuple(_describe(one) for one in profile.largest_at(profile.peak_event, top))
     return Table(
-        title="At the peak, the largest allocations",
+        title="Largest allocations at the peak",
         columns=(
             _SIZE,
             Column(key="category", label="category"),
-            Column(key="what", label="what"),
+            Column(key="what", label="tensor"),
             Column(key="shape", label="shape"),
-            Column(key="taken", label="taken in"),
+            Column(key="taken", label="allocated in"),
             Column(key="module", label="module", detail=True),
             Column(key="op", label="operator", detail=True),
             Column(key="name", label="name", detail=True),
@@ -175,7 +186,7 @@ def _describe(one: Allocation) -> tuple[Cell, ...]:
         one.category,
         f"{what} at {where}" if where else what,
         say_shape(one) or None,
-        say_when(one) or "before",
+        say_when(one) or "before recording",
         one.module,
         one.op,
         one.name,
@@ -184,16 +195,16 @@ def _describe(one: Allocation) -> tuple[Cell, ...]:
 
 
 def freed_table(profile: MemoryProfile, *, top: int) -> Table:
-    """What the backward pass of the last step gives back, layer by layer in the order in which it happens."""
+    """The activations that the last backward pass frees, by layer, in the order in which they are freed."""
     span = profile.span(profile.steps[-1], "backward") if profile.steps else None
     columns = (
         Column(key="layer", label="layer"),
-        Column(key="freed_bytes", label="activations given back", kind="bytes"),
-        Column(key="taken_bytes", label="gradients taken", kind="bytes"),
+        Column(key="freed_bytes", label="activations freed", kind="bytes"),
+        Column(key="taken_bytes", label="gradients allocated", kind="bytes"),
         Column(key="allocated_bytes", label="allocated after", kind="bytes"),
     )
     if span is None:
-        return Table(title="What backward gives back", columns=columns, rows=())
+        return Table(title="Activations freed by backward", columns=columns, rows=())
     held = profile.allocations.filter(pl.col("category") == "activations")
     freed = held.filter(pl.col("end_event").is_between(span[0], span[1] - 1))
     grads = profile.allocations.filter(
@@ -203,19 +214,19 @@ def freed_table(profile: MemoryProfile, *, top: int) -> Table:
     taken = dict(grads.group_by("layer").agg(pl.col("bytes").sum()).iter_rows())
     rows = tuple(
         (
-            "outside of layers" if row["layer"] is None else str(row["layer"]),
+            "outside layers" if row["layer"] is None else str(row["layer"]),
             row["bytes"],
             taken.get(row["layer"]),
             profile.allocated_at(row["last"]),
         )
         for row in by_layer.head(top).iter_rows(named=True)
     )
-    return Table(title="What backward gives back, in its order", columns=columns, rows=rows)
+    return Table(title="Activations freed by backward, in order", columns=columns, rows=rows)
 
 
 _LEAKS = (
-    Column(key="bytes_a_step", label="a step", kind="bytes"),
-    Column(key="bytes", label="in all", kind="bytes"),
+    Column(key="bytes_a_step", label="per step", kind="bytes"),
+    Column(key="bytes", label="total", kind="bytes"),
     Column(key="steps", label="steps", kind="count"),
     Column(key="where", label="where"),
     Column(key="stack", label="stack", detail=True),
@@ -223,15 +234,14 @@ _LEAKS = (
 
 
 def leaks_table(profile: MemoryProfile) -> Table:
-    """Memory that one step takes and neither it nor a later one gives back. A step may keep something once, as an
-    optimizer does in the first. It is a leak when step after step does, so the first steps do not count, and a stack is
-    named only if at least half of the others left something behind there. No rows where nothing leaks, or where there
-    are too few steps to tell."""
-    title = "Left behind by every step"
+    """Memory that a step allocates and no later step frees. A step may keep something once, as an optimizer does in the
+    first step. It is a leak if step after step does, so the first steps do not count, and a stack is listed only if at
+    least half of the other steps leaked there. No rows if nothing leaks or there are too few steps."""
+    title = "Memory leaked per step"
     kept = _left_behind(profile)
     if kept is None:
         fewest = _SETTLED + _FEWEST + 1
-        return Table(title=title, columns=_LEAKS, rows=(), notes=(f"fewer than {fewest} steps tell nothing",))
+        return Table(title=title, columns=_LEAKS, rows=(), notes=(f"finding leaks requires at least {fewest} steps",))
     if not kept.height:
         return Table(title=title, columns=_LEAKS, rows=())
     steps = int(kept["num_steps"][0])
@@ -246,12 +256,13 @@ def leaks_table(profile: MemoryProfile) -> Table:
         stack = profile.stack_text(row["stack"])
         where = row["module"] or row["op"] or stack.partition("\n")[0] or "unknown"
         rows.append((row["bytes"] // row["hit"], row["bytes"], row["hit"], where, stack.replace("\n", " < ") or None))
-    note = f"of {steps} steps, the first {_SETTLED} and the last left out"
+    note = f"over {steps} steps, without the first {_SETTLED} and the last"
     return Table(title=title, columns=_LEAKS, rows=tuple(rows), notes=(note,))
 
 
 def _left_behind(profile: MemoryProfile) -> pl.DataFrame | None:
-    """What is still there at the end and was taken after the first steps and before the last, with its step."""
+    """Allocations made after the first steps and before the last that are never freed, with their steps. None if there
+    are too few steps."""
     bounds = _step_bounds(profile)
     first, last = _SETTLED, len(bounds) - 1
     if last - first < _FEWEST:
@@ -264,14 +275,14 @@ def _left_behind(profile: MemoryProfile) -> pl.DataFrame | None:
 
 
 def _step_bounds(profile: MemoryProfile) -> list[tuple[int, int]]:
-    """Marked steps, or, by the stacks of a foreign snapshot, from one beginning of a forward pass to the next."""
+    """The marked steps; in a snapshot from another tool, from the start of one forward pass to the next, by stacks."""
     if profile.steps:
         return [span for step in profile.steps if (span := profile.span(step)) is not None]
     staged = profile.allocations.filter(pl.col("phase").is_not_null() & pl.col("start_event").is_not_null())
     staged = staged.sort("start_event").select("start_event", "phase")
     begins = staged.filter((pl.col("phase") == "forward") & (pl.col("phase").shift(1).fill_null("") != "forward"))
-    # A forward pass inside of backward, as checkpointing has it, begins no step: a step ends with an optimizer if the
-    # file has any.
+    # Checkpointing runs forward inside backward, which does not start a step: if the file has an optimizer, a step
+    # ends with it.
     if (staged["phase"] == "optimizer").any():
         begins = staged.filter(
             (pl.col("phase") == "forward") & (pl.col("phase").shift(1).fill_null("optimizer") == "optimizer")
@@ -280,12 +291,12 @@ def _step_bounds(profile: MemoryProfile) -> list[tuple[int, int]]:
 
 
 def saved_table(profile: MemoryProfile) -> Table:
-    """What autograd keeps; beside the closed forms where the model is our own."""
+    """The saved activations, compared with the formula for the built-in model."""
     saved, case = profile.recording.saved, profile.recording.manifest.case
     if not saved.height:
         raise StepscopeError(
-            "this recording does not say what autograd keeps",
-            detail="it has no forward pass with a graph, or is somebody else's snapshot",
+            "this recording has no saved activations",
+            detail="the step ran without autograd, or another tool made the snapshot",
             hint="stepscope memory --mode train --table saved",
         )
     eager = case is not None and isinstance(case.workload.model, ModelShape) and not case.workload.compile
@@ -306,9 +317,9 @@ _RANKED = {"modules": modules_table, "layers": layers_table, "largest": largest_
 
 
 def make_part(profile: MemoryProfile, name: str, *, top: int) -> Table:
-    """One part of the page, or one that is too long for it. `top` is how many rows of those that can be many."""
+    """Return the table `name`. `top` limits the rows of tables that can be long."""
     if name in _WHOLE:
         return _WHOLE[name](profile)
     if name not in _RANKED:
-        raise StepscopeError(f"a recording of memory has no `{name}`", detail=f"it has {', '.join(PARTS)}")
+        raise StepscopeError(f"a memory snapshot has no table `{name}`", detail=f"expected one of {', '.join(PARTS)}")
     return _RANKED[name](profile, top=top)

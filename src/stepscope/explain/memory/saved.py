@@ -1,7 +1,7 @@
-"""What autograd keeps for backward, as tables: by module, by operator, by block, and compiled beside eager.
+"""Tables of the activations saved for backward: by module, operator and block, and eager compared with compiled.
 
-Memory is counted once. Several nodes may save the same storage (the input of three products), and it is credited to the
-first of them in the order of the forward pass, so that every table's rows add up to what is really held.
+Each storage counts once. Several autograd nodes may save the same storage (the input of three GEMMs); it counts for the
+first of them in forward order, so the rows of every table add up to the memory that is really held.
 """
 
 import re
@@ -14,17 +14,17 @@ from stepscope.explain.precision.precision_tables import find_role
 from stepscope.findings import Cell, Column, Table
 
 LARGEST = 5
-OUTSIDE = "(outside of blocks)"
+OUTSIDE = "(outside blocks)"
 _BLOCK = re.compile(r"^((?:[^.\d][^.]*\.)*\d+)(?:\.|$)")
-_NOTE = "activations only; memory that several nodes share counts once, for the first of them"
+_NOTE = "activations only; a tensor saved by several autograd nodes counts once, for the first node"
 _BYTES = Column(key="bytes", label="bytes", kind="bytes")
 _SHARE = Column(key="share", label="share", kind="share")
 _COUNT = Column(key="count", label="tensors", kind="count")
 
 
 def held_storages(saved: pl.DataFrame) -> pl.DataFrame:
-    """The activations among `saved`, one row a storage: of the node that saved it first. `block` is the path of the
-    repeated block that it lies in."""
+    """The activations in `saved`, one row per storage, from the node that saved it first. `block` is the path of the
+    repeated block that contains it."""
     rows = saved.filter(pl.col("kind") == "activation").sort("node", maintain_order=True)
     rows = rows.unique("storage", keep="first", maintain_order=True)
     blocks = [_block_of(module) for module in rows["module"]]
@@ -42,12 +42,12 @@ def saved_by_module(saved: pl.DataFrame) -> Table:
 
 
 def saved_by_role(saved: pl.DataFrame) -> Table:
-    """By module, alike ones of all layers in one row: `blocks.*.ffn`."""
+    """By module, with the same module of all layers in one row: `blocks.*.ffn`."""
     held = held_storages(saved)
     roles = pl.Series([find_role(module) if module else None for module in held["module"]], dtype=pl.String)
     modules = Column(key="modules", label="modules", kind="count")
     return Table(
-        title="Saved for backward by module, alike ones together",
+        title="Saved for backward by module, all layers combined",
         columns=(Column(key="module", label="module"), modules, _BYTES, _SHARE, _COUNT),
         rows=tuple(_add_up(held, roles)),
         notes=(_NOTE,),
@@ -55,7 +55,7 @@ def saved_by_role(saved: pl.DataFrame) -> Table:
 
 
 def _add_up(held: pl.DataFrame, by: pl.Series) -> Iterator[tuple[str | None, int, int, float, int]]:
-    """The key, how many modules have it, and their bytes, share and tensors; the largest first."""
+    """Yield each key with its number of modules, bytes, share and number of tensors, largest first."""
     sums = held.group_by(by.alias("key"), maintain_order=True).agg(
         pl.col("module").n_unique(), pl.col("storage_bytes").sum(), pl.len()
     )
@@ -65,7 +65,7 @@ def _add_up(held: pl.DataFrame, by: pl.Series) -> Iterator[tuple[str | None, int
 
 
 def saved_by_block(saved: pl.DataFrame) -> Table:
-    """One row a block, with the five contributors that take most of it."""
+    """One row per block, with its five largest contributors."""
     held = held_storages(saved).with_columns(pl.col("block").fill_null(OUTSIDE))
     total = max(1, _total(held))
     rows: list[tuple[Cell, ...]] = []
@@ -74,20 +74,26 @@ def saved_by_block(saved: pl.DataFrame) -> Table:
         rows.append((str(block), size, size / total, inside.height, _largest(inside)))
     return Table(
         title="Saved for backward by block",
-        columns=(Column(key="block", label="block"), _BYTES, _SHARE, _COUNT, Column(key="mostly", label="mostly")),
+        columns=(
+            Column(key="block", label="block"),
+            _BYTES,
+            _SHARE,
+            _COUNT,
+            Column(key="mostly", label="largest tensors"),
+        ),
         rows=tuple(rows),
         notes=(_NOTE,),
     )
 
 
 def saved_in_block(saved: pl.DataFrame) -> Table:
-    """What the first block saves, tensor by tensor, the largest first."""
+    """The tensors that the first block saves, largest first."""
     held = held_storages(saved)
     chosen = next(iter(held["block"].drop_nulls()), "")
     inside = held.filter(pl.col("block") == chosen).sort("storage_bytes", descending=True, maintain_order=True)
     total = max(1, _total(inside))
     return Table(
-        title=f"Saved for backward in {chosen}" if chosen else "Saved for backward in blocks: none were found",
+        title=f"Saved for backward in {chosen}" if chosen else "Saved for backward by block: no blocks found",
         columns=(
             Column(key="module", label="module"),
             Column(key="op", label="operator"),
@@ -106,17 +112,18 @@ def saved_in_block(saved: pl.DataFrame) -> Table:
 
 
 def compare_saved(eager: pl.DataFrame, compiled: pl.DataFrame) -> tuple[Table, Table]:
-    """Eager beside compiled: by operator, and by size of tensor.
+    """Eager compared with compiled, by operator and by tensor size.
 
-    A compiled graph is one node and says nothing about what its tensors were. What went away is told by size instead:
-    where eager keeps five tensors of one size and dtype and compiled three, two of the operators beside are gone.
+    A compiled graph is one autograd node, which does not show where its tensors come from. The tables compare sizes
+    instead: if eager saves five tensors of one size and dtype and compiled three, two of the listed operators no longer
+    save theirs.
     """
     left, right = held_storages(eager), held_storages(compiled)
     return _compare_ops(left, right), _compare_sizes(left, right)
 
 
 def saved_beside_closed_form(saved: pl.DataFrame, closed: Activations) -> Table:
-    """Of the built-in model, eager and without checkpointing: what each part keeps by its formula and by the graph."""
+    """The saved activations of the built-in model, eager and without checkpointing: predicted and measured by part."""
     held = held_storages(saved)
     found: dict[str, int] = {}
     for row in held.iter_rows(named=True):
@@ -130,16 +137,16 @@ def saved_beside_closed_form(saved: pl.DataFrame, closed: Activations) -> Table:
     ]
     rows.append(("all", "", closed.bytes, _total(held)))
     return Table(
-        title="Saved for backward: closed form and graph",
+        title="Saved for backward: predicted and measured",
         columns=(
             Column(key="part", label="part"),
-            Column(key="formula", label="bytes by formula"),
-            Column(key="closed_bytes", label="closed form", kind="bytes"),
-            Column(key="audit_bytes", label="graph", kind="bytes"),
-            Column(key="difference_bytes", label="graph - closed", kind="bytes"),
+            Column(key="formula", label="formula (bytes)"),
+            Column(key="closed_bytes", label="predicted", kind="bytes"),
+            Column(key="audit_bytes", label="measured", kind="bytes"),
+            Column(key="difference_bytes", label="difference", kind="bytes"),
         ),
         rows=tuple((*row, row[3] - row[2]) for row in rows),
-        notes=(_NOTE, *(f"{part} keeps nothing: {why}" for part, why in NOTHING_KEPT.items())),
+        notes=(_NOTE, *(f"{part} saves nothing: {why}" for part, why in NOTHING_KEPT.items())),
     )
 
 
@@ -148,7 +155,7 @@ def _total(held: pl.DataFrame) -> int:
 
 
 def _largest(inside: pl.DataFrame) -> str:
-    """`ffn SigmoidBackward0 result 10.8%`: by the module's last name, which tells parts of a block apart."""
+    """`ffn SigmoidBackward0 result 10.8%`, with the last part of the module's path, which is enough within a block."""
     total = max(1, _total(inside))
     named = inside.with_columns(pl.col("module").fill_null("").str.split(".").list.last())
     sums = named.group_by("module", "op", "argument", maintain_order=True).agg(pl.col("storage_bytes").sum())
@@ -180,36 +187,36 @@ def _compare_sizes(left: pl.DataFrame, right: pl.DataFrame) -> Table:
     both = both.with_columns(((pl.col("eager") - pl.col("compiled")) * pl.col("storage_bytes")).alias("gone"))
     both = both.sort(pl.col("gone"), pl.col("storage_bytes"), descending=True)
     return Table(
-        title="Saved for backward by size of tensor, eager and compiled",
+        title="Saved for backward by tensor size, eager and compiled",
         columns=(
             Column(key="dtype", label="dtype"),
-            Column(key="each_bytes", label="each", kind="bytes"),
+            Column(key="each_bytes", label="tensor size", kind="bytes"),
             Column(key="eager_count", label="eager", kind="count"),
             Column(key="compiled_count", label="compiled", kind="count"),
-            Column(key="gone_bytes", label="went away", kind="bytes"),
-            Column(key="eager_ops", label="kept in eager by"),
+            Column(key="gone_bytes", label="no longer saved", kind="bytes"),
+            Column(key="eager_ops", label="saved in eager by"),
         ),
         rows=tuple(both.select(*keys, "eager", "compiled", "gone", "ops").iter_rows()),
-        notes=(_NOTE, "a negative amount came in addition"),
+        notes=(_NOTE, "a negative size: compiled saves more"),
     )
 
 
 _SIDES = (
     Column(key="eager_bytes", label="eager", kind="bytes"),
     Column(key="compiled_bytes", label="compiled", kind="bytes"),
-    Column(key="gone_bytes", label="went away", kind="bytes"),
+    Column(key="gone_bytes", label="no longer saved", kind="bytes"),
 )
 
 
 def _block_of(module: str | None) -> str | None:
-    """`blocks.3` of `blocks.3.attention.q_proj`: up to the first number in the path."""
+    """`blocks.3` for `blocks.3.attention.q_proj`: the path up to its first number."""
     match = _BLOCK.match(module or "")
     return match[1] if match else None
 
 
 def _part_of(module: str, argument: str, dtype: str) -> str:
-    """The part of the built-in model, by the names of its modules. A 16-bit second factor of a linear layer is the copy
-    of its weight."""
+    """The part of the built-in model that a module belongs to. A 16-bit second operand of a linear layer is the
+    autocast copy of its weight."""
     last = module.rpartition(".")[2]
     if argument == "mat2" and dtype in ("bfloat16", "float16") and last != "attention":
         return "weights"

@@ -1,8 +1,8 @@
-"""The memory timeline as a picture's data: slices of time, areas by category or module, and the largest allocations.
+"""The data of the memory chart: time slices, areas by category or module, and the largest allocations.
 
-A million events do not fit onto a screen, and most pieces of memory are too small to be seen. Time is cut into slices,
-each of which shows its highest instant: no peak is lost to that. Pieces are the largest allocations that any slice
-shows; what is left of an area is drawn as one.
+A million events do not fit on a screen, and most allocations are too small to see. Time is cut into slices, and each
+slice shows its highest point, so no peak is lost. The largest allocations in any slice are drawn one by one; the rest
+of an area is drawn as one.
 """
 
 from itertools import pairwise
@@ -21,8 +21,8 @@ By = Literal["category", "module"]
 MOST_SLICES = 4096
 MOST_PIECES = 2000
 _STACK_LINES = 8
-# What stays lies below what comes and goes. These are in every picture, if only as a zero: a category has the same
-# colour in all of them. The others come on top where there are any.
+# Long-lived memory is at the bottom. These categories are in every chart, even if empty, so that each has the same
+# colour everywhere. Other categories go on top if there are any.
 _STACKED = (
     "parameters",
     "optimizer state",
@@ -37,7 +37,7 @@ _STACKED = (
 def memory_timeline(
     profile: MemoryProfile, *, by: By = "category", title: str = "", step: int | None = None
 ) -> Timeline:
-    """Of all that was recorded, or of one step."""
+    """Return the timeline of the whole recording, or of one step."""
     span = profile.span(step) if step is not None else None
     start, end = span or (0, profile.num_events)
     instants = _instants(profile, start, end)
@@ -49,7 +49,7 @@ def memory_timeline(
         title=title or "Memory over time",
         subtitle=_subtitle(profile, step),
         x=Axis(label="time", unit="ms"),
-        y=Axis(label="allocated", unit="bytes"),
+        y=Axis(label="allocated memory", unit="bytes"),
         times=tuple(times),
         areas=tuple(Area(name=name, values=_heights(allocations, name, instants)) for name in names),
         stretches=_stretches(profile, instants, start, end),
@@ -60,8 +60,8 @@ def memory_timeline(
 
 
 def _instants(profile: MemoryProfile, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """For each slice the event after which most is allocated within it. What is there when the first one begins counts
-    too: it is the peak where a step only gives back. Before any event that is event -1."""
+    """The event at the highest point of each slice. For the first slice this can be the event just before it, which is
+    the peak if a step only frees memory; before the first event it is -1."""
     totals: Bytes = profile.totals
     count = min(MOST_SLICES, end - start)
     if count <= 0:
@@ -76,7 +76,7 @@ def _instants(profile: MemoryProfile, start: int, end: int) -> np.ndarray[Any, n
 def _reserved_line(profile: MemoryProfile, instants: np.ndarray[Any, Any]) -> Area | None:
     if profile.reserved is None:
         return None
-    known = profile.reserved[np.maximum(instants, 0)]  # before any event as after the first
+    known = profile.reserved[np.maximum(instants, 0)]  # before the first event, use the value after it
     return Area(name="reserved by the allocator", values=tuple(int(value) for value in known))
 
 
@@ -95,7 +95,7 @@ def _area(by: By) -> pl.Expr:
 
 
 def _area_names(allocations: pl.DataFrame, by: By) -> list[str]:
-    """What is there throughout lies at the bottom; layers follow in their order."""
+    """The areas from bottom to top: categories by lifetime, layers in order."""
     if by == "category":
         found = set(allocations["area"].unique())
         return [*_STACKED, *(name for name in CATEGORIES if name in found and name not in _STACKED)]
@@ -119,7 +119,7 @@ def _heights(allocations: pl.DataFrame, name: str, instants: np.ndarray[Any, Any
 
 
 def _slices(rows: pl.DataFrame, instants: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The slices at whose instants a piece of memory is there: from the first to the last, exclusive."""
+    """The first and the last slice (exclusive) in which each allocation is alive."""
     first = np.searchsorted(instants, rows["start_event"].fill_null(-1).to_numpy(), side="left")
     forever = np.iinfo(np.int64).max
     last = np.searchsorted(instants, rows["end_event"].fill_null(forever).to_numpy(), side="left")
@@ -150,7 +150,7 @@ def _pieces(
 
 
 def label_of(one: Allocation, where: str | None) -> str:
-    """What a piece of memory is, in a few words: its name, or the operator that took it and `where`."""
+    """A short label of an allocation: its name, or its operator and `where`."""
     if one.category in ("parameters", "gradients", "optimizer state", "other") and one.name:
         return one.name
     what = one.op or one.name or one.category
@@ -162,19 +162,20 @@ def say_shape(one: Allocation) -> str:
 
 
 def say_when(one: Allocation) -> str:
-    """The step and phase that took it, as far as they are known."""
+    """The step and phase that made the allocation, if known."""
     return ", ".join(part for part in (f"step {one.step + 1}" if one.step is not None else "", one.phase) if part)
 
 
 def _detail(one: Allocation) -> tuple[str, ...]:
-    taken = say_when(one) or "before the recording"
+    when = say_when(one)
+    allocated = f"allocated in {when}" if when else "allocated before the recording"
     kept = f"{one.category}: {one.name}" if one.name else one.category
     frames = one.stack.splitlines()[:_STACK_LINES]
-    return tuple(line for line in (kept, say_shape(one), f"taken in {taken}", *frames) if line)
+    return tuple(line for line in (kept, say_shape(one), allocated, *frames) if line)
 
 
 def _times_ms(profile: MemoryProfile, instants: np.ndarray[Any, Any]) -> list[float]:
-    """Time at each instant, or its number where a snapshot has no clock."""
+    """The time of each event, or its number if the snapshot has no timestamps."""
     known = profile.allocations.select("start_event", "start_ns").drop_nulls()
     ended = profile.allocations.select(start_event="end_event", start_ns="end_ns").drop_nulls()
     known = pl.concat([known, ended]).unique("start_event").sort("start_event")
@@ -207,7 +208,7 @@ def _subtitle(profile: MemoryProfile, step: int | None) -> str:
 def _notes(profile: MemoryProfile, instants: np.ndarray[Any, Any], start: int, end: int) -> tuple[str, ...]:
     notes = []
     if len(instants) < end - start:
-        notes.append(f"{end - start:,} events in {len(instants):,} slices, each at its highest instant")
+        notes.append(f"{end - start:,} events in {len(instants):,} slices; each slice shows its peak")
     if profile.recording.manifest.memory and profile.recording.manifest.memory.estimated_bytes:
-        notes.append("sizes of memory taken before the recording are estimated")
+        notes.append("memory allocated before the recording is an estimate")
     return tuple(notes)

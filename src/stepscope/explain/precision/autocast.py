@@ -1,15 +1,15 @@
-"""Which operations autocast runs in which dtype, on a CPU and on CUDA, and what that says about one output.
+"""The dtype that autocast gives each operation on CPU and CUDA, and the reason for the dtype of an output.
 
-PyTorch keeps three lists a device: operations whose inputs are cast to the lower precision, operations whose inputs are
-cast to fp32, and operations that take the widest of their inputs' dtypes. Whatever is on none of them follows its
-inputs. The lists are compiled into PyTorch and it has no call that prints them, so they stand here as facts; a test
-holds the names against those that the installed PyTorch has registered, and runs the CPU's.
+PyTorch has three lists per device: operations whose inputs are cast to the lower precision, operations whose inputs are
+cast to fp32, and operations that use the widest dtype of their inputs. Every other operation follows its inputs. The
+lists are compiled into PyTorch, which has no call to print them, so they are copied here. A test compares the names
+with those that the installed PyTorch registers, and runs the operations of the CPU lists.
 
-The lists are the same for fp16 and bf16: LayerNorm is fp32 on CUDA in bf16 as well, needed or not. They name operations
-and not modules, and functions that are made of others (`cross_entropy` on CUDA) get the treatment of their parts.
+The lists are the same for fp16 and bf16: on CUDA, LayerNorm is fp32 in bf16 too, whether needed or not. They name
+operations, not modules; composite functions (`cross_entropy` on CUDA) behave like their parts.
 
-A reason is given only where it agrees with what was seen. A list that changed between two versions of PyTorch must not
-explain a dtype that it did not make.
+A reason is given only if it agrees with the observed dtype: if a list changed between two versions of PyTorch, it must
+not explain a dtype that it did not cause.
 """
 
 from collections.abc import Sequence
@@ -59,36 +59,36 @@ LISTS: dict[str, dict[str, Policy]] = {
     device: {name: policy for policy, names in lists.items() for name in names.split()}
     for device, lists in _LISTS.items()
 }
-# Registered so that it raises: its fp16 gradients overflow, and the user is told of the one that takes logits.
+# Autocast raises for these: their fp16 gradients overflow. The error names the function that takes logits.
 REFUSED = {"cuda": ("binary_cross_entropy",)}
 
-# What a function of Python's is called below it.
+# The ATen names of Python functions.
 _OTHER_NAMES = {"cross_entropy": "cross_entropy_loss", "multi_head_attention_forward": "linear"}
-# Made of others on that device; the last one's list decides.
+# Composite functions on that device; the list of the last part decides.
 _PARTS = {("cuda", "cross_entropy_loss"): ("log_softmax", "nll_loss"), ("cpu", "einsum"): ("bmm",)}
 _CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "_to_copy")
-# Our own functions widen by design; their last operation would not say so.
+# These functions convert to fp32 by design, which their last operation would not show.
 _OURS = {
-    "stepscope.nn.model.RMSNorm": "our rms_norm widens to fp32 itself for its sums and returns its input's dtype",
-    "stepscope.step.builtin.build_builtin.<locals>.loss": "our cross_entropy widens to fp32 itself",
+    "stepscope.nn.model.RMSNorm": "the built-in rms_norm converts to fp32 for its sums and returns its input's dtype",
+    "stepscope.step.builtin.build_builtin.<locals>.loss": "the built-in cross_entropy converts to fp32",
 }
 _DEVICES = {"cpu": "a CPU", "cuda": "CUDA"}
 _AUTOCAST = ("bf16", "fp16")
 
 
 def find_policy(operation: str, device: str) -> Policy | None:
-    """The list that an operation is on, by the name of its function; None where it is on none."""
+    """Return the autocast list of an operation, given the name of its function; None if it is on no list."""
     name = _OTHER_NAMES.get(operation, operation)
     parts = _PARTS.get((device, name), (name,))
     return LISTS.get(device, {}).get(parts[-1])
 
 
 def explain_dtype(output: Output, *, device: str, precision: str) -> str:
-    """Why an output has the dtype it has, in one sentence without a full stop."""
+    """Return the reason for the dtype of an output, without a full stop."""
     if precision not in _AUTOCAST:
-        return "no autocast: everything follows its inputs"
+        return "no autocast: every operation follows its inputs"
     if output.operation is None:
-        return "made by no operation that was seen"
+        return "no recorded operation produced it"
     if output.kind in _OURS:
         return _OURS[output.kind]
     policy = find_policy(output.operation, device)
@@ -109,24 +109,26 @@ def _explain_listed(operation: str, device: str, policy: Policy) -> str:
         case "fp32":
             return f"{subject} {verb} on autocast's fp32 list{_elsewhere(operation, device, policy)}"
         case "widest":
-            return f"{subject} {verb} on the list of those that take their widest input's dtype"
+            return f"{subject} {verb} on autocast's widest-input list"
 
 
 def _elsewhere(operation: str, device: str, policy: Policy) -> str:
-    """Where the other device's list differs, which is what people's notes disagree about."""
+    """Where the list of the other device differs, a common source of confusion."""
     other = "cuda" if device == "cpu" else "cpu"
     if find_policy(operation, other) == policy:
         return ""
-    return f" on {_DEVICES.get(device, device)}, and not on {_DEVICES[other]}"
+    return f" on {_DEVICES.get(device, device)}, but not on {_DEVICES[other]}"
 
 
 def _explain_unlisted(output: Output, device: str, *, listed: bool) -> str:
     operation, inputs = output.operation, output.input_dtypes
     assert operation is not None
     if listed:
-        return f"`{operation}` is on a list by which it would not be {output.dtype}: this PyTorch has another one"
+        return (
+            f"the known list for `{operation}` does not give {output.dtype}: this PyTorch version has a different list"
+        )
     if operation in _CASTS:
-        return f"the model casts it by itself (`{operation}`)"
+        return f"the model casts it explicitly (`{operation}`)"
     where = _not_on_a_list(operation, device)
     if len(inputs) == 1 and inputs[0] == output.dtype:
         return f"{where}, so it keeps its input's dtype, {output.dtype}"
@@ -134,7 +136,7 @@ def _explain_unlisted(output: Output, device: str, *, listed: bool) -> str:
         return f"{where}: type promotion of {' and '.join(inputs)} gives {output.dtype}"
     if len(inputs) > 1 and output.dtype == inputs[0]:
         return f"{where}, so it keeps its first input's dtype, {output.dtype}"
-    return f"{where}, and follows its inputs"
+    return f"{where}, so it follows its inputs"
 
 
 def _not_on_a_list(operation: str, device: str) -> str:
@@ -144,11 +146,11 @@ def _not_on_a_list(operation: str, device: str) -> str:
         return f"`{operation}` is on no list"
     word = {"lower": "lower-precision", "fp32": "fp32", "widest": "widest-input"}[elsewhere]
     where = "CUDA's" if other == "cuda" else "the CPU's"
-    return f"`{operation}` is on {where} {word} list and on no list on {_DEVICES.get(device, device)}"
+    return f"`{operation}` is on {where} {word} list, but on no list on {_DEVICES.get(device, device)}"
 
 
 def _widest(dtypes: Sequence[str]) -> str | None:
-    """What type promotion makes of them: two different floats of 16 bits make one of 32."""
+    """The dtype after type promotion: bf16 and fp16 promote to fp32."""
     unique = set(dtypes)
     if {"bf16", "fp16"} <= unique and not unique & {"fp32", "fp64"}:
         return "fp32"

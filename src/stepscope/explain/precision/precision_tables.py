@@ -1,9 +1,9 @@
-"""What low precision does to a workload, in tables and in sentences: dtypes with reasons, errors against float64, what
-underflows, the sum and the norm in small, and the speed that it buys.
+"""The effect of low precision on a workload: dtypes with reasons, errors relative to float64, underflow, small examples
+of a sum and a norm, and the speedup.
 
-Layers are many and alike, so modules are shown by role: `blocks.*.ffn.up` stands for that module in all layers, with
-the median and the largest of their errors. By class would be shorter still, but in most models all matrices are of one
-class, and it is among them that errors differ.
+Models have many similar layers, so modules are grouped by role: `blocks.*.ffn.up` is that module in all layers, with
+the median and the maximum of their errors. Grouping by class would be shorter, but in most models all matrices have the
+same class, and errors differ among them.
 """
 
 import math
@@ -31,13 +31,14 @@ from stepscope.recording.rows.precision_report import (
     Sum,
     Underflow,
 )
+from stepscope.recording.validation import counted
 from stepscope.spec import RUN_SETTINGS, Case, ModelShape, Setting, Workload
 
 _AUTOCAST = ("bf16", "fp16")
 _MANTISSA_BITS = {"fp32": 23, "fp16": 10, "bf16": 7}
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_GRADIENT = "autograd gives a gradient the dtype of its tensor"
-_PARAMETERS = "autocast casts copies on the way into an operation; parameters stay as they are"
+_GRADIENT = "a gradient has the dtype of its tensor"
+_PARAMETERS = "autocast casts copies of the inputs of an operation; parameters keep their dtype"
 
 
 def make_page(report: PrecisionReport, *, detail: bool = False) -> Page:
@@ -49,11 +50,11 @@ def make_table(report: PrecisionReport, name: str, *, detail: bool = False) -> T
     return TABLES[name](report, detail)
 
 
-# --- In sentences ---------------------------------------------------------------------------------------------------
+# --- Headline -------------------------------------------------------------------------------------------------------
 
 
 def answer(report: PrecisionReport) -> tuple[str, ...]:
-    """What people ask: what does it cost, does fp16 need its loss scaled, is the norm special?"""
+    """Answer the common questions: how large are the errors, does fp16 need loss scaling, are norms special?"""
     runs = {run.precision: run for run in report.comparison.runs}
     said = [_say_cost(run) for run in runs.values()]
     if "fp16" in runs and (underflow := _say_underflow(runs["fp16"])):
@@ -64,25 +65,27 @@ def answer(report: PrecisionReport) -> tuple[str, ...]:
 def _say_cost(run: PrecisionRun) -> str:
     worst = max(run.gradients, key=lambda one: _or_infinite(one.relative), default=None)
     scaled = f" (loss scale {run.loss_scale:g})" if run.precision == "fp16" else ""
-    module = f"; most in {worst.module}: {_or_infinite(worst.relative):.1e}" if worst else ""
+    module = f"; largest in {worst.module}: {_or_infinite(worst.relative):.1e}" if worst else ""
     return (
-        f"{run.precision}: the loss is off by {_or_infinite(run.loss_error):.1e}, "
-        f"the gradients by {_or_infinite(run.gradient_error):.1e}{scaled}{module}"
+        f"{run.precision}: relative error {_or_infinite(run.loss_error):.1e} in the loss, "
+        f"{_or_infinite(run.gradient_error):.1e} in the gradients{scaled}{module}"
     )
 
 
 def _say_underflow(run: PrecisionRun) -> str:
-    """Nothing where it was not tried with and without the scale that most begin with."""
+    """Empty unless the run includes loss scales 1 and 2¹⁶, where PyTorch's scaler starts."""
     by_scale = {one.scale: one for one in run.backwards}
     plain, scaled = by_scale.get(1.0), by_scale.get(2.0**16)
     if plain is None or scaled is None:
         return ""
     overflowing = [one.scale for one in run.backwards if one.total.parameters_not_finite]
-    over = f"infinite from {_power(min(overflowing))} on" if overflowing else "none is infinite at any scale tried"
+    over = (
+        f"gradients overflow from {_power(min(overflowing))} on" if overflowing else "none overflows at any scale tried"
+    )
     return (
-        f"fp16 without loss scaling loses {_lost(plain.total, 'parameters'):.2%} of the parameters' gradients and "
-        f"{_lost(plain.total, 'outputs'):.2%} of the outputs', at 2¹⁶ {_lost(scaled.total, 'parameters'):.2%} and "
-        f"{_lost(scaled.total, 'outputs'):.2%}; {over}"
+        f"fp16 without loss scaling: {_lost(plain.total, 'parameters'):.2%} of parameter gradients and "
+        f"{_lost(plain.total, 'outputs'):.2%} of output gradients underflow; at loss scale 2¹⁶, "
+        f"{_lost(scaled.total, 'parameters'):.2%} and {_lost(scaled.total, 'outputs'):.2%}; {over}"
     )
 
 
@@ -92,7 +95,7 @@ def _say_norm(parts: Sequence[NormPart]) -> str:
         worst = max((one for one in parts if one.dtype == dtype), key=lambda one: _or_infinite(one.error))
         size = f"{_or_infinite(worst.error):.2g}"
         words.append(f"{dtype} {size} ({worst.norm}, {worst.part}, inputs of size {worst.input_scale:g})")
-    return f"the norm's most sensitive part, relative error: {'; '.join(words)}"
+    return f"most sensitive part of a norm (relative error): {'; '.join(words)}"
 
 
 # --- Dtypes ---------------------------------------------------------------------------------------------------------
@@ -110,14 +113,14 @@ def _dtypes_table(report: PrecisionReport, detail: bool) -> Table:
     return Table(
         title=f"Dtypes under autocast: {_where(report)}",
         columns=(
-            Column(key="tensor", label="output of"),
+            Column(key="tensor", label="tensor"),
             *(Column(key=run.precision, label=run.precision) for run in runs),
-            Column(key="operation", label="made by", detail=True),
+            Column(key="operation", label="operation", detail=True),
             Column(key="class", label="class", detail=True),
             Column(key="why", label="why"),
         ),
         rows=tuple(rows),
-        notes=("Autocast's lists differ between CPU and CUDA; this table is of the device in its title.",),
+        notes=("Autocast's lists differ between CPU and CUDA; this table is for the device in its title.",),
     )
 
 
@@ -128,7 +131,7 @@ def _row(
 
 
 def _module_rows(report: PrecisionReport, *, detail: bool) -> list[tuple[Cell, ...]]:
-    """Alike modules are one row, as far as they are alike; in the order in which the first of each kind ran."""
+    """One row per group of identical modules, in the order in which the first of each group ran."""
     by_run = [{output.name: output for output in run.outputs} for run in report.comparison.runs]
     rows: dict[tuple[Cell, ...], None] = {}
     for name in by_run[0]:
@@ -175,12 +178,12 @@ def _errors_table(report: PrecisionReport, detail: bool) -> Table:
         _error_row("all gradients, 1 − cosine", [[run.gradient_one_minus_cosine] for run in runs]),
         *(_error_row(role, values) for role, values in groups.items()),
     ]
-    columns = [Column(key="module", label="gradients of"), Column(key="modules", label="modules", kind="count")]
+    columns = [Column(key="module", label="gradient of"), Column(key="modules", label="modules", kind="count")]
     for run in runs:
         columns.append(Column(key=f"{run.precision}_median", label=f"{run.precision} median", kind="number"))
         columns.append(Column(key=f"{run.precision}_max", label=f"{run.precision} max", kind="number"))
     return Table(
-        title=f"Relative error against float64: {_where(report)}",
+        title=f"Relative error compared with float64: {_where(report)}",
         columns=tuple(columns),
         rows=tuple(rows),
         notes=tuple(_error_notes(report)),
@@ -205,17 +208,17 @@ def _error_row(name: str, values: Sequence[Sequence[float | None]]) -> tuple[Cel
 
 
 def _error_notes(report: PrecisionReport) -> list[str]:
-    notes = [
-        "‖g − g₆₄‖ / ‖g₆₄‖ of the parameters that a module holds itself; same weights and inputs, float64 throughout."
-    ]
+    notes = ["‖g − g₆₄‖ / ‖g₆₄‖ over the parameters of the module itself; g₆₄: the same weights and inputs in float64."]
     notes += [
-        f"fp16: at loss scale {run.loss_scale:g}, the largest up to 65536 without an infinite gradient."
+        f"fp16: at loss scale {run.loss_scale:g}, the largest scale up to 65536 without an infinite gradient."
         for run in report.comparison.runs
         if run.precision == "fp16"
     ]
     narrowed = report.comparison.truth.narrowed
     if narrowed:
-        notes.append(f"The truth is less than float64 in {len(narrowed)} places, such as {narrowed[0]}.")
+        notes.append(
+            f"Not float64 in {counted(len(narrowed), 'place', 'places')} of the reference, such as {narrowed[0]}."
+        )
     return notes + limit_notes([report.environment])
 
 
@@ -232,24 +235,24 @@ def _underflow_table(report: PrecisionReport, detail: bool) -> Table:
                     _underflow_row(run, one, module, module.module) for one in run.backwards for module in one.modules
                 ]
     return Table(
-        title=f"Gradients that vanish or overflow: {_where(report)}",
+        title=f"Gradient underflow and overflow: {_where(report)}",
         columns=(
             Column(key="precision", label="precision"),
             Column(key="module", label="module", detail=not detail),
             Column(key="scale", label="loss scale", kind="count"),
-            # Not per cent: a share has one decimal, and most of these are smaller.
-            Column(key="parameters_lost", label="share of parameters' lost", kind="number"),
-            Column(key="outputs_lost", label="share of outputs' lost", kind="number"),
-            Column(key="parameters_zero", label="zero", kind="count", detail=True),
-            Column(key="outputs_zero", label="zero outputs'", kind="count", detail=True),
-            Column(key="parameters_not_finite", label="parameters' not finite", kind="count"),
-            Column(key="outputs_not_finite", label="outputs' not finite", kind="count"),
-            Column(key="gradient_error", label="gradients' error", kind="number"),
+            # Not a percentage: those have one decimal, and most of these shares are smaller.
+            Column(key="parameters_lost", label="parameter underflow (share)", kind="number"),
+            Column(key="outputs_lost", label="output underflow (share)", kind="number"),
+            Column(key="parameters_zero", label="parameter underflow (count)", kind="count", detail=True),
+            Column(key="outputs_zero", label="output underflow (count)", kind="count", detail=True),
+            Column(key="parameters_not_finite", label="parameter not finite", kind="count"),
+            Column(key="outputs_not_finite", label="output not finite", kind="count"),
+            Column(key="gradient_error", label="gradient error", kind="number"),
         ),
         rows=tuple(rows),
         notes=(
-            "Lost: zero here and not in float64. The parameters' gradients are fp32, and come through the outputs'.",
-            "What stays lost at every scale, and in bf16, cancelled in fewer digits and did not underflow.",
+            "Underflow: zero here but not in float64. Parameter gradients are fp32, computed from output gradients.",
+            "Zeros that remain at every loss scale, and in bf16, come from cancellation, not underflow.",
         ),
     )
 
@@ -275,17 +278,17 @@ def _lost(found: Underflow, what: str) -> float:
     return getattr(found, f"{what}_zero") / total if total else 0.0
 
 
-# --- The sum and the norm -------------------------------------------------------------------------------------------
+# --- Examples: a sum and a norm -------------------------------------------------------------------------------------
 
 
 def _accumulation_table(report: PrecisionReport, _detail: bool) -> Table:
     sums = report.comparison.sums
     one = sums[0]
     return Table(
-        title=f"{one.count} × {one.term:g} added up one by one",
+        title=f"{one.count} × {one.term:g}, added one by one",
         columns=(
             Column(key="sum", label="sum"),
-            Column(key="stored_term", label="term as stored"),
+            Column(key="stored_term", label="stored term"),
             Column(key="result", label="result"),
             Column(key="error", label="error", kind="number"),
             Column(key="why", label="why"),
@@ -308,27 +311,27 @@ def _name_sum(one: Sum) -> str:
 
 
 def explain_sum(one: Sum) -> str:
-    """Which of the two roundings made the error: the term's, once, or the sum's, at every addition. Nothing for a dtype
-    of a later version, or a sum so small that numbers near it are as far apart as anywhere below."""
+    """Say which rounding caused the error: that of the term, once, or that of the sum, at every addition. Empty for an
+    unknown dtype and for a subnormal or infinite sum."""
     if one.accumulator not in _MANTISSA_BITS or not sys.float_info.min < abs(one.result) < math.inf:
         return ""
     exact, spacing = one.count * one.stored_term, find_spacing(one.accumulator, one.result)
     step = f"{_power(spacing)} = {spacing:.3g}"
     if one.stopped_at is not None:
         return (
-            f"stops at {one.result:g} after {one.stopped_at} additions: above it sums are multiples of {step}, "
+            f"stops at {one.result:g} after {one.stopped_at} additions: above it, sums are multiples of {step}, "
             f"and {one.term:g} is less than half of that"
         )
     if abs(one.result - exact) > abs(exact - one.count * one.term):
         counted = round(one.stored_term / spacing) * spacing
-        lean = f", so there {one.term:g} counts as {counted:.3g}" if spacing > one.term / 10 else ""
-        return f"near {one.result:.0f} every addition rounds to a multiple of {step}{lean}"
-    upcast = "; upcasting brings no digits back" if one.upcast else "; promotion adds it in " + one.accumulator
-    return f"the sum is right and the term is not: {one.count} × {one.stored_term:.9f} = {exact:.4f}{upcast}"
+        lean = f", so {one.term:g} counts as {counted:.3g}" if spacing > one.term / 10 else ""
+        return f"near {one.result:.0f}, every addition rounds to a multiple of {step}{lean}"
+    upcast = "; upcasting does not restore digits" if one.upcast else "; promotion adds it in " + one.accumulator
+    return f"the error is in the stored term: {one.count} × {one.stored_term:.9f} = {exact:.4f}{upcast}"
 
 
 def find_spacing(dtype: str, value: float) -> float:
-    """How far apart numbers of a dtype are just above `value`."""
+    """The spacing of the numbers of a dtype just above `value`."""
     return 2.0 ** (math.floor(math.log2(abs(value))) - _MANTISSA_BITS[dtype])
 
 
@@ -339,10 +342,10 @@ def _norm_table(report: PrecisionReport, _detail: bool) -> Table:
     dtypes: tuple[LowDtype, ...] = ("fp16", "bf16")
     heads = [(dtype, scale) for dtype in dtypes for scale in scales]
     return Table(
-        title=f"A norm of width {parts[0].width}, one part at a time in low precision: relative error of its output",
+        title=f"Norm of width {parts[0].width} with one part in low precision: relative error of the output",
         columns=(
             Column(key="norm", label="norm"),
-            Column(key="part", label="in low precision"),
+            Column(key="part", label="part in low precision"),
             *(
                 Column(key=f"{dtype}_{scale:g}", label=f"{dtype}, inputs {scale:g}", kind="number")
                 for dtype, scale in heads
@@ -353,8 +356,8 @@ def _norm_table(report: PrecisionReport, _detail: bool) -> Table:
             for norm, part in dict.fromkeys((one.norm, one.part) for one in parts)
         ),
         notes=(
-            "An error of 1 is an output of zeros: the squares overflowed. bf16 has fp32's range, so nothing overflows "
-            "in it; its errors are larger elsewhere, for want of digits.",
+            "An error of 1 means that the squares overflowed and the output is all zeros. bf16 has the range of fp32 "
+            "and does not overflow; its other errors are larger because it has fewer digits.",
         ),
     )
 
@@ -363,20 +366,20 @@ def _norm_table(report: PrecisionReport, _detail: bool) -> Table:
 
 
 def find_speeds(rows: Sequence[BenchRow], case: Case) -> tuple[Speed, ...]:
-    """As `pair_speeds`; an error where there is none."""
+    """Like `pair_speeds`, but raise an error if there are none."""
     speeds = pair_speeds(rows, case)
     if not speeds:
         size = f"--size {case.workload.model.name} " if isinstance(case.workload.model, ModelShape) else ""
         raise StepscopeError(
             f"no case of `{case.workload.model.name}` was timed in fp32 and in another precision",
-            detail=f"the file has {', '.join(dict.fromkeys(row.case.workload.model.name for row in rows))}",
+            detail=f"the file contains {', '.join(dict.fromkeys(row.case.workload.model.name for row in rows))}",
             hint=f"stepscope bench {size}--precision fp32,bf16",
         )
     return speeds
 
 
 def pair_speeds(rows: Sequence[BenchRow], case: Case) -> tuple[Speed, ...]:
-    """What `bench` timed of the case's model, in fp32 and in another precision on the same device."""
+    """The speedups over fp32 that `bench` measured for the model of the case, on the same device."""
     steps: dict[tuple[Workload, str, str], dict[str, BenchRow]] = {}
     for row in rows:
         workload = row.case.workload
@@ -409,7 +412,9 @@ _SPEED_SETTINGS = ("batch", "context", "mode", "attention", "compile")  # in eve
 def _speed_table(report: PrecisionReport, _detail: bool) -> Table:
     if not report.speeds:
         raise StepscopeError(
-            "no speeds to show", detail="they come from a results file of stepscope bench", hint="--bench FILE"
+            "this result has no speeds",
+            detail="speeds come from a results file of `stepscope bench`",
+            hint="--bench FILE",
         )
     settings = [
         one
@@ -418,20 +423,20 @@ def _speed_table(report: PrecisionReport, _detail: bool) -> Table:
         or (name not in ("precision", "device") and len({one.read(speed.workload) for speed in report.speeds}) > 1)
     ]
     return Table(
-        title=f"Speed from bench, accuracy from here: {_where(report)}",
+        title=f"Speedup (from bench) and error: {_where(report)}",
         columns=(
             Column(key="model", label="size"),
             *(Column(key=one.name, label=one.label, kind=one.kind) for one in settings),
             Column(key="device", label="timed on"),
             Column(key="precision", label="precision"),
-            Column(key="fp32_step_ms", label="fp32 step [ms]", kind="ms"),
-            Column(key="step_ms", label="step [ms]", kind="ms"),
-            Column(key="speedup", label="speed-up", kind="ratio"),
+            Column(key="fp32_step_ms", label="fp32 step (ms)", kind="ms"),
+            Column(key="step_ms", label="step (ms)", kind="ms"),
+            Column(key="speedup", label="speedup", kind="ratio"),
             Column(key="loss_error", label="loss error", kind="number"),
             Column(key="gradient_error", label="gradient error", kind="number"),
         ),
         rows=tuple(_speed_row(report, speed, settings) for speed in report.speeds),
-        notes=("Errors stand beside the batch, context and attention that they were measured with.",),
+        notes=("Errors are shown for the batch, context and attention they were measured with.",),
     )
 
 
@@ -464,7 +469,7 @@ TABLES: dict[str, Callable[[PrecisionReport, bool], Table]] = {
 
 def _title(report: PrecisionReport) -> str:
     precisions = ", ".join(run.precision for run in report.comparison.runs)
-    return f"{precisions} against float64: {_where(report)}, torch {report.environment.torch}"
+    return f"{precisions} compared with float64: {_where(report)}, torch {report.environment.torch}"
 
 
 def _where(report: PrecisionReport) -> str:

@@ -1,7 +1,7 @@
-"""What costs time, and what to do about it: `find(profile)`.
+"""The rules, and the findings of a profile: `find(profile)`.
 
-Savings are of one step and replayed (`replay.py`), so that GPU time which the host's pace hides is not promised. They
-do not add up: two rules may address the same kernels.
+Savings are per step and come from a replay of the recording (`replay.py`): GPU time that is hidden behind a slow CPU is
+not counted. Savings do not add up, because two rules may point at the same kernels.
 """
 
 from contextlib import suppress
@@ -9,10 +9,10 @@ from contextlib import suppress
 import msgspec
 
 from stepscope.errors import StepscopeError, nearest
-from stepscope.explain.rules import fusion, host, naive_attention, step
-from stepscope.explain.rules import gemm as gemm
+from stepscope.explain.commands import write_command, write_flags
+from stepscope.explain.rules import fusion, gemm, host, naive_attention, step
 from stepscope.explain.rules.evidence import StepEvidence
-from stepscope.explain.rules.rule import Hit, Rule
+from stepscope.explain.rules.rule import Hit, Rule, workload_of
 from stepscope.explain.trace.profile import Profile, code_digest
 from stepscope.files import decode as decode_file
 from stepscope.files import read_plain, write_atomically
@@ -27,25 +27,27 @@ __all__ = ["RULES", "Rule", "describe_rule", "find", "find_once", "find_rule", "
 
 
 def find(profile: Profile) -> tuple[Finding, ...]:
-    """What was found, the largest saving first; what has none to name comes last."""
+    """Return the findings of a profile: those with a fix first, then remarks, each by saving, the largest first."""
     evidence = StepEvidence(profile=profile)
     if not evidence.kernels.height:
         return ()
     rules = [rule for rule in RULES.values() if rule.on_cpu or not profile.on_cpu]
     hits = [(rule, hit) for rule in rules if (hit := rule.check(evidence)) is not None]
     findings = [_make_finding(evidence, rule, hit) for rule, hit in hits]
-    return tuple(sorted(findings, key=lambda one: (one.saving_ns is None, -(one.saving_ns or 0), one.code)))
+    return tuple(
+        sorted(findings, key=lambda one: (one.is_remark, one.saving_ns is None, -(one.saving_ns or 0), one.code))
+    )
 
 
 def find_once(profile: Profile) -> tuple[Finding, ...]:
-    """The same; those of a large recording are looked for once and kept next to it."""
+    """Return what `find` does. The findings of a large recording are kept next to it and read back."""
     path = profile.kept_in / f"findings-{code_digest()}.json" if profile.kept_in else None
     if path is not None:
-        with suppress(OSError, msgspec.DecodeError):  # not there yet, or damaged: looked for below
+        with suppress(OSError, msgspec.DecodeError):  # missing or damaged: computed again below
             return decode_file(read_plain(path), tuple[Finding, ...])
     found = find(profile)
     if path is not None:
-        with suppress(OSError):  # a full disk costs the next look some time, and nothing else
+        with suppress(OSError):  # a full disk only costs time on the next call
             write_atomically(path, msgspec.json.encode(found))
     return found
 
@@ -55,7 +57,7 @@ def find_rule(code: str) -> Rule:
     if found is None:
         close = nearest(code.upper(), RULES)
         raise StepscopeError(
-            f"no rule has the code `{code[:60]}`",
+            f"unknown rule: `{code[:60]}`",
             detail=f"expected SS001 to {max(RULES)}",
             hint=f"stepscope rule {close}" if close else "stepscope rule",
         )
@@ -63,30 +65,47 @@ def find_rule(code: str) -> Rule:
 
 
 def tabulate_rules() -> Table:
-    columns = (Column(key="code", label="code"), Column(key="title", label="what it finds"))
+    columns = (Column(key="code", label="code"), Column(key="title", label="finding"))
     return Table(title="Rules", columns=columns, rows=tuple((rule.code, rule.title) for rule in RULES.values()))
 
 
 def describe_rule(rule: Rule) -> Table:
-    """A rule's page as a table of two columns, for every format."""
+    """Return a rule's page as a table of two columns, for every output format."""
     columns = (Column(key="field", label=rule.code), Column(key="text", label=rule.title))
     rows = (
         ("what it means", rule.meaning),
-        ("how it is seen", rule.seen),
-        ("the saving", rule.saving),
+        ("what to do", rule.action),
+        ("your own code", rule.own[0]),
+        *(("", line) for line in rule.own[1:]),
         ("built-in model", rule.builtin),
-        *(("your own" if not place else "", line) for place, line in enumerate(rule.own)),
+        ("how it is detected", rule.seen),
+        ("estimated saving", rule.saving),
     )
     return Table(title="", columns=columns, rows=rows)
 
 
 def _make_finding(evidence: StepEvidence, rule: Rule, hit: Hit) -> Finding:
     saving = None if hit.saving_ns is None else round(min(hit.saving_ns, evidence.step_ns))
+    action, fix = _choose_fix(evidence, rule)
     return Finding(
         code=rule.code,
-        title=rule.title,
+        title=hit.title or rule.title,
         evidence=hit.evidence,
-        fix=rule.builtin if evidence.is_builtin else rule.own[0].removeprefix("# "),
+        action=action,
+        fix=fix,
         saving_ns=saving,
         share=None if saving is None else saving / evidence.step_ns,
     )
+
+
+def _choose_fix(evidence: StepEvidence, rule: Rule) -> tuple[str, str]:
+    """Return what to do and the code or command for it. The built-in model cannot be edited: if no setting fixes the
+    finding there, it is a remark."""
+    if not evidence.is_builtin or rule.change is None:
+        return (rule.action, "" if evidence.is_builtin else rule.paste)
+    manifest = evidence.profile.recording.manifest
+    workload, changes = workload_of(manifest), rule.change(manifest)
+    if not changes:
+        return ("", "")
+    command = write_command("profile", msgspec.structs.replace(workload, **changes))
+    return (f"Run with `{write_flags(workload, changes)}`", command)

@@ -1,4 +1,4 @@
-"""Rules about many small kernels where few would do."""
+"""Rules about many small kernels that could be few."""
 
 from typing import get_args
 
@@ -7,24 +7,25 @@ import polars as pl
 
 from stepscope.cost import ADAM_BYTES, SGD_BYTES
 from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, StepEvidence, ms
-from stepscope.explain.rules.rule import Hit, Rule, compile_model, settle, workload_of
+from stepscope.explain.rules.rule import Hit, Rule, compile_model, count_per_step, settle, workload_of
 from stepscope.recording.store import Manifest
 from stepscope.spec import Optimizer
+from stepscope.units import say_percent
 
-# A fused chain still reads its inputs and writes its result, and a sum over rows needs a second pass. Assumed.
-# Without modules, a row of kernels may be several chains.
+# The least that fusing leaves of a chain's time: a fused kernel still reads its inputs and writes its result, and a sum
+# over rows needs a second pass. Both shares are assumptions. Without modules, a run of kernels may be several chains.
 LEAST_OF_CHAIN, LEAST_OF_ROW = 0.2, 0.35
-# Of the host's time in an optimizer that launches kernels tensor by tensor, what a fused one still needs to walk over
-# the tensors: 1.8 ms until its launch, of 14 to 19 ms (219 tensors, 8 kernels each, H200).
+# The share of an optimizer's CPU time that a fused one still needs to walk over the tensors, compared with one that
+# launches kernels tensor by tensor: 1.8 ms until its launch, of 14 to 19 ms (219 tensors, 8 kernels each, H200).
 FUSED_UPDATE_HOST_SHARE = 0.12
 ADAM_UNFUSED_BYTES = 80
 LEAST_LAYOUT_SHARE = 0.02
 _COPIES = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
-# Operators whose helper kernels (casts and layout changes inside of a library) are not the user's to fuse.
+# Operators whose helper kernels (casts and layout changes inside a library) the user cannot fuse.
 _LIBRARY = r"convolution|linear$|mm$|attention|c10d"
 _ADAM = r"(?i)adam|addcdiv|addcmul"
-# Optimizers that read and write what Adam does: values of `--optimizer` and names of classes, in lower case. Adamax and
-# Adam8bit are not among them.
+# Optimizers that read and write as much as Adam: values of `--optimizer` and class names, in lower case. Adamax and
+# Adam8bit do not.
 _ADAM_NAMES = ("adam", "adamw", "adamw-torch", "adamw-fused", "fusedadam", "fusedadamw")
 _MANY_TENSORS = r"(?i)foreach|multi_tensor"
 _FUSED = r"(?i)fused_?adam|FusedAdam|fused_?sgd|FusedSgd|fused_adagrad"
@@ -40,16 +41,17 @@ def find_chains(evidence: StepEvidence) -> Hit | None:
     fused = chains.with_columns(fused_ns=pl.max_horizontal(longest, least).over("group"))
     gain = evidence.merged(fused, host_share=evidence.compiled_host_share)
     where = _name_costliest(fused)
-    count, num = fused["group"].n_unique() / evidence.num_steps, fused.height / evidence.num_steps
+    kernels = count_per_step(evidence, fused.height, "small kernel")
+    chains_per_step = fused["group"].n_unique() / evidence.num_steps
     text = (
-        f"{num:,.0f} kernels a step in {count:,.0f} chains, {ms(evidence.per_step(fused))} of GPU time; as one kernel "
-        f"a chain about {ms(evidence.per_step(fused) - gain.gpu_ns)}{where}"
+        f"the kernels run in {chains_per_step:,.0f} chains and take {ms(evidence.per_step(fused))} of GPU time; one "
+        f"kernel per chain would take about {ms(evidence.per_step(fused) - gain.gpu_ns)}{where}"
     )
-    return settle(evidence, gain, text)
+    return settle(evidence, gain, text, title=f"{kernels} could be fused")
 
 
 def _chains(kernels: pl.DataFrame) -> pl.DataFrame:
-    """row, group, time_ns, module of the kernels that stand in a chain of two or more."""
+    """Return row, group, time_ns and module of the kernels in chains of two or more."""
     small = (
         pl.col("class").is_in(POINTWISE)
         & (pl.col("kind") == "kernel")
@@ -66,7 +68,7 @@ def _chains(kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _name_costliest(chains: pl.DataFrame) -> str:
-    """The kind of module in which most of it is, where modules are known."""
+    """Return the kind of module that takes most of the time, if modules are known."""
     kind = (
         pl.col("module")
         .str.replace(r"^.*\.\d+\.", "")
@@ -78,11 +80,11 @@ def _name_costliest(chains: pl.DataFrame) -> str:
     if not named.height:
         return ""
     share = named["time_ns"][0] / max(1, chains["time_ns"].sum())
-    return f"; most of it in the {named['phase'][0] or 'step'} of {named['kind'][0]} ({share:.0%})"
+    return f"; {say_percent(share)} of it in the {named['phase'][0] or 'step'} of {named['kind'][0]}"
 
 
 def _is_cast() -> pl.Expr:
-    """A copy whose target and source differ in type: by the operator's types where they were recorded."""
+    """Whether target and source of a copy differ in dtype: by the operator's dtypes if they were recorded."""
     kinds = pl.col("dtypes").str.extract_groups(r'^\[\s*"([^"]+)",\s*"([^"]+)"')
     target, source = kinds.struct[0], kinds.struct[1]
     known = (pl.col("op") == "aten::copy_") & target.is_not_null()
@@ -90,7 +92,7 @@ def _is_cast() -> pl.Expr:
 
 
 def _copies(evidence: StepEvidence) -> pl.DataFrame:
-    """Copies that a program asked for; where no operator is known, PyTorch's own kernels."""
+    """Return the copies that the program asked for. Without operators, these are PyTorch's own copy kernels."""
     asked = pl.when(pl.col("op").is_null()).then(pl.col("library") == "ATen").otherwise(pl.col("op").is_in(_COPIES))
     outside = pl.col("phase").fill_null("") != "optimizer"
     copies = (pl.col("class") == "copy") & ~pl.col("is_fused") & (pl.col("kind") == "kernel") & outside & asked
@@ -104,10 +106,11 @@ def find_layout_copies(evidence: StepEvidence) -> Hit | None:
         return None
     gain = evidence.gain_of(evidence.durations, evidence.mark(copies))
     backward = evidence.per_step(copies.filter(pl.col("phase") == "backward")) / time
-    text = f"{copies.height / evidence.num_steps:,.0f} copies a step that change only the layout, {ms(time)}"
+    count = count_per_step(evidence, copies.height, "copy", "copies")
+    text = f"the copies take {ms(time)} of GPU time"
     if copies["phase"].is_not_null().all():
-        text += f", {backward:.0%} of it in backward"
-    return settle(evidence, gain, text)
+        text += f", {say_percent(backward)} of it in backward"
+    return settle(evidence, gain, text, title=f"Layout changes: {count}")
 
 
 def find_casts(evidence: StepEvidence) -> Hit | None:
@@ -119,10 +122,11 @@ def find_casts(evidence: StepEvidence) -> Hit | None:
     two_sizes = pl.col("shapes").str.replace_all(" ", "").str.contains(r"^\[\[\d+,\d+\],")
     to_half = pl.col("dtypes").str.contains(r'^\[\s*"c10::(?:BFloat16|Half)",\s*"float"')
     weights = casts.filter((pl.col("phase") == "forward") & two_sizes & to_half)
-    text = f"{casts.height / evidence.num_steps:,.0f} casts a step, {ms(time)}"
+    count = count_per_step(evidence, casts.height, "cast")
+    text = f"the casts take {ms(time)} of GPU time"
     if weights.height:
-        text += f"; {ms(evidence.per_step(weights))} of it casts weights anew in each step"
-    return settle(evidence, gain, text)
+        text += f"; {ms(evidence.per_step(weights))} of it casts the weights again in every step"
+    return settle(evidence, gain, text, title=f"Dtype conversions: {count}")
 
 
 def find_unfused_optimizer(evidence: StepEvidence) -> Hit | None:
@@ -140,19 +144,17 @@ def find_unfused_optimizer(evidence: StepEvidence) -> Hit | None:
     time = evidence.per_step(update)
     groups = update.select("row", group="step", fused_ns=pl.lit(min(fused, time)))
     host_share = np.ones(evidence.kernels.height)
-    # Where a launch serves many tensors, the host's time is its walk over them, which a fused optimizer makes as well.
+    # If a launch serves many tensors, the CPU time is the walk over them, which a fused optimizer needs as well.
     one_by_one = update.filter(~(pl.col("op").fill_null("") + pl.col("name")).str.contains(_MANY_TENSORS))
     host_share[one_by_one["row"].to_numpy()] = FUSED_UPDATE_HOST_SHARE
     gain = evidence.merged(groups, host_share=host_share, after_all=True)
-    text = (
-        f"{update.height / evidence.num_steps:,.0f} kernels a step update the weights in {ms(time)} of GPU time; one "
-        f"pass over the weights takes {ms(min(fused, time))}"
-    )
-    return settle(evidence, gain, text)
+    count = count_per_step(evidence, update.height, "kernel")
+    text = f"the update takes {ms(time)} of GPU time; one pass over the weights would take {ms(min(fused, time))}"
+    return settle(evidence, gain, text, title=f"Optimizer launches {count}")
 
 
 def _fused_update_ns(evidence: StepEvidence, update: pl.DataFrame) -> float | None:
-    """How long a fused update takes; None where nothing says what is updated."""
+    """Return how long a fused update takes, None if the recording does not say what is updated."""
     is_adam = bool(
         update["op"].str.contains(_ADAM).any()
         or update["name"].str.contains(_ADAM).any()
@@ -164,14 +166,14 @@ def _fused_update_ns(evidence: StepEvidence, update: pl.DataFrame) -> float | No
         name = manifest.optimizer or (case.workload.optimizer if case else None) or ""
         is_adam = name.lower() in _ADAM_NAMES if name else is_adam
         if name and not is_adam and name.lower() != "sgd":
-            return None  # a factory's own: how much of it a fused one would be is not known
+            return None  # a factory's own optimizer: the cost of a fused version is unknown
         moved = parameters * (ADAM_BYTES if is_adam else SGD_BYTES)
         return moved / (hardware.bandwidth * BANDWIDTH_SHARE) * 1e9
     return evidence.per_step(update) * ADAM_BYTES / ADAM_UNFUSED_BYTES if is_adam else None
 
 
 def _fuse_optimizer(manifest: Manifest) -> dict[str, object]:
-    """Not of a factory's own, which no flag replaces."""
+    """An optimizer that a factory brings cannot be replaced by a flag."""
     if manifest.optimizer not in (None, *get_args(Optimizer)):
         return {}
     return {"optimizer": "adamw-fused"} if workload_of(manifest).optimizer in ("adamw", "adamw-torch", None) else {}
@@ -180,73 +182,77 @@ def _fuse_optimizer(manifest: Manifest) -> dict[str, object]:
 RULES = (
     Rule(
         code="SS003",
-        title="chains of small operations that could be one kernel",
+        title="Small kernels could be fused",
+        action="Compile the model",
         check=find_chains,
-        meaning="""Each elementwise operation, copy and sum is a kernel of its own that reads its input from memory and
-            writes its result back. Fused, the intermediate results never leave the chip.""",
-        seen="""Two or more such kernels in a row on one stream, of one module and phase, outside of the optimizer, not
-            from a compiler.""",
-        saving="""A chain is taken to cost what its longest kernel does, and at least a fifth of itself (a third where
-            modules are not known): a fused kernel still reads its inputs and writes its result. These shares are
-            assumed. Replayed with the host's time that SS001 has, to the same estimates and errors where the host is
-            the limit. Where the GPU is, it was not measured. Overlaps with SS001, SS004, SS006 and SS008.""",
+        meaning="""Each elementwise operation, copy and sum is a separate kernel that reads its input from memory and
+            writes its result back. In a fused kernel, intermediate results never leave the chip.""",
+        seen="""Two or more such kernels in a row on one stream, in the same module and phase, outside the optimizer and
+            not generated by a compiler.""",
+        saving="""A fused chain is assumed to take as long as its longest kernel, and at least a fifth of the chain (a
+            third if modules are unknown), because it still reads its inputs and writes its result. The replay uses the
+            CPU time of SS001, so the two give the same estimates and errors for CPU-bound steps. For GPU-bound steps
+            the estimate was not checked. Overlaps with SS001, SS004, SS006 and SS008.""",
         builtin="--compile",
         own=(
             "model = torch.compile(model)",
-            "# or a fused layer: torch.nn.RMSNorm, F.scaled_dot_product_attention, a kernel of Liger's",
+            "# or use a fused layer: torch.nn.RMSNorm, F.scaled_dot_product_attention, a Liger kernel",
         ),
         change=compile_model,
     ),
     Rule(
         code="SS006",
-        title="copies between layouts",
+        title="Copies only change the memory layout",
+        action="Compile the model, which fuses the copies into neighboring kernels",
         check=find_layout_copies,
-        meaning="""A tensor that is transposed, permuted or expanded is copied to be contiguous, often because of a
-            view(), reshape() or contiguous(), or because a gradient arrives in the other layout.""",
-        seen="Copies on the device that do not change the data type, at least 2 % of the step.",
-        saving="""All of their time, which is the most that can be had: what reads the tensor next then reads it
-            strided.""",
-        builtin="--compile, which fuses them into their neighbours",
+        meaning="""A transposed, permuted or expanded tensor is copied to make it contiguous. The usual causes are
+            view(), reshape() and contiguous(), or a gradient that arrives in another layout.""",
+        seen="Copies on the device that keep the dtype and take at least 2% of the step.",
+        saving="All of their time. This is an upper bound: the next operation then reads the tensor with strides.",
+        builtin="--compile, which fuses the copies into neighboring kernels",
         own=(
-            "q, k, v = qkv.unbind(2)  # choose the layout in which the next operation reads, once",
-            "model = model.to(memory_format=torch.channels_last)  # convolutions",
+            "q, k, v = qkv.unbind(2)  # choose the layout that the next operation reads",
+            "model = model.to(memory_format=torch.channels_last)  # for convolutions",
         ),
-        paste="model = torch.compile(model)  # copies become part of their neighbours",
+        paste="model = torch.compile(model)  # fuses copies into neighboring kernels",
         change=compile_model,
     ),
     Rule(
         code="SS007",
-        title="an optimizer of many kernels",
+        title="Optimizer launches many small kernels",
+        action="Use `fused=True`",
         check=find_unfused_optimizer,
-        meaning="""AdamW needs 28 bytes a parameter: read weight, gradient and two averages, write all but the gradient.
-            Operation by operation it moves about 80, in thousands of launches.""",
-        seen="Elementwise or foreach kernels in the optimizer's phase, none of them fused.",
-        saving="""The optimizer's time less 28 bytes a parameter (12 for SGD) at 89 % of the bandwidth; where the number
-            of parameters is not known and the operations are Adam's, 65 % of it. Replayed: kernels one by one cost the
-            host eight times what the fused one does, and kernels for many tensors the same. 9.0 ms were estimated where
-            the optimizer's phase went from 19.0 to 4.6 ms, in the fastest steps from 13.9 to 4.4; the steps' own times
-            varied by more.""",
+        meaning="""AdamW needs 28 bytes per parameter: it reads the weight, the gradient and two averages, and writes
+            all but the gradient. As separate operations it moves about 80 bytes per parameter, in thousands of
+            launches.""",
+        seen="Elementwise or foreach kernels in the optimizer phase, none of them fused.",
+        saving="""The optimizer's time minus 28 bytes per parameter (12 for SGD) at 89% of the bandwidth. If the number
+            of parameters is unknown and the operations are Adam's, 65% of its time. In the replay, separate kernels
+            cost the CPU eight times as much as a fused one, and foreach kernels the same. In one check the estimate was
+            9.0 ms, and the optimizer phase went from 19.0 to 4.6 ms (from 13.9 to 4.4 ms in the fastest steps); the
+            step times varied by more than that.""",
         builtin="--optimizer adamw-fused",
         own=(
             "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
-            "# gradient clipping: torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)",
+            "# for gradient clipping: torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)",
         ),
         paste="optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
         change=_fuse_optimizer,
     ),
     Rule(
         code="SS008",
-        title="casts between data types",
+        title="Dtype conversions run as separate kernels",
+        action="Compile the model, which fuses the casts into neighboring kernels",
         check=find_casts,
-        meaning="""Under autocast, weights are cast to 16 bits anew in each step and activations wherever a 32-bit
+        meaning="""Under autocast, weights are cast to 16 bits again in every step, and activations wherever a 32-bit
             operation meets a 16-bit one.""",
-        seen="Copies on the device whose source and target differ in data type.",
-        saving="""All of their time. Compiling fuses the casts of activations; those of weights go only if the weights
-            are kept in 16 bits, with a 32-bit copy in the optimizer.""",
+        seen="Copies on the device whose source and target have different dtypes.",
+        saving="""All of their time. Compiling fuses the casts of activations. The casts of weights disappear only if
+            the weights are kept in 16 bits, with a 32-bit copy in the optimizer.""",
         builtin="--compile",
         own=(
-            "model = torch.compile(model)  # casts become part of their neighbours",
-            "model = model.to(torch.bfloat16)  # with an optimizer that keeps fp32 weights of its own",
+            "model = torch.compile(model)  # fuses casts into neighboring kernels",
+            "model = model.to(torch.bfloat16)  # with an optimizer that keeps fp32 weights",
         ),
         change=compile_model,
     ),

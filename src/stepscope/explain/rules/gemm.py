@@ -1,4 +1,4 @@
-"""Rules about matrix products: their precision, sizes, tiles and balance."""
+"""Rules about GEMMs: their precision, sizes, tiles and waves."""
 
 import math
 
@@ -8,25 +8,25 @@ import polars as pl
 
 from stepscope import cost
 from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, PRODUCT_SHARE, StepEvidence, ms
-from stepscope.explain.rules.rule import Hit, Rule, grow_batch, settle, workload_of
+from stepscope.explain.rules.rule import Hit, Rule, count_per_step, grow_batch, settle, workload_of
 from stepscope.explain.trace.roofline import least_ns
 from stepscope.recording.store import Manifest
 from stepscope.spec import ModelShape
 
 ALIGNED_BYTES = 16
 PADDED_TO = 64
-USUAL_ALIGNED_SHARE = 0.65  # of the peak, assumed where no aligned product of the recording shows it
+USUAL_ALIGNED_SHARE = 0.65  # of the peak, assumed if the recording has no aligned GEMM to compare with
 LEAST_PADDING = 0.15
 LEAST_TAIL = 0.10
 MOST_WAVES = 6
 LEAST_MEMORY_SHARE = 0.05
-# What one multiprocessor holds, on everything since Volta that trains Transformers.
+# Limits of one multiprocessor on the data center GPUs since Volta.
 _REGISTERS, _THREADS, _SHARED_BYTES = 65_536, 2_048, 228 * 1024
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp8": 1}
 
 
 def _products(evidence: StepEvidence) -> pl.DataFrame:
-    """The kernels of products with, where known, batch, m, n and k."""
+    """Return the GEMM kernels with batch, m, n and k, null if unknown."""
     products = evidence.kernels.filter((pl.col("class") == "GEMM") & (pl.col("kind") == "kernel"))
     distinct = products.select("op", "shapes").unique()
     rows = [(op, shapes, *(cost.product_dims(op or "", shapes) or (None,) * 4)) for op, shapes in distinct.iter_rows()]
@@ -40,7 +40,7 @@ def find_single_precision(evidence: StepEvidence) -> Hit | None:
     if hardware is None or not {"fp32", "tf32"} <= set(hardware.peak_flops):
         return None
     fp32, tf32 = hardware.peak_flops["fp32"], hardware.peak_flops["tf32"]
-    # A product with a vector has no tiles, and its limit is the memory.
+    # A matrix times a vector has no tiles and is memory-bound.
     tiled = pl.col("tile_m").is_not_null() & ~pl.col("tensor_cores").fill_null(value=True)
     slow = _products(evidence).filter((pl.col("dtype") == "fp32") & tiled)
     if not slow.height or tf32 <= fp32:
@@ -50,17 +50,18 @@ def find_single_precision(evidence: StepEvidence) -> Hit | None:
         if flops is None or not time:
             new[row] = time * fp32 / tf32
             continue
-        # A product that is too small for the device stays too small: it keeps its share of the peak.
+        # A GEMM that is too small for the GPU stays too small: it keeps its share of the peak.
         reached = min(PRODUCT_SHARE, flops / (time * 1e-9) / fp32)
         by_bytes = moved / ((hardware.bandwidth or math.inf) * BANDWIDTH_SHARE)
         new[row] = max(flops / (tf32 * max(reached, 0.05)), by_bytes) * 1e9
     gain = evidence.gain_of(new)
     time = evidence.per_step(slow)
+    count = count_per_step(evidence, slow.height, "GEMM")
     text = (
-        f"{slow.height / evidence.num_steps:,.0f} products a step run in fp32 on the CUDA cores, {ms(time)}; on tensor "
-        f"cores in TF32 about {ms(time - gain.gpu_ns)}"
+        f"on the CUDA cores they take {ms(time)}; in TF32 on tensor cores they would take about "
+        f"{ms(time - gain.gpu_ns)}"
     )
-    return settle(evidence, gain, text)
+    return settle(evidence, gain, text, title=f"fp32 without tensor cores: {count}")
 
 
 def find_odd_sizes(evidence: StepEvidence) -> Hit | None:
@@ -71,7 +72,7 @@ def find_odd_sizes(evidence: StepEvidence) -> Hit | None:
     if not products.height:
         return None
     multiple = ALIGNED_BYTES // pl.col("dtype").replace_strict(_ELEMENT_BYTES, return_dtype=pl.Int64)
-    # A size of one is a vector, and nobody chose it.
+    # A size of 1 is a vector, not a choice.
     odd = pl.any_horizontal(*((pl.col(size) % multiple != 0) & (pl.col(size) > 1) for size in ("m", "n", "k")))
     products = products.with_columns(odd=odd)
     new = evidence.durations.copy()
@@ -89,15 +90,16 @@ def find_odd_sizes(evidence: StepEvidence) -> Hit | None:
     gain = evidence.gain_of(new)
     worst = max(set(wasteful), key=wasteful.count)
     time = evidence.durations[new < evidence.durations].sum() / evidence.num_steps
+    count = count_per_step(evidence, len(wasteful), "GEMM")
     text = (
-        f"{len(wasteful) / evidence.num_steps:,.0f} products a step whose sizes fit no tile, such as "
-        f"{worst[0]} × {worst[1]} × {worst[2]}, take {ms(time)}; with sizes that fit about {ms(time - gain.gpu_ns)}"
+        f"GEMMs with sizes such as {worst[0]} × {worst[1]} × {worst[2]} take {ms(time)}; with sizes that fit "
+        f"the tiles they would take about {ms(time - gain.gpu_ns)}"
     )
-    return settle(evidence, gain, text)
+    return settle(evidence, gain, text, title=f"Sizes do not fit the tiles: {count}")
 
 
 def _aligned_speed(evidence: StepEvidence, products: pl.DataFrame, dtype: str, flops: float) -> float | None:
-    """FLOP/ns of the best aligned product that does at least half as much."""
+    """Return the FLOP/ns of the fastest aligned GEMM with at least half as many FLOPs."""
     like = products.filter(
         ~pl.col("odd") & (pl.col("dtype") == dtype) & (pl.col("flops") >= flops / 2) & (pl.col("time_ns") > 0)
     )
@@ -109,7 +111,7 @@ def _aligned_speed(evidence: StepEvidence, products: pl.DataFrame, dtype: str, f
 
 
 def _aligned_ns(evidence: StepEvidence, row: dict[str, float], speed: float | None) -> float | None:
-    """The product, padded, at `speed`, and no faster than its bytes."""
+    """Return the time of the padded GEMM at `speed`, and at least the time that its bytes take."""
     if speed is None:
         return None
     m, n, k = (PADDED_TO * math.ceil(row[size] / PADDED_TO) if row[size] > PADDED_TO else row[size] for size in "mnk")
@@ -118,10 +120,10 @@ def _aligned_ns(evidence: StepEvidence, row: dict[str, float], speed: float | No
 
 
 def _unpadded_ns(row: dict[str, float]) -> float | None:
-    """The product without the part of its tiles that lies outside of the result, where that is much."""
+    """Return the time without the part of the tiles outside the result, None if that part is small."""
     if not row["tile_m"] or not row["tile_n"]:
         return None
-    # Libraries compute a row-major result as the transposed of a column-major one, so either size may be the first.
+    # Libraries compute a row-major result as the transpose of a column-major one, so either size may come first.
     useful = max(_filled(row["m"], row["n"], row), _filled(row["n"], row["m"], row))
     return None if 1 - useful < LEAST_PADDING else row["time_ns"] * useful
 
@@ -148,16 +150,17 @@ def find_empty_waves(evidence: StepEvidence) -> Hit | None:
         return None
     gain = evidence.gain_of(new)
     short, waves = max(dict.fromkeys(hit), key=hit.count)
+    count = count_per_step(evidence, len(hit), "GEMM")
     text = (
-        f"{len(hit) / evidence.num_steps:,.0f} products a step end with a wave that is partly empty, such as {short} "
-        f"with {waves:.2f} waves on {multiprocessors} multiprocessors; up to {ms(gain.gpu_ns)} of GPU time is lost so"
+        f"for example, {short} makes {waves:.2f} waves on {multiprocessors} multiprocessors; this costs up to "
+        f"{ms(gain.gpu_ns)} of GPU time"
     )
-    return settle(evidence, gain, text)
+    return settle(evidence, gain, text, title=f"Last wave partly empty: {count}")
 
 
 def _waves(row: dict[str, int | None], multiprocessors: int) -> float | None:
-    """By the tiles of the result where a kernel with as many blocks as multiprocessors takes them one after the other,
-    else by its blocks and how many fit on a multiprocessor at once."""
+    """Return the number of waves: from the tiles of the result if a persistent kernel (as many blocks as
+    multiprocessors) works through them, otherwise from its blocks and how many fit on a multiprocessor at once."""
     grid, block = (
         math.prod(int(row[f"{name}_{axis}"] or 1) for axis in "xyz") if row[f"{name}_x"] else 0
         for name in ("grid", "block")
@@ -198,11 +201,14 @@ def find_memory_bound(evidence: StepEvidence) -> Hit | None:
         .row(0, named=True)
     )
     sizes = f", most of it in {top['op']} of {top['m']} × {top['n']} × {top['k']}" if top["m"] else ""
-    return Hit(evidence=f"{ms(time)} a step in products that are limited by memory, not by arithmetic{sizes}")
+    return Hit(
+        title=f"Memory-bound GEMMs take {ms(time)} per step",
+        evidence=f"{ms(time)} per step in GEMMs that are limited by memory bandwidth, not by arithmetic{sizes}",
+    )
 
 
 def _lower_precision(manifest: Manifest) -> dict[str, object]:
-    """TF32, which the saving is an estimate of; bf16 saves more and rounds more."""
+    """TF32, because the saving is estimated for it. bf16 saves more and rounds more."""
     workload = workload_of(manifest)
     return {"precision": "tf32"} if workload.precision == "fp32" and workload.device != "cpu" else {}
 
@@ -217,15 +223,16 @@ def _pad_vocabulary(manifest: Manifest) -> dict[str, object]:
 RULES = (
     Rule(
         code="SS005",
-        title="products in fp32 without tensor cores",
+        title="fp32 GEMMs run without tensor cores",
+        action="Allow TF32",
         check=find_single_precision,
-        meaning="""The matrix units are idle. TF32 keeps fp32's range, rounds the inputs of products to 10 bits and is
-            about seven times as fast at its peak; bf16 is twice as fast again and halves the memory traffic.""",
-        seen="Kernels of matrix products whose name says fp32 on the CUDA cores, on a device with TF32.",
-        saving="""Each product at TF32's peak, with the share of the peak that it has in fp32 now (75 % at most), or at
-            89 % of the bandwidth, whichever is slower. Replayed. 52 ms were estimated where 57 of 167 came (71 by the
-            fastest steps): afterwards the host was the limit, and its pace is taken to be the slowest that fits the
-            recording.""",
+        meaning="""The tensor cores are idle. TF32 keeps the range of fp32, rounds the inputs of GEMMs to 10 bits and
+            has about seven times the peak throughput. bf16 doubles that again and halves the memory traffic.""",
+        seen="GEMM kernels whose name says fp32 on the CUDA cores, on a GPU with TF32.",
+        saving="""Each GEMM is assumed to reach the same share of the TF32 peak as it reaches of the fp32 peak now (at
+            most 75%), limited by 89% of the memory bandwidth. The result is replayed. In one check the estimate was 52
+            ms and the step gained 57 of 167 ms (71 in the fastest steps). The step then became CPU-bound, and the
+            replay assumes the slowest CPU that fits the recording.""",
         builtin="--precision tf32, or bf16",
         own=(
             'torch.set_float32_matmul_precision("high")',
@@ -240,61 +247,64 @@ RULES = (
     ),
     Rule(
         code="SS009",
-        title="sizes that fit no tile",
+        title="GEMM sizes do not fit the tiles",
+        action="Pad the vocabulary and other sizes to a multiple of 64",
         check=find_odd_sizes,
-        meaning="""Products are computed in tiles and loaded 16 bytes at a time. A size that is not a multiple of 8
-            (in 16 bits; 4 in TF32) forces slower loads and kernels, and one just above a multiple of the tile
-            computes mostly padding.""",
-        seen="""Products with tensor cores one of whose sizes is not such a multiple; or whose tiles, by the kernel's
-            name, compute at least 15 % more than asked for.""",
-        saving="""For the first, the product at the speed of the best aligned product of its kind in the recording (65 %
-            of the peak where there is none), padded to a multiple of 64. For the second, the share of the padding.
-            Replayed; none was estimated for a step that the host limits, and its fastest steps took the same (51.6 ms).
-            The GPU time of the first is not measured: which kernels cuBLAS has for odd sizes changes with its
-            version.""",
-        builtin="--vocab 10048 in place of 10007: the next multiple of 64",
+        meaning="""GEMMs are computed in tiles and loaded 16 bytes at a time. A size that is not a multiple of 8 (in 16
+            bits; 4 in TF32) needs slower loads and kernels. A size just above a multiple of the tile computes mostly
+            padding.""",
+        seen="""GEMMs on tensor cores with a size that is not such a multiple, or whose tiles (from the kernel's name)
+            compute at least 15% more than needed.""",
+        saving="""For unaligned sizes: the GEMM, padded to a multiple of 64, at the speed of the fastest aligned GEMM of
+            its kind in the recording (65% of the peak if there is none). For partly filled tiles: the share of the
+            padding. The result is replayed. In one check on a CPU-bound step the estimate was zero, and the fastest
+            steps indeed took the same time (51.6 ms). The GPU time of unaligned sizes was not checked, because the
+            kernels that cuBLAS has for them change between versions.""",
+        builtin="--vocab 10048 instead of 10007: the next multiple of 64",
         own=(
             "# pad sizes to multiples of 64: tokens, widths, heads",
-            "vocab = 64 * math.ceil(vocab / 64)  # rows that no token names are never read",
+            "vocab = 64 * math.ceil(vocab / 64)  # the extra rows are never read",
         ),
-        paste="vocab = 64 * math.ceil(vocab / 64)  # so with every width; rows that no token names are never read",
+        paste="vocab = 64 * math.ceil(vocab / 64)  # same for every width; the extra rows are never read",
         change=_pad_vocabulary,
     ),
     Rule(
         code="SS010",
-        title="a last wave that is mostly empty",
+        title="The last wave of a GEMM is partly empty",
+        action="Let the compiler choose the tiles",
         check=find_empty_waves,
         meaning="""Thread blocks run in waves of as many as the GPU holds at once. 133 tiles on 132 multiprocessors take
             as long as 264.""",
-        seen="Products whose tiles make one to six waves, the last of which leaves at least 10 % of all slots empty.",
-        saving="""The empty share of their time, which is an upper bound: libraries split work over K to fill the last
-            wave, and the result depends on all sizes together. Take it as a reason to try, not as a promise.""",
+        seen="GEMMs whose tiles make one to six waves, with at least 10% of all slots empty in the last one.",
+        saving="""The empty share of their time. This is an upper bound: libraries split work along K to fill the last
+            wave, and the result depends on all sizes together. Treat it as a reason to try, not as a promise.""",
         builtin="another --batch: batch × context decides the number of tiles",
         own=(
             (
-                "# rows (batch × context) so that ceil(M / tile) × ceil(N / tile) is just below a multiple of the "
-                "multiprocessors"
+                "# choose rows (batch × context) so that ceil(M / tile) × ceil(N / tile) is just below a multiple of "
+                "the number of multiprocessors"
             ),
-            "torch._inductor.config.max_autotune_gemm = True  # lets the compiler choose among tiles",
+            "torch._inductor.config.max_autotune_gemm = True  # lets the compiler choose the tiles",
         ),
-        paste='model = torch.compile(model, mode="max-autotune")  # chooses among tiles',
+        paste='model = torch.compile(model, mode="max-autotune")  # chooses the tiles',
         change=grow_batch,
     ),
     Rule(
         code="SS015",
-        title="products bound by memory",
+        title="Memory-bound GEMMs",
+        action="Increase the batch size",
         check=find_memory_bound,
-        meaning="""A product does few operations a byte when one of its sizes is small. Then the bandwidth is its limit,
-            and tensor cores or a lower precision of the arithmetic do not help; more rows do, at no cost in time.""",
-        seen="""Matrix products whose bytes at full bandwidth take longer than their FLOPs at the peak, at least 5 % of
+        meaning="""A GEMM does few operations per byte if one of its sizes is small. Memory bandwidth is then the limit,
+            so tensor cores and lower-precision arithmetic do not help. More rows are free.""",
+        seen="""GEMMs whose bytes take longer at full bandwidth than their FLOPs at the peak, in total at least 5% of
             the step.""",
-        saving="None is estimated: the step gets no shorter, but does more.",
+        saving="Not estimated: the step does not get shorter, but it does more work.",
         builtin="a larger --batch or --context",
         own=(
             "loader = DataLoader(data, batch_size=2 * batch)",
-            "# several small products of one input as one: qkv = x @ torch.cat((wq, wk, wv)).T",
+            "# combine small GEMMs of one input: qkv = x @ torch.cat((wq, wk, wv)).T",
         ),
-        paste="loader = torch.utils.data.DataLoader(data, batch_size=2 * batch)  # more rows, in the same time",
+        paste="loader = torch.utils.data.DataLoader(data, batch_size=2 * batch)  # more rows in the same time",
         change=grow_batch,
     ),
 )

@@ -1,4 +1,4 @@
-"""Attention written out: scores, softmax and values, each through memory."""
+"""Unfused attention: scores, softmax and values as separate kernels that go through memory."""
 
 import math
 
@@ -8,27 +8,28 @@ import polars as pl
 from stepscope import cost
 from stepscope.explain.rules.evidence import POINTWISE, StepEvidence, ms
 from stepscope.explain.rules.replay import Floats
-from stepscope.explain.rules.rule import Hit, Rule, settle, workload_of
+from stepscope.explain.rules.rule import Hit, Rule, count_per_step, settle, workload_of
 from stepscope.explain.trace.phases import number_passes
 from stepscope.recording.store import Manifest
 
-# What PyTorch's fused kernels reach of the peak on an H200 with many queries (batch × heads × length), causal counted
-# as half: cuDNN in 16 bits by the width of a head, forward and backward; the memory-efficient kernel in fp32.
+# The share of the peak that PyTorch's fused kernels reach on an H200 with many queries (batch × heads × length), causal
+# counted as half: cuDNN in 16 bits by head dimension, forward and backward; the memory-efficient kernel in fp32.
 _HALF = {"narrow": (0.40, 0.34), "wide": (0.56, 0.45)}
 _SINGLE = (0.5, 0.5)
-# With as many queries as this, half of it: 230 of 989 TFLOP/s at 16,384 queries in bf16, 22 of 67 at 32,768 in fp32.
+# The number of queries at which they reach half of that: 230 of 989 TFLOP/s at 16,384 queries in bf16, 22 of 67 at
+# 32,768 in fp32.
 _HALF_SPEED_QUERIES = {"half": 12_000, "single": 20_000}
 _WIDE_HEAD = 96
-# However short, forward and backward take this long: two kernels and four (cuDNN, context 128).
+# Forward and backward take at least this long: two kernels and four (cuDNN, context 128).
 _LEAST_FUSED_NS = (5_000, 15_000)
-# What the host needs for a fused call, in launches of the separate operations: a choice of backend, and cuDNN's cache
-# of plans. 178 and 224 µs for forward and backward, where a launch takes 56 and 48 (one recorder, two recordings).
+# The CPU time of a fused call, in launches of the separate operations: it chooses a backend and looks up cuDNN's plan
+# cache. 178 and 224 µs for forward and backward, where a launch takes 56 and 48 µs (one profiler, two recordings).
 _HOST_LAUNCHES = 4
 _PARTS = ("scores", "softmax", "values")
 _MASKED = r"masked_fill|triu|tril"
 _TILE = 64
-_DIAGONAL = 128  # tiles on the diagonal of a causal mask are computed as a whole
-_MOST_BETWEEN = 16  # kernels from a product to the softmax
+_DIAGONAL = 128  # tiles on the diagonal of a causal mask are computed in full
+_MOST_BETWEEN = 16  # kernels between a GEMM and the softmax
 
 
 def find_naive_attention(evidence: StepEvidence) -> Hit | None:
@@ -41,16 +42,16 @@ def find_naive_attention(evidence: StepEvidence) -> Hit | None:
     gain = evidence.merged(fused, host_share=_host_share(evidence, fused))
     products = fused.filter(pl.col("class") == "GEMM")
     time = evidence.per_step(fused)
+    count = count_per_step(evidence, fused.height, "kernel")
     text = (
-        f"attention as separate operations takes {ms(time)} of GPU time a step in "
-        f"{fused.height / evidence.num_steps:,.0f} kernels, {ms(evidence.per_step(products))} of it in products; fused "
-        f"about {ms(time - gain.gpu_ns)}"
+        f"attention takes {ms(time)} of GPU time per step, {ms(evidence.per_step(products))} of it in GEMMs; a fused "
+        f"kernel would take about {ms(time - gain.gpu_ns)}"
     )
-    return settle(evidence, gain, text)
+    return settle(evidence, gain, text, title=f"Unfused attention launches {count}")
 
 
 def _host_share(evidence: StepEvidence, pieces: pl.DataFrame) -> Floats:
-    """The host's time for the first few launches of each attention stays, as that of the fused call."""
+    """Keep the CPU time of the first few launches of each attention: the fused call costs as much."""
     share = np.ones(evidence.kernels.height)
     launch = pl.int_range(pl.len()).over("group")
     gone = pieces.sort("row").filter(launch >= _HOST_LAUNCHES)
@@ -59,7 +60,8 @@ def _host_share(evidence: StepEvidence, pieces: pl.DataFrame) -> Floats:
 
 
 def _by_parts(evidence: StepEvidence) -> pl.DataFrame:
-    """The kernels of our own attention by its annotation, with `group` (one pass of one module) and `forward`."""
+    """Return the kernels of the built-in attention, by its annotations, with `group` (one pass of one module) and
+    `forward`."""
     forward = (pl.col("phase") != "backward") | pl.col("recomputed")
     pieces = evidence.kernels.filter(pl.col("part").is_in(_PARTS)).with_columns(forward=forward.fill_null(value=True))
     passes = number_passes(evidence.profile.recording, pieces["launch_ns"])
@@ -67,7 +69,7 @@ def _by_parts(evidence: StepEvidence) -> pl.DataFrame:
 
 
 def _by_pattern(kernels: pl.DataFrame) -> pl.DataFrame:
-    """The same by order: a batched product, a softmax, a batched product; in backward two on either side."""
+    """Return the same by order: a batched GEMM, a softmax, a batched GEMM; in backward two on either side."""
     batched = (kernels["op"].is_in(["aten::bmm", "aten::baddbmm"]) & (kernels["class"] == "GEMM")).fill_null(
         value=False
     )
@@ -87,7 +89,7 @@ def _by_pattern(kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _reach(row: int, step: int, batched: list[bool], small: list[bool], products: int) -> list[int]:
-    """The rows from a softmax to the last of `products` batched products on one side; none where anything else stands
+    """Return the rows from a softmax to the last of `products` batched GEMMs on one side, none if anything else is in
     between."""
     rows: list[int] = []
     missing = products
@@ -103,8 +105,8 @@ def _reach(row: int, step: int, batched: list[bool], small: list[bool], products
 
 
 def _fused_times(evidence: StepEvidence, pieces: pl.DataFrame) -> pl.DataFrame:
-    """group and fused_ns: from the products' FLOPs at a fused kernel's speed. Where they are not known, the products'
-    own time: a fused kernel does the same products, and the rest of its work beside them."""
+    """Return group and fused_ns: the GEMMs' FLOPs at a fused kernel's speed. If the FLOPs are unknown, the GEMMs' own
+    time: a fused kernel runs the same GEMMs and overlaps the rest with them."""
     pieces = _pad(pieces)
     work_share = _causal_share(pieces) if pieces["op"].str.contains(_MASKED).any() else 1.0
     own = pl.col("time_ns").filter(pl.col("class") == "GEMM").sum()
@@ -119,7 +121,7 @@ def _fused_times(evidence: StepEvidence, pieces: pl.DataFrame) -> pl.DataFrame:
     if speeds is None:
         fused = pl.col("products_ns").cast(pl.Float64)
     else:
-        # The backward's four products are 2 × the forward's two; a fused one makes five.
+        # The four GEMMs of backward are 2 × the two of forward; a fused kernel runs five.
         work = pl.when("forward").then(pl.col("flops")).otherwise(pl.col("flops") * 1.25) * work_share
         rate = pl.when("forward").then(pl.lit(speeds[0])).otherwise(pl.lit(speeds[1]))
         least = pl.when("forward").then(_LEAST_FUSED_NS[0]).otherwise(_LEAST_FUSED_NS[1])
@@ -128,7 +130,7 @@ def _fused_times(evidence: StepEvidence, pieces: pl.DataFrame) -> pl.DataFrame:
 
 
 def _causal_share(pieces: pl.DataFrame) -> float:
-    """Of all products of queries and keys, those that a fused causal kernel computes: half, and half the diagonal."""
+    """Return the share of query-key pairs that a fused causal kernel computes: half, and half of the diagonal."""
     products = pieces.filter(pl.col("class") == "GEMM").select("op", "shapes").unique()
     dims = [cost.product_dims(op or "", shapes) for op, shapes in products.iter_rows()]
     length = max((max(n, k) for _, _, n, k in filter(None, dims)), default=0)
@@ -136,7 +138,7 @@ def _causal_share(pieces: pl.DataFrame) -> float:
 
 
 def _pad(pieces: pl.DataFrame) -> pl.DataFrame:
-    """FLOPs as a fused kernel computes them, which has tiles of 64 queries and keys."""
+    """Scale FLOPs to those of a fused kernel, which has tiles of 64 queries and keys."""
     distinct = pieces.select("op", "shapes").unique()
     rows = [(op, shapes, _padding(cost.product_dims(op or "", shapes))) for op, shapes in distinct.iter_rows()]
     padding = pl.DataFrame(rows, schema={"op": pl.String, "shapes": pl.String, "padding": pl.Float64}, orient="row")
@@ -149,7 +151,7 @@ def _padding(dims: tuple[int, int, int, int] | None) -> float:
 
 
 def _fused_speeds(evidence: StepEvidence, pieces: pl.DataFrame) -> tuple[float, float] | None:
-    """FLOP/s of a fused forward and backward for these shapes."""
+    """Return the FLOP/s of a fused forward and backward for these shapes."""
     products = pieces.filter((pl.col("class") == "GEMM") & pl.col("forward"))
     dtypes = products["op_dtype"].drop_nulls().to_list()
     dims = [cost.product_dims(op or "", shapes) for op, shapes in products.select("op", "shapes").unique().iter_rows()]
@@ -168,34 +170,32 @@ def _fused_speeds(evidence: StepEvidence, pieces: pl.DataFrame) -> tuple[float, 
 
 
 def _fuse_attention(manifest: Manifest) -> dict[str, object]:
-    """A model of one's own chooses its attention itself: there is no setting to change."""
+    """A model of the user's own chooses its attention itself: no setting changes it."""
     return {} if workload_of(manifest).attention in (None, "flash") else {"attention": "flash"}
 
 
 RULES = (
     Rule(
         code="SS004",
-        title="attention that writes its scores to memory",
+        title="Unfused attention writes its scores to memory",
+        action="Use a fused attention kernel",
         check=find_naive_attention,
-        meaning="""Scores, softmax and values as separate operations move a matrix of queries by keys through memory
-            many times. A fused kernel keeps it on the chip, skips the masked half, and its memory grows with the
-            length, not its square.""",
-        seen="The parts of the built-in attention, or two batched products with a softmax between them.",
-        saving="""The time of these kernels less that of a fused one, from its FLOPs at the speed that PyTorch's own
-            kernels have on an H200 (a share of the peak that grows with the number of queries; fp32 has slower kernels
-            than bf16); within 10% for cuDNN's kernels at lengths of 512 and 1024. The timeline is replayed with four
-            launches per call. In one check the estimate was 48 ms and the step gained 39 of 146 ms (53 in the fastest
-            steps), because the host became the limit. Where that happens, expect 25% either way.""",
+        meaning="""Scores, softmax and values as separate operations move a matrix of queries × keys through memory many
+            times. A fused kernel keeps it on the chip and skips the masked half. Its memory grows linearly with the
+            context length, not quadratically.""",
+        seen="The parts of the built-in attention, or two batched GEMMs with a softmax between them.",
+        saving="""The time of these kernels minus that of a fused one, from its FLOPs at the speed of PyTorch's own
+            kernels on an H200 (a share of the peak that grows with the number of queries; fp32 kernels are slower than
+            bf16). This is within 10% for cuDNN's kernels at lengths of 512 and 1024. The replay counts four launches
+            per call. In one check the estimate was 48 ms and the step gained 39 of 146 ms (53 in the fastest steps),
+            because the step became CPU-bound. In that case, expect errors of 25% either way.""",
         builtin="--attention flash",
         own=(
             "out = stepscope.kernels.flash_attention(q, k, v, causal=True)  # docs/kernels.md",
             "out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # PyTorch's own",
-            'model = AutoModel.from_config(config, attn_implementation="sdpa")  # in transformers',
+            'model = AutoModel.from_config(config, attn_implementation="sdpa")  # transformers',
         ),
-        paste=(
-            "out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
-            "  # False: nothing is masked"
-        ),
+        paste=("out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # False: no mask"),
         change=_fuse_attention,
     ),
 )

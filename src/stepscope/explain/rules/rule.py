@@ -1,7 +1,7 @@
-"""What a rule is: a check for something that costs time, what it means and what to do about it, in one object.
+"""A rule: a check for something that costs time, what it means and how to fix it.
 
-`stepscope rule CODE`, docs/rule.md (`tools/rule_docs.py`), findings and the fixes on a report's page are all read from
-it. Codes are stable: one that was given out never means something else.
+`stepscope rule CODE`, docs/rule.md (`tools/rule_docs.py`), findings and the cards of a report all read this one object.
+Codes are stable: a code never changes its meaning.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,19 @@ from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Copyable
 from stepscope.recording.store import Manifest
 from stepscope.spec import Workload
+from stepscope.units import count_noun, say_percent
 
-# The settings that fix a finding in a run of ours, whose manifest has a case; none where they are set already.
+# The settings that fix a finding in a run of stepscope's, whose manifest has a case. Empty if they are already set.
 SettingsChange = Callable[[Manifest], dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """What a check found. `gpu_ns` is the GPU time a step that the fix would save, `saving_ns` what the step would gain
-    of it: less, where the GPU waits for the host anyway."""
+    """What a check found in one recording. `title` is the rule's with the numbers of this recording; empty if it has
+    none. `gpu_ns` is the GPU time per step that the fix would save, `saving_ns` how much shorter the step would be:
+    less, if the GPU waits for the CPU anyway."""
 
+    title: str = ""
     evidence: str
     saving_ns: float | None = None
     gpu_ns: float | None = None
@@ -30,53 +33,64 @@ class Hit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     code: str
-    title: str
+    title: str  # what is wrong, without numbers
+    action: str  # what to do in one's own code, as an imperative
     check: Callable[[StepEvidence], Hit | None]
     meaning: str
-    seen: str  # in which data, by which threshold
-    saving: str  # how it is estimated, and how far off that may be
-    builtin: str  # the flag of the built-in model that fixes it
+    seen: str  # the data and threshold that the check uses
+    saving: str  # how the saving is estimated, and how accurate the estimate is
+    builtin: str  # what fixes it in the built-in model
     own: tuple[str, ...]  # lines for one's own code
-    paste: str = ""  # valid Python for a report's page to offer; the first line of `own` unless it is a remark
+    # Python that applies the fix; defaults to the first line of `own`. Without code to paste, a finding is a remark.
+    paste: str = ""
     change: SettingsChange | None = None
-    look_up: Callable[[Profile], Copyable] | None = None  # for what is not a fault: the command that tells more
-    on_cpu: bool = False  # whether it says anything about a recording of a CPU
+    look_up: Callable[[Profile], Copyable] | None = None  # for a remark: what to run to learn more
+    on_cpu: bool = False  # whether the rule applies to a recording of a CPU
 
     def __post_init__(self) -> None:
-        """Paragraphs are written over several lines, as the code has room for them, and are one line each."""
+        """Join paragraphs, which the source spreads over several lines, into one line each."""
         for name in ("meaning", "seen", "saving", "builtin"):
             object.__setattr__(self, name, " ".join(getattr(self, name).split()))
         if not self.paste and not self.own[0].startswith("#"):
             object.__setattr__(self, "paste", self.own[0])
 
 
-IDLE_ENOUGH = 0.1  # of a step, to blame the host
+IDLE_ENOUGH = 0.1  # idle share of a step from which the CPU is blamed
 
 
-def settle(evidence: StepEvidence, gain: Gain, text: str) -> Hit | None:
-    """A hit where the gain is worth saying, with a word on what the host's pace leaves of it."""
+def settle(evidence: StepEvidence, gain: Gain, text: str, *, title: str) -> Hit | None:
+    """Return a hit if the gain is worth reporting, with the reason why the step gains less or more than the GPU."""
     least = WORTH_SAYING * evidence.step_ns
     if gain.gpu_ns < least and gain.step_ns < least:
         return None
     if gain.step_ns < 0.7 * gain.gpu_ns:
-        waiting = f"the GPU waits for the host {evidence.idle_share:.0%} of the step"
         if evidence.idle_share > IDLE_ENOUGH:
-            why = waiting
+            why = f"the GPU is idle {say_percent(evidence.idle_share)} of the step, waiting for the CPU"
         elif evidence.per_step(evidence.kernels) > (1 + IDLE_ENOUGH) * evidence.clock.busy_step_ns:
-            why = "other streams run meanwhile"
+            why = "other streams run at the same time"
         else:
-            why = "then the GPU would wait for the host"
-        text += f"; {ms(gain.gpu_ns)} of GPU time could go, but {why}: a step would gain {ms(gain.step_ns)}"
+            why = "the step would then be CPU-bound"
+        text += f"; a fix saves {ms(gain.gpu_ns)} of GPU time but only {ms(gain.step_ns)} of the step, because {why}"
     elif gain.gpu_ns and gain.step_ns > 1.5 * gain.gpu_ns:
-        text += "; most of the gain is the host's, which has fewer kernels to launch"
-    return Hit(evidence=text, saving_ns=gain.step_ns, gpu_ns=gain.gpu_ns)
+        text += "; most of the saving is CPU time, because there are fewer kernels to launch"
+    return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gpu_ns=gain.gpu_ns)
+
+
+def count_per_step(evidence: StepEvidence, count: int, noun: str, plural: str = "") -> str:
+    """Return a count over all steps as one per step: `888 kernels per step`."""
+    return f"{count_noun(_round(count / evidence.num_steps), noun, plural)} per step"
+
+
+def _round(count: float) -> float:
+    """Whole from 10 on; a smaller count may be an average over steps."""
+    return round(count) if count >= 10 else round(count, 1)
 
 
 # --- Changes that several rules share ---------------------------------------------------------------------------------
 
 
 def workload_of(manifest: Manifest) -> Workload:
-    assert manifest.case is not None, "only settings of a run of ours can be changed"
+    assert manifest.case is not None, "only a run of stepscope's has settings to change"
     return manifest.case.workload
 
 

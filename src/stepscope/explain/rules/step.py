@@ -1,4 +1,4 @@
-"""Rules about the step as a whole: communication, recomputation, and the measurement itself."""
+"""Rules about the whole step: communication, recomputation, and the measurement itself."""
 
 import shlex
 
@@ -7,24 +7,25 @@ import polars as pl
 
 from stepscope.explain.rules.evidence import StepEvidence, ms
 from stepscope.explain.rules.replay import Floats
-from stepscope.explain.rules.rule import Hit, Rule, settle, workload_of
+from stepscope.explain.rules.rule import Hit, Rule, count_per_step, settle, workload_of
 from stepscope.explain.trace.accounting import account
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Copyable
 from stepscope.recording.store import Manifest
+from stepscope.units import say_percent
 
 LEAST_EXPOSED = 0.02
-# PyTorch's checkpoint passes each saved tensor through a Python function, in forward and in backward. Of the host's
-# time for the launches that are not repeated, what is left without: forward took 54.1 ms with it and 38.1 without
-# (medium model, H200), a share of 0.7. The machine varied by 15 %: this is the cautious end.
+# PyTorch's checkpoint passes each saved tensor through a Python function, in forward and in backward. This is the share
+# of CPU time that is left without it, for launches that are not repeated: forward took 54.1 ms with it and 38.1 ms
+# without (medium model, H200), a share of 0.7. The machine varied by 15%: this is the cautious end.
 UNHOOKED_HOST_SHARE = 0.8
 _WITHOUT_HOOKS = "CheckpointFunction"  # the variant with use_reentrant=True
 FEW_KERNELS, MOST_OF_TIME = 3, 0.6
-_LONGEST_NAME = 1000  # a longer one is no name to type
+_LONGEST_NAME = 1000  # characters that still make sense in a command
 
 
 def find_exposed_communication(evidence: StepEvidence) -> Hit | None:
-    return _find_exposed(evidence, evidence.kernels, "communication runs", "backward")
+    return _find_exposed(evidence, evidence.kernels, "communication", "backward")
 
 
 def find_exposed_copies(evidence: StepEvidence) -> Hit | None:
@@ -32,11 +33,11 @@ def find_exposed_copies(evidence: StepEvidence) -> Hit | None:
     marked = evidence.kernels.with_columns(
         pl.when(crossing).then(pl.lit("communication")).otherwise(pl.lit("other")).alias("class")
     )
-    return _find_exposed(evidence, marked, "copies between host and GPU run", None)
+    return _find_exposed(evidence, marked, "copies between CPU and GPU", None)
 
 
 def _find_exposed(evidence: StepEvidence, kernels: pl.DataFrame, what: str, phase: str | None) -> Hit | None:
-    """What is of the class `communication` and runs alone on the device."""
+    """Find kernels of the class `communication` that nothing else on the device overlaps with."""
     whole = account(kernels, evidence.clock.window)
     exposed, hidden = (
         time / evidence.num_steps for time in (whole.communication_exposed_ns, whole.communication_hidden_ns)
@@ -46,12 +47,15 @@ def _find_exposed(evidence: StepEvidence, kernels: pl.DataFrame, what: str, phas
     computing = kernels.filter(pl.col("class") != "communication")
     in_phase = computing.filter(pl.col("phase") == phase) if phase else computing.head(0)
     room = max(0.0, evidence.per_step(in_phase if in_phase.height else computing) - hidden)
-    text = f"{what} alone for {ms(exposed)} a step and beside other kernels for {ms(hidden)}"
+    text = f"{ms(exposed)} per step overlap with no other kernel, {ms(hidden)} do"
     if room >= exposed:
-        text += f"; {ms(room)} of other kernels could hide it"
+        text += f"; {ms(room)} of other kernels are available to overlap with"
     else:
-        text += f"; only {ms(room)} of kernels are left to hide it: fewer bytes or a faster link would help more"
-    return Hit(evidence=text, saving_ns=min(exposed, room))
+        text += (
+            f"; only {ms(room)} of other kernels are left to overlap with, so fewer bytes or a faster link would help "
+            "more"
+        )
+    return Hit(title=f"Exposed {what}: {ms(exposed)} per step", evidence=text, saving_ns=min(exposed, room))
 
 
 def find_recomputation(evidence: StepEvidence) -> Hit | None:
@@ -59,15 +63,13 @@ def find_recomputation(evidence: StepEvidence) -> Hit | None:
     if not again.height:
         return None
     gain = evidence.gain_of(evidence.durations, evidence.mark(again), host_share=_unhooked(evidence, again))
-    text = (
-        f"{again.height / evidence.num_steps:,.0f} kernels a step compute activations a second time, "
-        f"{ms(evidence.per_step(again))}"
-    )
-    return settle(evidence, gain, text)
+    count = count_per_step(evidence, again.height, "kernel")
+    text = f"recomputing activations in backward takes {ms(evidence.per_step(again))} of GPU time"
+    return settle(evidence, gain, text, title=f"Activation checkpointing repeats {count}")
 
 
 def _unhooked(evidence: StepEvidence, again: pl.DataFrame) -> Floats:
-    """The share of the host's time that stays in the modules which are called a second time."""
+    """Return the share of CPU time that stays in the modules that are called a second time."""
     if evidence.profile.ops["name"].str.contains(_WITHOUT_HOOKS).any():
         return np.ones(evidence.kernels.height)
     inside = evidence.kernels["module"].is_in(again["module"].drop_nulls().unique().to_list())
@@ -81,8 +83,9 @@ def find_dominant_kernels(evidence: StepEvidence) -> Hit | None:
     top = by_name.head(FEW_KERNELS)
     if not total or by_name.height <= FEW_KERNELS or top["time_ns"].sum() < MOST_OF_TIME * total:
         return None
-    named = ", ".join(f"{short} ({time / total:.0%})" for short, time in top.iter_rows())
-    return Hit(evidence=f"{named}: together {float(top['time_ns'].sum()) / total:.0%} of the GPU time")
+    named = ", ".join(f"{short} ({say_percent(time / total)})" for short, time in top.iter_rows())
+    share = say_percent(float(top["time_ns"].sum()) / total)
+    return Hit(title=f"{FEW_KERNELS} kernels take {share} of the GPU time", evidence=named)
 
 
 def report_doubts(evidence: StepEvidence) -> Hit | None:
@@ -97,51 +100,53 @@ def _keep_activations(manifest: Manifest) -> dict[str, object]:
 def _look_up_longest(profile: Profile) -> Copyable:
     longest = profile.time_by("name").row(0, named=True)["name"]
     if not longest.isprintable() or len(longest) > _LONGEST_NAME:
-        return Copyable(label="what this means", text="stepscope rule SS014")
-    return Copyable(label="what the longest kernel is", text=shlex.join(["stepscope", "kernel", longest]))
+        return Copyable(label="about this finding", text="stepscope rule SS014")
+    return Copyable(label="about the longest kernel", text=shlex.join(["stepscope", "kernel", longest]))
 
 
 def _look_up_machine(_profile: Profile) -> Copyable:
-    return Copyable(label="what disturbs the machine", text="stepscope doctor")
+    return Copyable(label="check the machine", text="stepscope doctor")
 
 
 RULES = (
     Rule(
         code="SS011",
-        title="communication that nothing hides",
+        title="Exposed communication",
+        action="Use larger gradient buckets, and reduce gradients only in the last micro-batch",
         check=find_exposed_communication,
-        meaning="""Collectives run while the device has nothing else to do. A rank that waits for a slower one is seen
-            as communication as well.""",
-        seen="Time in which communication runs alone on the device, at least 2 % of the step.",
-        saving="""As much of it as there is computing in the backward pass that does not hide communication yet. How
-            much of that can be had depends on the order of the gradients.""",
-        builtin="one process; nothing to hide",
+        meaning="""Collectives run while the device has nothing else to do. A rank that waits for a slower one counts as
+            communication as well.""",
+        seen="Time in which only communication runs on the device, at least 2% of the step.",
+        saving="""As much of it as there are kernels in the backward pass that do not overlap with communication yet.
+            How much of that is possible depends on the order of the gradients.""",
+        builtin="not needed: it runs in one process",
         own=(
             "model = DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)",
-            "with model.no_sync(): loss.backward()  # all but the last micro-batch",
+            "with model.no_sync(): loss.backward()  # in all but the last micro-batch",
         ),
         paste=(
             "model = torch.nn.parallel.DistributedDataParallel("
             "model, bucket_cap_mb=100, gradient_as_bucket_view=True)\n"
-            "with model.no_sync():  # all but the last micro-batch\n"
+            "with model.no_sync():  # in all but the last micro-batch\n"
             "    loss.backward()"
         ),
     ),
     Rule(
         code="SS013",
-        title="activations computed a second time",
+        title="Activation checkpointing repeats the forward pass",
+        action="Checkpoint fewer blocks",
         check=find_recomputation,
-        meaning="""Activation checkpointing throws activations away and computes them again in the backward pass: about
-            a third more work, for memory.""",
-        seen="Modules that are called inside of the backward pass.",
-        saving="""The time of these kernels, replayed, and a fifth of the host's time for the other launches of their
-            modules: PyTorch passes each saved tensor through Python (not with use_reentrant=True). 76 ms were estimated
-            where 88 of 192 came, 71 by the fastest steps; the host was the limit. Whether the memory suffices the
-            recording does not know.""",
+        meaning="""Activation checkpointing drops activations and recomputes them in the backward pass: about a third
+            more work, in exchange for memory.""",
+        seen="Modules that are called inside the backward pass.",
+        saving="""The time of these kernels, replayed, and a fifth of the CPU time of the other launches in their
+            modules, because PyTorch passes each saved tensor through Python (not with use_reentrant=True). In one check
+            the estimate was 76 ms and the step gained 88 of 192 ms (71 in the fastest steps), which was CPU-bound. The
+            recording does not show whether the memory is sufficient.""",
         builtin="--checkpoint none",
         own=(
             "# checkpoint fewer blocks: every second one, or only those with the largest activations",
-            "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=selective)  # keep products",
+            "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=selective)  # keep GEMMs",
         ),
         paste=(
             "for number, block in enumerate(blocks):  # recompute every second block only\n"
@@ -152,43 +157,47 @@ RULES = (
     ),
     Rule(
         code="SS014",
-        title="a few kernels take most of the time",
+        title="A few kernels take most of the GPU time",
+        action="Start with these kernels",
         check=find_dominant_kernels,
-        meaning="Not a fault: where to look first.",
-        seen="Three kernels, by their short names, with at least 60 % of the GPU time.",
-        saving="None is estimated.",
-        builtin="stepscope kernel NAME says what a kernel is",
+        meaning="This is not a problem, but it shows where to look first.",
+        seen="Three kernels, by short name, that take at least 60% of the GPU time.",
+        saving="Not estimated.",
+        builtin="stepscope kernel NAME explains a kernel",
         own=(
-            "# stepscope kernel NAME says what a kernel is",
-            "# with 60 % in three kernels, making all the others twice as fast gains 20 %",
+            "# stepscope kernel NAME explains a kernel",
+            "# with 60% in three kernels, making all the others 2× faster saves 20%",
         ),
         look_up=_look_up_longest,
         on_cpu=True,
     ),
     Rule(
         code="SS016",
-        title="a measurement to doubt",
+        title="Unreliable measurement",
+        action="Run `stepscope doctor`, then record again",
         check=report_doubts,
-        meaning="The machine was not in a state to measure in: throttled, shared, cold, or with a wide spread.",
-        seen="The doubts that stepscope noted while it recorded.",
-        saving="None: the figures may be off by as much as the doubt says.",
+        meaning="""The machine was in no state for measuring: throttled, shared, cold, or with widely varying step
+            times.""",
+        seen="The problems that stepscope noticed while recording.",
+        saving="None. The problem says how far off the numbers may be.",
         builtin="stepscope doctor, then record again",
-        own=("# nvidia-smi -q -d PERFORMANCE names what holds the clocks back",),
+        own=("# nvidia-smi -q -d PERFORMANCE shows why clocks are throttled",),
         look_up=_look_up_machine,
         on_cpu=True,
     ),
     Rule(
         code="SS020",
-        title="copies between host and GPU that nothing hides",
+        title="Exposed copies between CPU and GPU",
+        action="Copy on a separate stream, one layer ahead",
         check=find_exposed_copies,
-        meaning="Weights, activations or optimizer state cross the bus while the GPU has nothing else to do.",
-        seen="Time in which copies to or from the host run alone on the device, at least 2 % of the step.",
-        saving="""As much of it as there is other work on the GPU that hides no copies yet; on a stream of their own
-            they can overlap with it. Anything beyond that takes fewer bytes.""",
-        builtin="its weights and batch stay on the device",
+        meaning="Weights, activations or optimizer state are copied over the bus while the GPU has nothing else to do.",
+        seen="Time in which only copies to or from the CPU run on the device, at least 2% of the step.",
+        saving="""As much of it as there is other GPU work that does not overlap with copies yet: on a stream of their
+            own, copies can overlap with it. Saving more than that requires copying fewer bytes.""",
+        builtin="not needed: its weights and batch stay on the GPU",
         own=(
             "with torch.cuda.stream(copies): layer.weight.copy_(pinned, non_blocking=True)  # one layer ahead",
-            "# keep on the GPU what is needed in each step; offload less, or in 16 bits",
+            "# keep what every step needs on the GPU; offload less, or in 16 bits",
         ),
         paste=(
             "with torch.cuda.stream(copying):  # copying = torch.cuda.Stream(): one layer ahead\n"

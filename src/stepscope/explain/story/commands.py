@@ -1,21 +1,9 @@
-"""Commands to type: a workload as the flags that make it again, for any verb that takes settings."""
+"""The commands on a page: those that made it, and those that a question or a gap asks for."""
 
-import shlex
-from collections.abc import Collection
-
+from stepscope.explain.commands import write_command
 from stepscope.explain.story.sources import Materials, is_same_run
 from stepscope.findings import Copyable
-from stepscope.spec import (
-    RUN_SETTINGS,
-    SHAPE_SETTINGS,
-    SIZES,
-    Case,
-    Factory,
-    HuggingFace,
-    ModelShape,
-    Workload,
-    flag_of,
-)
+from stepscope.spec import RUN_SETTINGS, Case, Workload, flag_of
 
 
 def find_case(materials: Materials) -> Case | None:
@@ -39,12 +27,6 @@ def find_strangers(materials: Materials) -> dict[str, Case]:
     return {name: case for name, case in cases.items() if case and run and not is_same_run(case, run)}
 
 
-def write_command(verb: str, workload: Workload, *, without: Collection[str] = ()) -> str:
-    """The command that runs a workload, but for the flags of the settings in `without`. Settings at their defaults are
-    left out too; the context is not, because verbs differ in theirs."""
-    return shlex.join(["stepscope", verb, *_model_flags(workload), *_run_flags(workload, without)])
-
-
 def add_settings(command: str, workload: Workload) -> str:
     """A command, or several after one another, with the settings of a workload that it does not name itself."""
     return " && ".join(_add_settings(one, workload) for one in command.split(" && "))
@@ -56,49 +38,6 @@ def _add_settings(command: str, workload: Workload) -> str:
         return command
     named = [name for name in RUN_SETTINGS if flag_of(name) in words]
     return " ".join([write_command(words[1], workload, without=named), *words[2:]])
-
-
-def _model_flags(workload: Workload) -> list[str]:
-    model = workload.model
-    match model:
-        case ModelShape():
-            return _shape_flags(model)
-        case Factory():
-            own = ["--model", model.target]
-        case HuggingFace():
-            own = ["--hf", model.config]
-    return own + [part for name, value in model.arguments for part in ("--set", f"{name}={_say(value)}")]
-
-
-def _shape_flags(shape: ModelShape) -> list[str]:
-    if shape.name in SIZES:
-        flags = ["--size", shape.name]
-    else:
-        usual = {"num_kv_heads": shape.num_heads}  # every head has keys and values of its own unless told otherwise
-        flags = [
-            part
-            for name, setting in SHAPE_SETTINGS.items()
-            if name not in ("size", "vocab") and getattr(shape, name) != usual.get(name, setting.default)
-            for part in (flag_of(name), str(setting.read(shape)))
-        ]
-    return flags + (["--vocab", str(shape.vocab)] if shape.vocab != SIZES["nano"].vocab else [])
-
-
-def _run_flags(workload: Workload, without: Collection[str]) -> list[str]:
-    plain = Workload(model=workload.model)
-    flags = []
-    for name in RUN_SETTINGS:
-        value = getattr(workload, name)
-        is_said = value and (name == "context" or value != getattr(plain, name))
-        if is_said and name not in ("device", *without):
-            flags += [flag_of(name)] if value is True else [flag_of(name), _say(value)]
-    if workload.device not in ("auto", "cuda", "cuda:0") and "device" not in without:
-        flags += ["--device", workload.device]
-    return flags
-
-
-def _say(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def list_commands(materials: Materials) -> tuple[Copyable, ...]:

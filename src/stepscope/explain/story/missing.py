@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from stepscope.explain.story.commands import find_case, write_command
+from stepscope.explain.commands import write_command
+from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import STAGES, Missing
 from stepscope.spec import Case, for_precisions

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from stepscope import __version__
+from stepscope.explain.commands import write_command
 from stepscope.explain.memory.answers import answer_memory
 from stepscope.explain.questions import Answer, answer
 from stepscope.explain.rules import RULES, find_once
-from stepscope.explain.story.commands import add_settings, find_case, list_commands, write_command
+from stepscope.explain.story.commands import add_settings, find_case, list_commands
 from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
 from stepscope.explain.story.phrases import shorten
@@ -108,18 +109,22 @@ def tell(materials: Materials) -> Report:
 
 
 def list_advice(materials: Materials) -> tuple[Advice, ...] | None:
-    """The largest saving first, and after these what a fix from above mends as well: the first three are three
-    different things to do. None where there is no profile to look at."""
+    """The largest saving first. Findings that a fix further up already covers come after these, so that the first three
+    are three different things to do; remarks come last. None without a profile."""
     profile, step_ns = materials.profile, materials.profile_step_ns
     if profile is None or step_ns is None:
         return None
     first: list[Advice] = []
     repeated: list[Advice] = []
+    remarks: list[Advice] = []
     for finding in find_once(profile):
         advice = advise(_share_of(finding, step_ns), profile)
+        if finding.is_remark:
+            remarks.append(advice)
+            continue
         given = {fix.text for above in first for fix in above.fixes}
         (repeated if given.intersection(fix.text for fix in advice.fixes) else first).append(advice)
-    return (*first, *repeated)
+    return (*first, *repeated, *remarks)
 
 
 def _share_of(finding: Finding, step_ns: float) -> Finding:
@@ -130,19 +135,19 @@ def _share_of(finding: Finding, step_ns: float) -> Finding:
 
 
 def advise(finding: Finding, profile: Profile) -> Advice:
-    """A finding with what to copy: for a run of ours the whole command with the setting that fixes it, where it is not
-    set already, and for anybody's own code the lines to paste. `stepscope rule CODE` explains."""
+    """A finding with its fixes to copy: the complete command with the fixing setting for a run of stepscope, unless it
+    is set already, and the lines to paste for other code. A remark has what to run to learn more, if anything."""
     rule, manifest = RULES[finding.code], profile.recording.manifest
     workload = manifest.case.workload if manifest.case else None
     changes = rule.change(manifest) if rule.change and workload is not None else {}
     fixes = []
     if workload is not None and changes:
         changed = msgspec.structs.replace(workload, **changes)
-        fixes.append(Copyable(label="the same run with it", text=write_command("report", changed)))
+        fixes.append(Copyable(label="this run with the fix", text=write_command("report", changed)))
     if rule.look_up is not None:
         fixes.append(rule.look_up(profile))
-    # The built-in model is not the user's to edit; where a flag fixes it, Python to paste would be beside the point.
+    # Users do not edit the built-in model: code to paste has no place there.
     is_builtin = workload is not None and isinstance(workload.model, ModelShape)
-    if rule.paste and not (fixes and is_builtin):
+    if rule.paste and not is_builtin:
         fixes.append(Copyable(label="in your own code", text=rule.paste))
     return Advice(finding=finding, fixes=tuple(fixes))

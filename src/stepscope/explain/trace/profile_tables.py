@@ -213,6 +213,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
             one.title,
             one.saving_ns / _MS if one.saving_ns is not None else None,
             one.share,
+            one.action,
             one.evidence,
             one.fix,
         )
@@ -223,13 +224,14 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         columns=(
             Column(key="code", label="code"),
             Column(key="title", label="finding"),
-            Column(key="saving_ms", label="saves ms a step", kind="ms"),
+            Column(key="saving_ms", label="saves ms per step", kind="ms"),
             Column(key="share", label="of the step", kind="share"),
+            Column(key="action", label="what to do"),
             Column(key="evidence", label="evidence", detail=True),
             Column(key="fix", label="fix", detail=True),
         ),
         rows=rows,
-        notes=() if rows else ("nothing that stands out",),
+        notes=() if rows else ("no findings",),
     )
 
 

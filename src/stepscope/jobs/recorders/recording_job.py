@@ -21,7 +21,7 @@ from stepscope.jobs.experiments.sweep import Planned, PlannedCase, judge, look_a
 from stepscope.jobs.workers.messages import Failed, Record, StepsRecorded
 from stepscope.jobs.workers.process import Ended, InputRefusedError, OnStage, Workers, require_torch
 from stepscope.recording.rows.bench import RAW_TRACE_NAME, Environment, RecordedRun
-from stepscope.spec import Case, Grid, grid_from_flags
+from stepscope.spec import Case, Grid, Workload, grid_from_flags
 
 if TYPE_CHECKING:  # these load polars, which a bad flag should not have to wait for
     import polars as pl
@@ -160,10 +160,16 @@ def explain_failure(ended: Ended, case: Case, what: str) -> StepscopeError:
     if isinstance(answer, Failed) and answer.bad_input:
         return InputRefusedError(answer)
     status, reason = judge(answer)
-    smaller = f"--batch {max(1, case.workload.batch // 2)}, or a smaller --context"
-    return StepscopeError(
-        f"nothing was {what}: {status}", detail=reason, hint=smaller if status == "oom" else "stepscope doctor"
-    )
+    hint = _hint_smaller(case.workload) if status == "oom" else "stepscope doctor"
+    return StepscopeError(f"nothing was {what}: {status}", detail=reason, hint=hint)
+
+
+def _hint_smaller(workload: Workload) -> str:
+    """Settings that need less memory. Gradient accumulation keeps the batch, which it must be able to split."""
+    half = f"--batch {max(1, workload.batch // 2)}"
+    if workload.mode == "train" and workload.passes == 1 and workload.batch % 2 == 0:
+        return f"{half}, --grad-accumulation 2, or a smaller --context"
+    return f"{half}, or a smaller --context"
 
 
 class _Ran(Protocol):

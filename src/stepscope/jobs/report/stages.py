@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.commands import write_command
 from stepscope.explain.experiments.attention_tables import summary_ms
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms
 from stepscope.explain.memory import make_memory_profile
 from stepscope.explain.precision.precision_tables import find_speeds
-from stepscope.explain.story.commands import write_command
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import make_profile
 from stepscope.findings import STAGES

@@ -1,1 +1,1 @@
-"""Attention alone, by each of its implementations: is it right, what memory does it take, how long does it run?"""
+"""Each attention implementation in isolation: its correctness, memory and time."""

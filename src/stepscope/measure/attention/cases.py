@@ -1,8 +1,8 @@
-"""Attention alone, one implementation at many shapes: right first, then its memory, then its time.
+"""One attention implementation at many shapes: correctness first, then memory, then time.
 
-The cases of one implementation share a process: a GPU's context, a library's handles and compiled kernels are made
-once. What a case can do to those after it is undone between them, or ends the process: running out of memory leaves the
-allocator whole, but after any other failure on a GPU nothing in the process can be trusted, so it is not caught here.
+The cases of one implementation share a process, so that the GPU context, library handles and compiled kernels are
+created once. State that a case leaves behind is reset, or ends the process: running out of memory leaves the allocator
+intact, but after any other failure on a GPU nothing in the process can be trusted, so it is not caught here.
 """
 
 import gc
@@ -27,13 +27,13 @@ from stepscope.units import GIB
 Stage = Literal["checking", "weighing", "timing"]
 OnStage = Callable[[Stage], None]
 
-# A need this many times what there is gets no attempt. On CUDA an attempt is cheap and closed forms have their limits;
-# a host hands out memory it does not have, and kills for it.
+# A case that needs this many times the available memory is not attempted. On CUDA an attempt is cheap and the formulas
+# have their limits; Linux overcommits CPU memory, and then kills the process.
 HOPELESS_ON_CUDA, HOPELESS_ON_CPU = 4, 1
 
 
 def measure_cases(cases: Sequence[AttentionCase], *, on_stage: OnStage) -> Iterator[AttentionOutcome]:
-    """The cases in turn, all of one implementation, one device and one limit. The process is used up by this."""
+    """Run the cases in turn, all of one implementation, device and memory limit. The process cannot be reused."""
     device, limit = torch.device(cases[0].device), cases[0].memory_limit
     assert len({(case.implementation, case.device, case.memory_limit) for case in cases}) == 1
     if device.type == "cuda":
@@ -46,7 +46,7 @@ def measure_cases(cases: Sequence[AttentionCase], *, on_stage: OnStage) -> Itera
 
 
 def _measure_or_explain(case: AttentionCase, device: torch.device, *, on_stage: OnStage) -> AttentionOutcome:
-    """What can happen to a case without harm to those after it."""
+    """Failures that do not affect the cases after this one."""
     if hopeless := _say_hopeless(case, device):
         return AttentionOutcome(status="oom", reason=f"{NOT_TRIED}: {hopeless}")
     try:
@@ -84,21 +84,21 @@ def _measure(case: AttentionCase, device: torch.device, on_stage: OnStage) -> At
 
 
 def _doubt(timed: tuple[TimedRepetitions, TimedRepetitions, TimedRepetitions]) -> list[Doubt]:
-    """One of each kind at most, for the worst of the three timings."""
+    """At most one of each kind, for the worst of the three timings."""
     doubts = doubt_spread(*(one.samples_ns for one in timed), of="repetitions")
     if any(one.starved for one in timed):
-        doubts.append(Doubt(code="host-bound", text="the GPU was done with the last repetition when it was issued"))
+        doubts.append(Doubt(code="host-bound", text="the GPU finished the last repetition as soon as it was launched"))
     return doubts
 
 
 def _say_hopeless(case: AttentionCase, device: torch.device) -> str:
-    """Why there is no point in trying; empty where there is one."""
+    """Return why a case is not attempted; empty if it is."""
     on_cuda = device.type == "cuda"
     there = torch.cuda.get_device_properties(device).total_memory if on_cuda else _host_bytes()
     need = need_of_attention(case).peak_bytes + 4 * case.tensor_bytes
     if need <= (HOPELESS_ON_CUDA if on_cuda else HOPELESS_ON_CPU) * there:
         return ""
-    return f"it takes {need / GIB:,.0f} GiB by the closed form, and there are {there / GIB:,.0f}"
+    return f"needs an estimated {need / GIB:,.0f} GiB; {there / GIB:,.0f} GiB available"
 
 
 def _host_bytes() -> int:
@@ -106,8 +106,9 @@ def _host_bytes() -> int:
 
 
 def _clean_up(case: AttentionCase, device: torch.device) -> None:
-    """Each case starts from the same state: no tensors in reference cycles, an empty cache, and for a compiler no
-    shapes seen before, from which it would conclude that shapes vary, and of which it keeps only so many."""
+    """Start each case from the same state: no tensors in reference cycles, an empty cache, and no shapes known to the
+    compiler, which would otherwise assume that shapes vary, and which keeps a limited number of them.
+    """
     if case.implementation == "compiled":
         torch.compiler.reset()
     gc.collect()

@@ -1,9 +1,9 @@
 """The memory of attention, forward and backward, on top of its inputs.
 
-It is weighed when everything has run before: libraries have their workspaces and a compiler is done. On CUDA the
-caching allocator counts, from an empty cache. A CPU has none, and the resident set of the process would drown a small
-case in noise; PyTorch's profiler hears of every piece of memory that an operator takes or gives back, and those are
-added up.
+It is measured after everything has run once, when libraries have their workspaces and the compiler is done. On CUDA the
+numbers are the caching allocator's, from an empty cache. A CPU has no such allocator, and the resident set of the
+process would bury a small case in noise; PyTorch's profiler reports every allocation and free of an operator, and those
+are summed.
 """
 
 from collections.abc import Iterator
@@ -69,14 +69,14 @@ def _weigh_on_cpu(problem: RandomAttention, input_bytes: int) -> AttentionMemory
 
 
 def _add_up(results: Any) -> tuple[int, int]:
-    """What is left of all that was taken, and the most there was at once."""
+    """Return the bytes still allocated, and the peak."""
     sizes = [size for _, size in sorted(_allocations(results))]
     totals = list(accumulate(sizes, initial=0))
     return totals[-1], max(totals)
 
 
 def _allocations(results: Any) -> Iterator[tuple[int, int]]:
-    """When, and how much: below zero where it was given back."""
+    """Time and size of each event; negative for a free."""
     waiting = list(results.experimental_event_tree())
     while waiting:
         event = waiting.pop()

@@ -1,15 +1,14 @@
-"""Attention of random tensors, to be run forward and backward: what is checked, weighed and timed.
+"""Attention on random tensors, forward and backward: the problem that is checked, measured and timed.
 
-Whether its result is right is looked at once before a case is timed, at a cost that does not grow with the square of
-its length.
+The result is checked once before a case is timed, at a cost that does not grow with the square of its length.
 
-The output of the last queries needs those queries alone, and so do all gradients when only those queries have one
-coming in. So backward is run with a gradient that is zero but for the last queries of the last sequence, and the
-reference runs on that slice: in float64, which is the truth, and in the case's own dtype, which says how far off is
-far. The last sequence is where an offset that overflows shows.
+The output of the last queries depends only on those queries, and so do all gradients when only those queries receive
+one. So backward runs with a gradient that is zero except for the last queries of the last sequence, and the reference
+runs on that slice: in float64, which is the truth, and in the case's own dtype, which sets the error limit. An offset
+that overflows shows in the last sequence.
 """
 
-# B batch, H heads, L length, R rows that are looked at, D head dim.
+# B batch, H heads, L length, R checked rows, D head dim.
 
 import math
 from collections.abc import Callable
@@ -26,15 +25,15 @@ from stepscope.recording.rows.attention_case import Accuracy, AttentionCase
 
 ROWS = 64
 RESULTS = ("output", "dq", "dk", "dv")
-# Twice is what kernels are tested to. Here a row of a long sweep is at stake, over one slice of one seed, and what is
-# wrong is wrong by orders of magnitude: room for the luck of the order of a sum, and none for zeros.
+# Kernel tests allow twice the reference error. Here a row of a long sweep is at stake, over one slice of one seed, and
+# a wrong result is wrong by orders of magnitude: leave room for the order of summation, and none for zeros.
 ROOM = 4
 MOST = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomAttention:
-    """All are (B, H, L, D); `upstream` is the gradient of the output. The three inputs want gradients."""
+    """All are (B, H, L, D); `upstream` is the gradient of the output. The three inputs require gradients."""
 
     q: Tensor
     k: Tensor
@@ -51,7 +50,7 @@ class RandomAttention:
         return self.attend(*self.inputs)
 
     def backward(self, out_BHLD: Tensor) -> tuple[Tensor, ...]:
-        """The gradients. The graph is used up, as in training: what it kept is given back on the way."""
+        """Return the gradients. The graph is freed on the way, as in training."""
         return torch.autograd.grad(out_BHLD, self.inputs, self.upstream)
 
 
@@ -78,7 +77,7 @@ def make_problem(case: AttentionCase, device: torch.device) -> RandomAttention:
 
 
 def check(problem: RandomAttention) -> tuple[Accuracy, ...]:
-    """The accuracy of the output and of the three gradients."""
+    """Return the accuracy of the output and of the three gradients."""
     rows = min(ROWS, problem.q.shape[2])
     ours = _run(problem, rows)
     truth = _run_reference(problem, rows, torch.float64)
@@ -87,9 +86,9 @@ def check(problem: RandomAttention) -> tuple[Accuracy, ...]:
 
 
 def say_wrong(accuracies: tuple[Accuracy, ...]) -> str:
-    """What is beyond its limit, in a line; empty where all is well."""
+    """Return a line about the results beyond their limit; empty if there are none."""
     return ", ".join(
-        f"{one.result} is off by {one.error:.3g} of its largest value, and {one.limit:.3g} is allowed"
+        f"{one.result} has a relative error of {one.error:.3g}; the limit is {one.limit:.3g}"
         for one in accuracies
         if not one.error <= one.limit
     )
@@ -104,7 +103,9 @@ def _run(problem: RandomAttention, rows: int) -> list[Tensor]:
 
 
 def _run_reference(problem: RandomAttention, rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """A causal mask is aligned at the end, so the last queries against all keys see what they see in the whole."""
+    """A causal mask is aligned at the end, so the last queries against all keys see the same keys as in the full
+    problem.
+    """
     last_queries = problem.q[-1:, :, -rows:]
     leaves = [x.detach().to(dtype).requires_grad_() for x in (last_queries, problem.k[-1:], problem.v[-1:])]
     out_BHRD = functional.attention(*leaves, causal=problem.causal)
@@ -113,7 +114,7 @@ def _run_reference(problem: RandomAttention, rows: int, dtype: torch.dtype) -> l
 
 
 def _compare(result: str, ours: Tensor, plain: Tensor, truth: Tensor) -> Accuracy:
-    largest = truth.abs().max().item() or 1.0  # of one key the scores have no gradient at all
+    largest = truth.abs().max().item() or 1.0  # with a single key, the scores have no gradient at all
     plain_error = _distance(plain, truth) / largest
     limit = min(ROOM * (plain_error + torch.finfo(plain.dtype).eps), MOST)
     return Accuracy(result=result, error=_distance(ours, truth) / largest, plain_error=plain_error, limit=limit)

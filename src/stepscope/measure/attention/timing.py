@@ -1,12 +1,11 @@
-"""The clock around attention: forward, backward, and the two as one, each timed by itself.
+"""Times attention: forward, backward, and both together, each timed separately.
 
-On CUDA an event before and one after, and a buffer larger than any second-level cache zeroed before each repetition, as
-`triton.testing.do_bench` does it: what is timed begins with its inputs in main memory, and while the buffer is zeroed
-the host gets ahead. Nothing waits until all repetitions are issued. Unlike `do_bench`, backward has a forward pass of
-its own each time, off the clock: keeping one graph for all would hold memory that a training step gives back, and a
-compiled backward refuses it.
+On CUDA each repetition is between two events, and a buffer larger than any L2 cache is zeroed before it, as in
+`triton.testing.do_bench`: the inputs start in main memory, and the CPU gets ahead while the buffer is zeroed. Nothing
+waits until all repetitions are launched. Unlike `do_bench`, every backward pass has its own forward pass, outside the
+timing: keeping one graph for all would hold memory that a training step frees, and a compiled backward refuses it.
 
-On a CPU the host's clock, and no cache is emptied: there is no buffer that would be fair to all of them.
+On a CPU the wall clock is used, and no cache is flushed: no buffer would be fair to all of them.
 """
 
 import math
@@ -23,13 +22,13 @@ from stepscope.measure.timing import elapsed_ns, make_event
 _WARMUPS = 3
 _FEWEST = 5
 _FLUSH_BYTES = 256 * 2**20
-# The device was done this soon after the last repetition was issued: it was waiting for the host, not the other way.
+# If the device finishes this soon after the last launch, it was waiting for the CPU, not the other way round.
 _STARVED_NS = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRepetitions:
-    """Nanoseconds, one a repetition. `starved` when a GPU waited for its host."""
+    """Nanoseconds, one entry per repetition. `starved` if a GPU waited for the CPU."""
 
     samples_ns: tuple[int, ...]
     starved: bool = False
@@ -37,7 +36,7 @@ class TimedRepetitions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """What is on the clock, and what it needs that is not."""
+    """What is timed, and the untimed setup it needs."""
 
     prepare: Callable[[], Any]
     run: Callable[[Any], object]
@@ -46,7 +45,7 @@ class _Piece:
 def time_attention(
     problem: RandomAttention, *, repetitions: int, seconds: float
 ) -> tuple[TimedRepetitions, TimedRepetitions, TimedRepetitions]:
-    """Forward, backward and both: so many repetitions, or as many as take so many seconds, but a few at least."""
+    """Time forward, backward and both: up to a number of repetitions or seconds, but at least a few."""
     pieces = (
         _Piece(prepare=lambda: None, run=lambda _: problem.forward()),
         _Piece(prepare=problem.forward, run=problem.backward),
@@ -80,7 +79,7 @@ def _time_on_cuda(piece: _Piece, flush: torch.Tensor, repetitions: int, seconds:
 
 
 def _repeat(piece: _Piece, flush: torch.Tensor, count: int) -> tuple[tuple[int, ...], int]:
-    """The samples, and how much longer than the host the device had to work in the end."""
+    """Return the samples, and how long the device kept working after the last launch."""
     starts, ends = [make_event() for _ in range(count)], [make_event() for _ in range(count)]
     torch.cuda.synchronize(flush.device)
     for start, end in zip(starts, ends, strict=True):

@@ -1,1 +1,1 @@
-"""Memory: how much a process may take and took, and a step's memory piece by piece."""
+"""Memory limits and peaks of a process, and the recorded memory history of a step."""

@@ -1,10 +1,10 @@
-"""Where a step is, for a recorder of its memory: the function that opens a range (`annotate.Opener`).
+"""Marks the position within a step for a memory recorder: the function that opens a range (`annotate.Opener`).
 
-Steps and phases are marks, numbered as they come. A mark goes onto the allocator's history as a note on every event
-after it, and into PyTorch's profiler as an event of no length, so that what either saw can be put between two marks.
+Steps and phases are marks, numbered in order. A mark is attached to every later event of the allocator's history, and
+is an event of zero length in PyTorch's profiler, so that events of both can be placed between two marks.
 
-Modules are ranges in the profiler, and they are remembered by autograd's sequence numbers too: a node that runs in the
-backward pass carries the number it got in the forward pass, and so tells whose it is.
+Modules are ranges in the profiler, and are also tracked by autograd's sequence numbers: a node that runs in the
+backward pass carries the number it got in the forward pass, which identifies its module.
 """
 
 import time
@@ -23,7 +23,9 @@ _USER_SCOPE = {"scope": "user_scope"}
 
 
 class Places:
-    """`on_mark` hears the number of every mark. With `watches_modules` modules are ranges, without it nothing."""
+    """`on_mark` receives the number of every mark. With `watches_modules`, modules are ranges; otherwise they are
+    ignored.
+    """
 
     def __init__(self, on_mark: Callable[[str], None] = lambda _: None) -> None:
         self._on_mark = on_mark
@@ -41,7 +43,7 @@ class Places:
     def open(self, name: str) -> Close:
         kind, _, value = name.partition(":")
         if name == "phase:loss" and self.watches_modules:
-            # Its operators have nodes too, and belong to no module.
+            # The optimizer's operators have nodes too, and belong to no module.
             close_mark, close_module = self._open_mark(kind, value), self._open_module(LOSS)
 
             def close() -> None:
@@ -56,12 +58,12 @@ class Places:
         return _close_nothing
 
     def find(self, sequence_nr: int) -> str | None:
-        """The innermost module whose call made the autograd node of that number."""
+        """Return the innermost module whose call created the autograd node of that number."""
         index = bisect_right(self._firsts, sequence_nr) - 1
         return self._paths[index] if index >= 0 else None
 
     def steps(self) -> list[int | None]:
-        """The step that is open after each mark."""
+        """Return the step that is open after each mark."""
         opened: int | None = None
         steps: list[int | None] = []
         for mark in self.marks:
@@ -89,7 +91,7 @@ class Places:
             pass
 
     def _open_module(self, path: str) -> Close:
-        # In the backward pass a checkpointed module is at it again: those numbers are another thread's.
+        # In the backward pass a checkpointed module runs again: those numbers belong to another thread.
         is_forward = "backward" not in self._phases
         range_ = _RecordFunctionFast(MODULE + path, (), _USER_SCOPE)
         range_.__enter__()

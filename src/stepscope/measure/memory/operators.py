@@ -1,9 +1,9 @@
-"""Which operator took which memory: read from the tree of events that PyTorch's profiler builds.
+"""Which operator allocated which memory, read from the event tree of PyTorch's profiler.
 
-The profiler hears of every operator and of every piece of memory, on any device, and changes nothing about what runs.
-A `TorchDispatchMode`, the usual way to watch operators, does: while one is active autograd takes every tensor for a
-subclass and adds gradients out of place instead of in place, so that the step under watch takes memory that the step
-alone does not (`docs/log.md` has the figures).
+The profiler sees every operator and every allocation, on any device, and does not change what runs. A
+`TorchDispatchMode`, the usual way to watch operators, does: while one is active, autograd treats every tensor as a
+subclass and accumulates gradients out of place instead of in place, so that the watched step uses memory that the
+unwatched step does not (`docs/log.md` has the figures).
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from stepscope.measure.memory.marks import MARK, MODULE, Places
 from stepscope.recording.memory.labels import NOBODY, Operator, TensorFact
 
 _EVALUATE = "autograd::engine::evaluate_function"
-# Operators that only take memory, on behalf of the one around them.
+# Operators that only allocate memory, on behalf of the enclosing one.
 _TAKERS = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_")
 _CAST = "aten::_to_copy"
 _UNKNOWN_NODE = -1
@@ -26,7 +26,7 @@ _UNKNOWN_NODE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happening:
-    """Memory taken (`size` above zero) or given back, by which call of an operator and after which mark."""
+    """An allocation (`size` above zero) or a free, with its operator call and the mark before it."""
 
     address: int
     size: int
@@ -44,16 +44,18 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class _Surroundings:
-    """What is open around an event."""
+    """The enclosing ranges of an event."""
 
-    call: Any = None  # the innermost operator that is not a mere taker of memory
+    call: Any = None  # the innermost operator that is not a pure allocator
     module: str | None = None
-    module_end_ns: int = 0  # of the outermost module
-    node: int | None = None  # the sequence number of the autograd node that runs
+    module_end_ns: int = 0  # the outermost module
+    node: int | None = None  # the sequence number of the running autograd node
 
 
 def read_tree(results: Any, device: torch.device, places: Places, parameters: Mapping[int, tuple[str, int]]) -> Watched:
-    """`parameters` are names and sizes by address. Operators are numbered from zero, those that took memory alone."""
+    """`parameters` maps addresses to names and sizes. Operators are numbered from zero; only those that allocated
+    count.
+    """
     found, marks = _collect(results.experimental_event_tree(), device)
     found.sort(key=lambda pair: pair[0].start_time_ns)
     mark_times = [time_ns for time_ns, _ in marks]
@@ -67,7 +69,7 @@ def read_tree(results: Any, device: torch.device, places: Places, parameters: Ma
         operator = NOBODY
         if fields.alloc_size > 0:
             operator = _number(place, numbers, watched, places)
-            if fields.ptr in taken:  # given back where the profiler does not hear it, on autograd's thread
+            if fields.ptr in taken:  # freed on autograd's thread, which the profiler does not see
                 _judge(watched, fields.ptr, taken.pop(fields.ptr), parameters, ended_ns=time_ns)
             taken[fields.ptr] = (place, operator, fields.alloc_size, mark)
         elif fields.ptr in taken:
@@ -100,7 +102,7 @@ def _collect(roots: list[Any], device: torch.device) -> tuple[list[tuple[Any, _S
 
 
 def _is_on(place: torch.device, device: torch.device) -> bool:
-    """A CPU has a number in events and none elsewhere."""
+    """A CPU has an index in events, but not elsewhere."""
     return place.type == device.type and (device.type == "cpu" or place.index == device.index)
 
 
@@ -109,9 +111,9 @@ def _enter(place: _Surroundings, event: Any, name: str) -> _Surroundings:
         end_ns = place.module_end_ns or event.end_time_ns
         return replace(place, module=name.removeprefix(MODULE), module_end_ns=end_ns)
     if name.startswith(_EVALUATE):
-        # A node inside of a node is of a graph that was made again, with the numbers of another thread.
+        # A node inside a node belongs to a recomputed graph, with the numbers of another thread.
         return replace(place, node=_UNKNOWN_NODE if place.node is not None else event.extra_fields.sequence_number)
-    # A range is no operator, whoever opened it: the user, DDP, or torch's own optimizers.
+    # A range is not an operator, whether the user, DDP or torch's own optimizers opened it.
     is_range = event.extra_fields.scope == RecordScope.USER_SCOPE
     if is_range or (place.call is not None and name.startswith(_TAKERS)):
         return place
@@ -119,7 +121,7 @@ def _enter(place: _Surroundings, event: Any, name: str) -> _Surroundings:
 
 
 def _number(place: _Surroundings, numbers: dict[int, int], watched: Watched, places: Places) -> int:
-    """The call's number, given to it when it first takes memory."""
+    """Return the call's number, assigned when it first allocates."""
     if place.call is None:
         return NOBODY
     number = numbers.setdefault(place.call.id, len(watched.operators))
@@ -139,7 +141,7 @@ def _judge(
     *,
     ended_ns: int | None,
 ) -> None:
-    """What can be told from how a piece of memory was taken and how long it was there."""
+    """Infer the category from how memory was allocated and how long it lived."""
     place, operator, size, mark = taken
     if operator == NOBODY:
         return
@@ -156,7 +158,7 @@ def _judge(
 
 
 def _cast_parameter(call: Any, size: int, parameters: Mapping[int, tuple[str, int]]) -> str | None:
-    """The parameter of which this call makes a smaller copy, as autocast does with weights."""
+    """Return the parameter that this call copies to a smaller dtype, as autocast does with weights."""
     if call.name != _CAST:
         return None
     for one in call.extra_fields.inputs[:1]:
@@ -167,8 +169,9 @@ def _cast_parameter(call: Any, size: int, parameters: Mapping[int, tuple[str, in
 
 
 def read_stacks(results: Any, device: torch.device) -> list[tuple[int, list[dict[str, object]]]]:
-    """Of a profile with Python's stacks: the size of each piece of memory taken, in order, with the frames around it,
-    the innermost first, as snapshots have them."""
+    """From a profile with Python stacks: the size of each allocation, in order, with its frames, innermost first, as in
+    snapshots.
+    """
     found: list[tuple[Any, _CallChain | None]] = []
     waiting: list[tuple[Any, _CallChain | None]] = [(root, None) for root in results.experimental_event_tree()]
     while waiting:
@@ -185,8 +188,9 @@ def read_stacks(results: Any, device: torch.device) -> list[tuple[int, list[dict
 
 
 class _CallChain:
-    """A call and those around it. Of a call into C Python's line is known; of arithmetic, which is no call, only the
-    function it stands in."""
+    """A call and its callers. For a call into C the Python line is known; for arithmetic, which is not a call, only the
+    enclosing function.
+    """
 
     __slots__ = ("_callers", "_event", "_outer")
 

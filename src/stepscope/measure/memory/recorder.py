@@ -1,15 +1,15 @@
-"""One case, with all the memory it takes and gives back: a snapshot, with our labels in it.
+"""Records the memory history of one case: a snapshot, with our labels in it.
 
-On CUDA the allocator writes its own history, which costs next to nothing. Which operator took what is known by watching
-with PyTorch's profiler, which costs far more, and stacks cost ten per cent; but steps repeat each other. So the first
-and the last recorded step are watched, and those between them, which only the allocator records, take over from the
-last what is the same. The first is recorded from the cold: it is where the optimizer makes its state.
+On CUDA the allocator records its own history, which costs next to nothing. Attributing memory to operators requires
+PyTorch's profiler, which costs far more, and stacks cost ten per cent; but steps repeat each other. So the profiler
+watches the first and the last recorded step, and the steps between them, which only the allocator records, copy from
+the last whatever is identical. Recording starts with the very first step, in which the optimizer creates its state.
 
-On a CPU there is no such allocator. The profiler watches all steps, and what it hears is the history. Python's stacks
-would spoil its ranges, so they are recorded in one more step, and taken over likewise.
+A CPU has no such allocator. The profiler watches all steps, and its events are the history. Python stacks would
+break its ranges, so they are recorded in one extra step, and copied the same way.
 
-What autograd keeps is read from the graph between forward and backward, not caught by hooks while it is saved: hooks
-hold on to what they are shown and so change what is to be measured.
+Tensors saved for backward are read from the graph between forward and backward, not caught by hooks while they are
+saved: hooks hold references and so change the measurement.
 """
 
 import gc
@@ -50,12 +50,12 @@ from stepscope.spec import Case
 from stepscope.step import Step, build
 from stepscope.step.annotation import annotated
 
-Stage = Literal["building", "recording", "writing the snapshot", "weighing the recorder"]
+Stage = Literal["building", "recording", "writing the snapshot", "measuring the overhead"]
 OnStage = Callable[[Stage], None]
 
 
 def record_memory(case: Case, device: torch.device, *, folder: Path, on_stage: OnStage) -> MemoryRun:
-    """Leaves the snapshot in `folder`. The process is used up by this: one case, one process."""
+    """Write the snapshot to `folder`. The process cannot be reused: one case, one process."""
     if case.timing.memory_limit is not None:
         limit_memory(device, case.timing.memory_limit)
     if device.type == "cuda":
@@ -68,7 +68,7 @@ def record_memory(case: Case, device: torch.device, *, folder: Path, on_stage: O
     watched_ns = recorder.run(case.timing.steps)
     on_stage("writing the snapshot")
     recorder.write(folder / SNAPSHOT_NAME)
-    on_stage("weighing the recorder")
+    on_stage("measuring the overhead")
     plain_ns, recorded_ns = time_in_turns(step, recorder.recording, least=2, most=10)
     return MemoryRun(
         step_ns=tuple(plain_ns),
@@ -81,7 +81,7 @@ def record_memory(case: Case, device: torch.device, *, folder: Path, on_stage: O
 
 
 class _Recorder:
-    """What both devices have in common: what is known about tensors is noted before the first step and after phases."""
+    """What both devices share: the known tensors are noted before the first step and after each phase."""
 
     def __init__(self, step: Step, on_mark: Callable[[str], None]) -> None:
         self.step = step
@@ -97,7 +97,7 @@ class _Recorder:
         }
 
     def watch(self, number: int) -> int:
-        """One step, with what is known after each phase noted; returns how long it took. Somebody profiles it."""
+        """Run one step, noting the known tensors after each phase; return its duration. A profiler is active."""
         self.watched.append(number)
         self.places.watches_modules = True
         start = time.perf_counter_ns()
@@ -115,7 +115,7 @@ class _Recorder:
             self._note(buffer, "other", f"buffer {name}")
 
     def add(self, watched: Watched) -> list[Happening]:
-        """Takes in what the profiler saw; the operators are numbered on from those before."""
+        """Add what the profiler saw; operator numbers continue from the previous ones."""
         first = len(self.operators)
         self.operators += watched.operators
         self.facts += [msgspec.structs.replace(fact, operator=fact.operator + first) for fact in watched.facts]
@@ -182,9 +182,9 @@ class _OnCpu(_Recorder):
         self._happenings = self.add(self.read(results_of(profiler)))
         if not self._happenings:
             raise StepscopeError(
-                "PyTorch's profiler heard of no memory",
-                detail="a model that runs a profiler of its own ends ours",
-                hint="take the profiler out of the model",
+                "PyTorch's profiler reported no memory events",
+                detail="a model that runs a profiler of its own stops ours",
+                hint="remove the profiler from the model",
             )
         with profiling(with_stack=True) as profiler:
             self.step.run()
@@ -214,8 +214,9 @@ class _OnCpu(_Recorder):
         _write({"segments": [], "device_traces": [trace], KEY: labels}, path)
 
     def _frames(self) -> Iterator[list[dict[str, object]]]:
-        """The stacks of the step that was recorded with them, for as long as a step takes the same memory in the same
-        order; what comes after the first difference has none."""
+        """Return the stacks of the step that was recorded with them, as long as a step allocates the same memory in the
+        same order; nothing after the first difference gets one.
+        """
         steps = self.places.steps()
         current: int | None = None
         place = 0
@@ -275,7 +276,7 @@ class _OnCuda(_Recorder):
         del self._snapshot, self._start
 
     def _watch_alone(self, number: int, seen: list[tuple[int, Any]]) -> int:
-        """Adds to `seen` what the profiler saw, and the first mark of it."""
+        """Add to `seen` what the profiler saw, and its first mark."""
         first_mark = self.places.mark + 1
         with profiling() as profiler, annotated(self.step, backend=self.places.open) as annotation:
             annotation.next_step = number
@@ -293,7 +294,9 @@ class _OnCuda(_Recorder):
             torch.cuda.memory._set_memory_metadata("")
 
     def _set_history(self, *, stacks: bool, clear: bool = False) -> None:
-        """Stacks are most of what the allocator's history costs, and those of a watched step do for all like it."""
+        """Stacks are most of the cost of the allocator's history, and those of one watched step serve all identical
+        steps.
+        """
         torch.cuda.memory._record_memory_history(
             "all",
             context="alloc" if stacks else None,
@@ -304,8 +307,9 @@ class _OnCuda(_Recorder):
         )
 
     def _join(self, trace: list[dict[str, Any]], first_mark: int, happenings: Sequence[Happening]) -> None:
-        """Writes onto the allocator's entries which operator they belong to. Both hear of all memory that is taken, in
-        the same order; the profiler from `first_mark` on, and not of every free on autograd's thread."""
+        """Attach operators to the allocator's entries. Both see all allocations in the same order; the profiler starts
+        at `first_mark`, and misses some frees on autograd's thread.
+        """
         taken = deque(one for one in happenings if one.size > 0)
         began = False
         for entry in trace:
@@ -314,8 +318,8 @@ class _OnCuda(_Recorder):
                 one = taken.popleft()
                 if one.operator != NOBODY:
                     entry["user_metadata"] = f"{one.mark}:{one.operator}"
-        if taken:  # threads of the model's own may take memory at the same time, in two orders
-            self.notes.append("the profiler and the allocator disagree: not all memory has its operator")
+        if taken:  # threads of the model itself may allocate at the same time, in two orders
+            self.notes.append("the profiler and the allocator disagree: some memory has no operator")
 
 
 def _mark_of(entry: dict[str, Any]) -> int:
@@ -325,7 +329,7 @@ def _mark_of(entry: dict[str, Any]) -> int:
 
 @contextmanager
 def profiling(*, with_stack: bool = False) -> Iterator[_KinetoProfile]:
-    """The host's half is enough: both devices' allocators report to it."""
+    """CPU activities suffice: the allocators of both devices report to them."""
     profiler = _KinetoProfile(
         activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True, with_stack=with_stack
     )
@@ -334,18 +338,19 @@ def profiling(*, with_stack: bool = False) -> Iterator[_KinetoProfile]:
 
 
 def results_of(profiler: _KinetoProfile) -> Any:
-    """What a profiler that has stopped kept."""
+    """Return the events of a profiler that has stopped."""
     assert profiler.profiler is not None, "it was started"
     return profiler.profiler.kineto_results
 
 
 def _living_storages() -> list[tuple[int, int]]:
-    """Address and size of everything that Python's tensors hold on the CPU: inputs and targets are in closures, out of
-    reach by name."""
+    """Return address and size of everything that Python tensors hold on the CPU: inputs and targets are in closures,
+    unreachable by name.
+    """
     gc.collect()
     storages = {}
     for one in gc.get_objects():
-        # Tensors of other kinds, such as those that a compiler traces with, have no memory of their own.
+        # Other kinds of tensors, such as those that a compiler traces with, have no memory of their own.
         is_plain = type(one) in (Tensor, nn.Parameter) and not torch._is_functional_tensor(one)
         if is_plain and one.device.type == "cpu" and one.layout is torch.strided:
             storage = one.untyped_storage()

@@ -1,13 +1,13 @@
-"""What autograd keeps for backward, read off the graph that a forward pass has built.
+"""Tensors saved for backward, read from the graph that a forward pass has built.
 
-The walk starts at the loss and visits every node once. A node's saved tensors are looked at in their raw form, which
-says what is held without asking for it: under activation checkpointing to ask would be to compute it again.
-`saved_tensors_hooks` would see every tensor as it is saved, and lost: what a hook returns lives in place of what
-autograd would have kept, and what is saved and freed again before the pass ends is counted too.
+The walk starts at the loss and visits every node once. A node's saved tensors are read in their raw form, which shows
+what is held without unpacking it: under activation checkpointing, unpacking would recompute it. `saved_tensors_hooks`
+sees every tensor as it is saved, and was worse: the value a hook returns lives in place of the one autograd would have
+saved, and tensors that are saved and freed before the pass ends are counted too.
 
-Not every held tensor is in a node's list. A Python function may hang tensors on its context, compiled graphs among
-them, and a checkpoint holds the inputs of what it will run again in a frame behind its hooks. Both are looked at. The
-state of the random generators that a checkpoint keeps as well (5 kB each on the host) is not counted.
+Not every held tensor is in a node's list. A Python function, compiled graphs included, may attach tensors to its
+context, and a checkpoint holds the inputs of what it will recompute in a frame behind its hooks. Both are read. The
+random generator states that a checkpoint also keeps (5 kB each on the CPU) are not counted.
 """
 
 import json
@@ -45,8 +45,9 @@ class SavedTensor:
 
 
 def audit(step: Step, places: Places | None = None) -> tuple[SavedTensor, ...]:
-    """Everything that the graph of the step's loss holds, in the order of the forward pass. Modules are known where
-    `places` watched that pass."""
+    """Return everything that the graph of the step's loss holds, in forward order. Modules are known if `places`
+    watched that pass.
+    """
     if step.loss is None or step.loss.grad_fn is None:
         raise ValueError("no graph: run the step's forward phase first, in a mode other than inference")
     owners = _name_storages(step)
@@ -85,12 +86,12 @@ class Holder:
 
 
 def held_tensors(root: Any) -> Iterator[tuple[Holder, str, Tensor]]:
-    """Every tensor that the graph below a node holds, with who holds it and as what."""
+    """Yield every tensor that the graph below a node holds, with its holder and role."""
     frames: set[int] = set()
     for node in _visit(root):
         holder = Holder(node._sequence_nr(), node.name().rpartition("::")[2])
         for argument, raw in _raw_tensors(node):
-            # Where somebody's hook has packed it, a tensor in there (moved to the host, made smaller) is what is held.
+            # If a hook has packed it, the tensor inside (moved to the CPU, or smaller) is what is held.
             yield from ((holder, argument, tensor) for _, tensor in _tensors_in(raw.data))
             checkpoint = Holder(holder.number, "checkpoint")
             yield from ((checkpoint, *held) for held in _behind_hook(raw.unpack_hook, frames))
@@ -98,15 +99,16 @@ def held_tensors(root: Any) -> Iterator[tuple[Holder, str, Tensor]]:
 
 
 def _visit(root: Any) -> list[Any]:
-    """Every node below `root` once, in the order of the forward pass. The list keeps the nodes' Python sides alive, so
-    that their identities stay theirs."""
+    """Yield every node below `root` once, in forward order. The list keeps the nodes' Python wrappers alive, so that
+    their ids stay unique.
+    """
     found, waiting = {id(root): root}, [root]
     while waiting:
         for node, _ in waiting.pop().next_functions:
             if node is not None and id(node) not in found:
                 found[id(node)] = node
                 waiting.append(node)
-    # What accumulates into a parameter has the largest number there is, and holds the parameter alone.
+    # A node that accumulates into a parameter has the largest number of all, and holds only the parameter.
     nodes = [node for node in found.values() if not hasattr(node, "variable")]
     return sorted(nodes, key=lambda node: int(node._sequence_nr()))
 
@@ -122,7 +124,7 @@ def _raw_tensors(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors_in(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a value and of the containers in it, each with its way there."""
+    """Yield the tensors in a value and its containers, each with its path."""
     match value:
         case Tensor():
             yield name, value
@@ -135,7 +137,7 @@ def _tensors_in(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _behind_hook(hook: object, frames: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """What the checkpoint behind an unpacking hook holds, unless its frame is among `frames` and was looked at."""
+    """Yield what the checkpoint behind an unpacking hook holds, unless its frame is in `frames` and was read before."""
     frame = _find_frame(hook)
     if frame is not None and id(frame) not in frames:
         frames.add(id(frame))
@@ -143,7 +145,7 @@ def _behind_hook(hook: object, frames: set[int]) -> Iterator[tuple[str, Tensor]]
 
 
 def _find_frame(hook: object) -> Any:
-    """The frame of `torch.utils.checkpoint`, or None if the hook is nobody's or somebody else's."""
+    """Return the frame of `torch.utils.checkpoint`, or None if the hook is missing or belongs to someone else."""
     for name, value in _closed_over(hook):
         if name == "frame" and hasattr(value, "recompute_fn"):
             return value
@@ -153,7 +155,9 @@ def _find_frame(hook: object) -> Any:
 
 
 def _frame_inputs(frame: Any, frames: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """The arguments that will be given again. In nested checkpoints the outer one has packed what the inner keeps."""
+    """Return the arguments that will be passed again. In nested checkpoints, the outer one has packed what the inner
+    one saves.
+    """
     by_place, by_name = _frame_arguments(frame)
     for place, one in enumerate(by_place):
         yield from ((f"input[{place}]{way}", tensor) for way, tensor in _tensors_in(getattr(one, "data", one)))
@@ -162,8 +166,9 @@ def _frame_inputs(frame: Any, frames: set[int]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _frame_arguments(frame: Any) -> tuple[Sequence[Any], object]:
-    """Those by place and those by name. torch 2.13 keeps the former in the frame; 2.11 keeps both in a node of their
-    own, which has a dummy in front."""
+    """Positional and named arguments. torch 2.13 keeps the former in the frame; 2.11 keeps both in a separate node,
+    behind a dummy.
+    """
     if hasattr(frame, "saved_args"):
         return frame.saved_args, dict(_closed_over(frame.recompute_fn)).get("kwargs")
     node = frame.input_saver.grad_fn
@@ -174,8 +179,9 @@ def _frame_arguments(frame: Any) -> tuple[Sequence[Any], object]:
 
 
 def _name_storages(step: Step) -> dict[int, tuple[Kind, str | None]]:
-    """By storage: a view of a parameter is the parameter's memory. Inputs are the tensors that the step's own functions
-    close over: the batch, and what the loss compares with."""
+    """Identified by storage: a view of a parameter is the parameter's memory. Inputs are the tensors in the closures of
+    the step's own functions: the batch and the targets.
+    """
     owners: dict[int, tuple[Kind, str | None]] = {}
     for tensor in (*_reachable(step._call), *_reachable(step.measure_loss)):
         owners[tensor.untyped_storage()._cdata] = ("input", None)
@@ -187,7 +193,7 @@ def _name_storages(step: Step) -> dict[int, tuple[Kind, str | None]]:
 
 
 def _reachable(function: object, depth: int = 4) -> Iterator[Tensor]:
-    """Tensors in what a function closes over, and in the functions among it."""
+    """Yield tensors in a function's closure, and in the functions among it."""
     for _, value in _closed_over(function):
         yield from (tensor for _, tensor in _tensors_in(value))
         if depth and isinstance(value, FunctionType | partial):
@@ -200,5 +206,5 @@ def _closed_over(function: object) -> list[tuple[str, Any]]:
     if not isinstance(function, FunctionType):
         return []
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    # A name that the function around has not assigned, or not yet, has an empty cell.
+    # A name that the enclosing function has not assigned yet has an empty cell.
     return [(name, cell.cell_contents) for name, cell in cells if cell != _EMPTY]

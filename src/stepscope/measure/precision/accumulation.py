@@ -1,14 +1,14 @@
-"""Where low precision hurts, in the smallest experiments that show it: one sum, and one normalisation layer.
+"""Where low precision hurts, in the smallest experiments that show it: one sum, and one normalization layer.
 
-The sum adds the same number a thousand times. What goes wrong has two sources, which the variants tell apart: the term
-is rounded once, when it is stored, and the sum is rounded at every addition.
+The sum adds the same number a thousand times. The error has two sources, which the variants separate: the term is
+rounded once, when it is stored, and the sum is rounded at every addition.
 
-The norm is taken apart. Each part is done alone in the low dtype and all the rest in float64, so the error of the
-output is that part's and nobody else's. The input is rounded first, for the truth as well: rounding it is not the
-norm's doing. `torch.mean` of a bf16 tensor adds up in fp32 and rounds the result once, so asking for a sum in bf16 does
-not make one; the sum that is rounded at each addition is written out here, and both are measured.
+The norm is split into parts. Each part runs in the low dtype while all others run in float64, so the error of the
+output comes from that part only. The input is rounded first, for the truth as well: rounding it is not part of the
+norm. `torch.mean` of a bf16 tensor accumulates in fp32 and rounds the result once, so requesting a sum in bf16 does not
+give one; the sum that is rounded at each addition is written out here, and both are measured.
 
-All of this runs on the host: IEEE arithmetic gives the same on any device.
+All of this runs on the CPU: IEEE arithmetic gives the same result on any device.
 """
 
 # R rows, W width.
@@ -24,7 +24,7 @@ from stepscope.measure.environment import DTYPES
 from stepscope.recording.rows.precision_report import LowDtype, NormKind, NormPart, Sum
 
 TERM, COUNT = 0.01, 1000
-# In the order of the table: the sum's dtype, the term's, and whether the term is widened by hand before.
+# In table order: the dtype of the sum, that of the term, and whether the term is widened explicitly first.
 VARIANTS = (
     ("fp32", "fp32", False),
     ("fp16", "fp16", False),
@@ -77,7 +77,9 @@ def _add_up(accumulator: str, term_dtype: str, *, upcast: bool) -> Sum:
 
 
 def find_norm_width(module: nn.Module) -> int:
-    """The width of the model's first normalisation layer, or a usual one: in a narrow sum little can go wrong."""
+    """Return the width of the model's first normalization layer, or a typical one: little can go wrong in a narrow
+    sum.
+    """
     for inner in module.modules():
         weight = getattr(inner, "weight", None)
         if type(inner).__name__.endswith("Norm") and isinstance(weight, Tensor) and weight.ndim == 1:
@@ -116,7 +118,7 @@ def _error_of_part(norm: NormKind, part: str, x_RW: Tensor, gains_W: Tensor, dty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Norm:
-    """A normalisation of which the parts in `low` are done in `dtype`: inputs rounded to it, and the result in it."""
+    """A normalization whose parts in `low` run in `dtype`: inputs rounded to it, and the result in it."""
 
     norm: NormKind
     low: frozenset[str]

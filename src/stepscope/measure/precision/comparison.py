@@ -1,14 +1,14 @@
-"""One case in several precisions: which dtype everything has, and how far losses and gradients are from float64.
+"""One case in several precisions: the dtype of everything, and how far losses and gradients are from float64.
 
-The truth is the same code on the same weights and inputs in float64. Models that widen to fp32 by themselves, as many
-do in their norms and losses, would pull it down to fp32 there; so while the truth runs, whoever asks for a narrower
-float gets a float64 (`_Truth`). What stays narrow all the same is reported and not hidden.
+The truth is the same code on the same weights and inputs in float64. Models that explicitly widen to fp32, as many do
+in their norms and losses, would reduce it to fp32 there; so while the truth runs, code that asks for a narrower float
+gets float64 (`_Truth`). What stays narrow anyway is reported, not hidden.
 
-What made an output is seen at the level of PyTorch's functions (`TorchFunctionMode`), where the names are those of
-autocast's lists. One level further down (`TorchDispatchMode`) autocast has already been at work, and `linear` has
-become a transposition and a product; the names of autograd's nodes have the same fault.
+The origin of an output is tracked at the level of PyTorch functions (`TorchFunctionMode`), where the names are those of
+autocast's lists. One level lower (`TorchDispatchMode`), autocast has already been applied, and `linear` has become a
+transpose and a `mm`; the names of autograd nodes have the same drawback.
 
-Modules run in evaluation mode: a dropout mask drawn twice would drown every other difference.
+Modules run in evaluation mode: two different dropout masks would bury every other difference.
 """
 
 import gc
@@ -39,16 +39,16 @@ from stepscope.recording.rows.precision_report import (
 from stepscope.spec import Case, Precision
 from stepscope.step import Step, build
 
-# Of fp16's loss; the third is what PyTorch's scaler starts with.
+# Loss scales for fp16; the third is the initial value of PyTorch's scaler.
 SCALES = (2.0**0, 2.0**8, 2.0**16, 2.0**20, 2.0**24)
 INITIAL_SCALE = 2.0**16
-# Below this share of a gradient's largest element float64 itself only has rounding left, where the true value is zero:
-# the first token's query has none, because it can look at nothing but itself.
+# Below this share of a gradient's largest element, float64 itself has only rounding error left, where the true value is
+# zero: the first token's query has none, because it attends only to itself.
 DUST = 2.0**-40
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _NARROWING: dict[str, Callable[..., Any]] = dict.fromkeys(("float", "half", "bfloat16"), Tensor.double)
-# They change how a tensor is laid out and not what it holds: the function before them made it.
+# They change the layout of a tensor, not its content: the function before them is its origin.
 _LAYOUTS = {
     *("view", "view_as", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "movedim", "swapaxes"),
     *("contiguous", "clone", "detach", "unsqueeze", "squeeze", "expand", "repeat", "dropout"),
@@ -59,7 +59,7 @@ _LAYOUTS = {
 def compare_precisions(
     case: Case, precisions: Sequence[Precision], device: torch.device, *, on_stage: Callable[[str], None]
 ) -> PrecisionComparison:
-    """The process is used up by this, as PyTorch's switches for tf32 are its own."""
+    """The process cannot be reused, because PyTorch's tf32 switches are global."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     truth = _find_truth(_build(case, "fp32", device, on_stage), on_stage)
@@ -69,7 +69,7 @@ def compare_precisions(
         on_stage(f"running in {precision}")
         runs.append(_run(step, truth))
         del step
-    on_stage("adding up in low precision")
+    on_stage("summing in low precision")
     return PrecisionComparison(
         truth=Truth(loss=truth.loss, parameters=truth.parameters, narrowed=truth.narrowed),
         runs=tuple(runs),
@@ -80,7 +80,7 @@ def compare_precisions(
 
 def _build(case: Case, precision: Precision, device: torch.device, on_stage: Callable[[str], None]) -> Step:
     on_stage("building")
-    gc.collect()  # the step before stands in a cycle with its watch, and two large ones would not fit
+    gc.collect()  # the previous step is in a reference cycle with its watch, and two large ones would not fit
     step = build(msgspec.structs.replace(case.workload, precision=precision, mode="forward-backward"), device)
     step.module.eval()
     for module in step.module.modules():
@@ -90,19 +90,19 @@ def _build(case: Case, precision: Precision, device: torch.device, on_stage: Cal
     return step
 
 
-# --- What is remembered of a pass -----------------------------------------------------------------------------------
+# --- What is tracked during a pass ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """The function that made a tensor, and the floats it was given."""
+    """The function that created a tensor, and its floating-point inputs."""
 
     operation: str
     input_dtypes: tuple[str, ...]
 
 
 class _Origins(TorchFunctionMode):
-    """While this is active, every tensor's origin is remembered for as long as the tensor lives."""
+    """While this is active, every tensor's origin is tracked for as long as the tensor lives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Origins(TorchFunctionMode):
 
 
 class _Truth(TorchFunctionMode):
-    """While this is active, whoever asks for a narrower float gets a float64."""
+    """While this is active, code that asks for a narrower float gets float64."""
 
     def __init__(self, watch: "_Watch") -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _Truth(TorchFunctionMode):
     ) -> Any:
         wide = _NARROWING.get(getattr(func, "__name__", ""), func)
         result = wide(*map(_widen_dtype, args), **{key: _widen_dtype(value) for key, value in (kwargs or {}).items()})
-        # A number that is not yet a dimension promotes nothing.
+        # A Python number or zero-dimensional tensor promotes nothing.
         if any(tensor.dtype in _NARROW and tensor.ndim for tensor in _floats(result)):
             self.narrowed[self._watch.inside[-1] if self._watch.inside else "(loss)"] = None
         return result
@@ -161,9 +161,9 @@ def _widen_dtype(argument: Any) -> Any:
 
 @dataclass(slots=True)
 class _Watch:
-    """Sees one forward pass through a step and any number of backward passes after it.
+    """Watches one forward pass through a step and any number of backward passes after it.
 
-    `see_gradient` is told of the gradient of each module's output, by the module's name and the number of its call.
+    `see_gradient` receives the gradient of each module's output, with the module's name and the number of its call.
     """
 
     step: Step
@@ -176,7 +176,7 @@ class _Watch:
     inputs: tuple[float, ...] = ()
 
     def forward(self, mode: TorchFunctionMode, *, wide: bool = False) -> tuple[Tensor, Output]:
-        """The loss with its graph. `wide` hands the module its floating inputs in float64."""
+        """Return the loss with its graph. `wide` casts the module's floating-point inputs to float64."""
         handles = [
             handle
             for name, module in self.step.module.named_modules()
@@ -247,8 +247,9 @@ class _Watch:
 
 @dataclass(slots=True, kw_only=True)
 class _TrueStep:
-    """What float64 says. Of the outputs' gradients it is only kept where they are not zero: they are as large as all
-    activations together."""
+    """The float64 results. Gradients of outputs are kept only where they are nonzero: they are as large as all
+    activations together.
+    """
 
     loss: float
     parameters: int
@@ -280,7 +281,7 @@ def _find_truth(step: Step, on_stage: Callable[[str], None]) -> _TrueStep:
     gradients = {name: p.grad.detach() for name, p in step.module.named_parameters() if p.grad is not None}
     if not gradients or not bool(loss.isfinite()):
         raise StepscopeError(
-            "there is nothing to compare with: "
+            "nothing to compare with:"
             + ("no parameter has a gradient" if not gradients else f"the loss in float64 is {loss.item()}"),
             hint="stepscope precision --model stepscope.step.toy:build",
         )
@@ -310,7 +311,7 @@ def _run(step: Step, truth: _TrueStep) -> PrecisionRun:
     for scale in scales:
         counts.clear()
         step.module.zero_grad(set_to_none=True)
-        # As PyTorch's scaler does it: the scale is fp32, and what comes back through an fp16 loss is not.
+        # As in PyTorch's scaler: the scale is fp32, and the gradient of an fp16 loss is not.
         (loss * torch.tensor(scale, device=loss.device)).backward(retain_graph=scale != scales[-1])  # type: ignore[no-untyped-call]
         errors[scale] = _measure_gradients(step, truth, scale, counts)
         backwards.append(_describe_backward(scale, errors[scale], counts))
@@ -335,7 +336,9 @@ def _run(step: Step, truth: _TrueStep) -> PrecisionRun:
 
 
 def _choose_scale(backwards: Sequence[ScaledBackward]) -> float:
-    """The scale that PyTorch's scaler comes down to from where it starts: the largest without an infinite gradient."""
+    """Return the scale at which PyTorch's scaler settles from its initial value: the largest without an infinite
+    gradient.
+    """
     fitting = [one.scale for one in backwards if one.scale <= INITIAL_SCALE and not one.total.parameters_not_finite]
     return max(fitting, default=backwards[0].scale)
 
@@ -351,7 +354,7 @@ def _describe_backward(
 
 
 def _count_output(counts: dict[str, Counter[str]], truth: _TrueStep, name: str, call: int, gradient: Tensor) -> None:
-    """A gradient that float64 had not, of a branch taken differently, has no counterpart and is not counted."""
+    """A gradient that float64 did not have, from a branch taken differently, has no counterpart and is not counted."""
     nonzero = truth.nonzero.get((name, call))
     if nonzero is not None and nonzero.shape == gradient.shape:
         counts.setdefault(name, Counter()).update(_count("outputs", gradient, nonzero))
@@ -373,7 +376,7 @@ def _is_there(gradient: Tensor) -> Tensor:
 def _measure_gradients(
     step: Step, truth: _TrueStep, scale: float, counts: dict[str, Counter[str]]
 ) -> tuple[GradientError, tuple[GradientError, ...]]:
-    """Of all gradients together and of each module's own parameters. What underflowed is counted on the way."""
+    """For all gradients together and for each module's own parameters. Underflows are counted on the way."""
     sums: dict[str, list[float]] = {}
     for name, parameter in step.module.named_parameters():
         if name not in truth.gradients or parameter.grad is None:
@@ -404,13 +407,13 @@ def _check_same(step: Step, watch: _Watch, truth: _TrueStep) -> None:
     other = "weights" if _fingerprint(step.module.parameters()) != truth.weights else ""
     if other or watch.inputs != truth.inputs:
         raise StepscopeError(
-            f"`{step.workload.model.name}` made other {other or 'inputs'} when it was built again",
-            detail="the precisions are compared on one set of weights and inputs, made from torch's seed",
-            hint="draw them with torch, or seed your own generator in the factory (it may take `seed`)",
+            f"`{step.workload.model.name}` is not reproducible: building it again gave different {other or 'inputs'}",
+            detail="all precisions must run on the same weights and inputs, created from torch's seed",
+            hint="create them with torch, or seed your own generator in the factory (it may take `seed`)",
         )
 
 
-# --- Tensors in whatever holds them ---------------------------------------------------------------------------------
+# --- Tensors in containers ------------------------------------------------------------------------------------------
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
-"""Programs that run under one of NVIDIA's profilers, and what they share: a request from a file, an answer next to it.
+"""Programs that run under one of NVIDIA's profilers, and what they share: a request in a file, a result next to it.
 
-What the profiler records is its own; what we measured besides, or why we could not, is left in the answer for `jobs`,
-which does not import torch. Neither does this file, before a model runs.
+The profiler writes its own recording; our own measurements, or the reason why there are none, go into the result for
+`jobs`, which does not import torch. Neither does this file, until a model runs.
 """
 
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TargetFailed(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """It did not run to its end. `bad_input` where the user can mend it."""
+    """The program failed. `bad_input` if the user can fix it."""
 
     message: str
     detail: str = ""
@@ -35,7 +35,7 @@ def answer_path(request: Path) -> Path:
 
 @contextmanager
 def profiled_range(device: "torch.device") -> Iterator[None]:
-    """What the profiler keeps: the work issued inside, to its end."""
+    """What the profiler keeps: the work launched inside, until it finishes."""
     import torch
 
     torch.cuda.synchronize(device)
@@ -48,8 +48,9 @@ def profiled_range(device: "torch.device") -> Iterator[None]:
 
 
 def serve(program: str, arguments: list[str], record: Callable[[Path], msgspec.Struct]) -> int:
-    """Hands `record` the request's path and writes what it says. The process boundary: whatever the model, the driver
-    or a library raises becomes an answer."""
+    """Call `record` with the request's path and write its result. The process boundary: every exception of the model,
+    the driver or a library becomes a result.
+    """
     if len(arguments) != 1:
         sys.stderr.write(f"usage: python -m {program} REQUEST.json\n")
         return Exit.BAD_INPUT

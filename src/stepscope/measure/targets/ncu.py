@@ -1,13 +1,13 @@
-"""The program that runs under `ncu`: one case, a forward pass or a few between cudaProfilerStart and Stop.
+"""The program that runs under `ncu`: one case, one or a few forward passes between cudaProfilerStart and Stop.
 
     python -P -m stepscope.measure.targets.ncu REQUEST.json
 
-Nothing is annotated and nothing else records: the kernels that are counted are those of the bare model. Torch is
-imported when it runs, as `jobs.recorders.nsight_compute` reads the types below without it.
+Nothing is annotated and no other profiler runs: the counted kernels are those of the bare model. Torch is imported only
+when it runs, because `jobs.recorders.nsight_compute` reads the types below without it.
 
-Nsight Compute says nothing until its end, as long as it writes CSV. How far it has come shows in PyTorch's allocator:
-the host waits for every kernel while it is counted, so a thread that compares the number of tensors made so far with
-that of the pass before knows the share that is done. Modules' hooks would say it in names, and would be compiled along.
+Nsight Compute prints nothing until its end when it writes CSV. Its progress shows in PyTorch's allocator: the CPU waits
+for every kernel while it is counted, so a thread that compares the number of tensors allocated so far with that of the
+previous pass knows the completed share. Module hooks would give names, but would be compiled too.
 """
 
 import sys
@@ -38,8 +38,9 @@ class NcuRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NcuCounted(msgspec.Struct, frozen=True, kw_only=True, tag="counted"):
-    """`forward_flops` is what the operators of one pass are by the textbook, by the class of kernels that do them:
-    two operations a multiply-add, and the full square of attention."""
+    """`forward_flops` holds the theoretical FLOPs of the operators of one pass, by kernel class: two per multiply-add,
+    and the full square of attention.
+    """
 
     environment: Environment
     parameters: int
@@ -56,8 +57,9 @@ def progress_path(request: Path) -> Path:
 
 def too_many_layers(layers: int, hint: str) -> StepscopeError:
     return StepscopeError(
-        f"`{layers}` layers are too many to count",
-        detail=f"Nsight Compute takes 0.2 to 0.5 s a kernel, and a layer more tells nothing new: at most {MOST_LAYERS}",
+        f"too many layers to count: `{layers}`",
+        detail=f"expected at most {MOST_LAYERS}: Nsight Compute takes 0.2 to 0.5 s per kernel, and further layers "
+        "add nothing new",
         hint=hint,
     )
 
@@ -72,7 +74,7 @@ def _count_requested(path: Path) -> NcuCounted:
 
 
 def count(case: Case, progress: Path) -> NcuCounted:
-    """Runs the case; the kernels between the profiler's start and stop are those that ncu counts."""
+    """Run the case; ncu counts the kernels between the profiler's start and stop."""
     import torch
 
     from stepscope.measure.environment import check_torch, describe, resolve_device
@@ -103,18 +105,20 @@ def count(case: Case, progress: Path) -> NcuCounted:
 
 def no_gpu(device: str) -> StepscopeError:
     return StepscopeError(
-        f"hardware counters are a GPU's, and device `{device}` here is the CPU",
-        hint="without --counters PyTorch's own profiler records a CPU, too: stepscope profile",
+        f"hardware counters require a GPU; device `{device}` is the CPU here",
+        hint="to record on a CPU with PyTorch's profiler, remove --counters: stepscope profile",
     )
 
 
 def check_layers(module: "torch.nn.Module") -> None:
-    """The built-in model's are known before anything runs; those of other models show when they are there."""
+    """The built-in model's layers are known before anything runs; those of other models once they are built."""
     from stepscope.step.checkpointing import repeated_blocks
 
     layers = sum(1 for _ in repeated_blocks(module))
     if layers > MOST_LAYERS:
-        raise too_many_layers(layers, "fewer of them, by the name your model has for it: --set num_hidden_layers=2")
+        raise too_many_layers(
+            layers, "use fewer layers, under the name your model gives them: --set num_hidden_layers=2"
+        )
 
 
 def _tensors_made(device: "torch.device") -> int:
@@ -125,7 +129,7 @@ def _tensors_made(device: "torch.device") -> int:
 
 @contextmanager
 def _telling_share(device: "torch.device", expected: int, progress: Path) -> Iterator[None]:
-    """Meanwhile a thread says how much of the counted passes is done."""
+    """Meanwhile, a thread reports how much of the counted passes is done."""
     before = _tensors_made(device)
     over = threading.Event()
 

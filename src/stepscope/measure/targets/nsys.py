@@ -1,9 +1,9 @@
-"""The program that runs under `nsys profile`: one case, a few annotated steps of it between cudaProfilerStart and Stop.
+"""The program that runs under `nsys profile`: one case, a few annotated steps between cudaProfilerStart and Stop.
 
     python -P -m stepscope.measure.targets.nsys REQUEST.json
 
-What Nsight Systems records is its own; what we measured besides goes to `jobs.recorders.nsight_systems`, which does not
-import torch. Neither does this file before it runs.
+Nsight Systems writes its own recording; our own measurements go to `jobs.recorders.nsight_systems`, which does not
+import torch. Neither does this file until it runs.
 """
 
 import sys
@@ -19,7 +19,7 @@ from stepscope.spec import Case
 
 
 class NsysRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`emit_operators` puts PyTorch's operators into the recording; off where nsys was asked to do so itself."""
+    """`emit_operators` adds PyTorch's operators to the recording; off if nsys was asked to do so itself."""
 
     case: Case
     functions: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ def _record_requested(path: Path) -> NsysRecorded:
 
 
 def record(request: NsysRequest) -> NsysRecorded:
-    """Runs the case; what happens between the profiler's start and stop is what nsys keeps."""
+    """Run the case; nsys records what happens between the profiler's start and stop."""
     import torch
     from torch.autograd.profiler import emit_nvtx
 
@@ -58,9 +58,9 @@ def record(request: NsysRequest) -> NsysRecorded:
     device = resolve_device(case.workload.device)
     if device.type != "cuda":
         raise StepscopeError(
-            f"Nsight Systems records CUDA, and device `{case.workload.device}` here is the CPU",
-            detail=f"torch {torch.__version__} sees no GPU" if not torch.cuda.is_available() else "a GPU is here",
-            hint="without --nsys PyTorch's own profiler records a CPU, too: stepscope profile",
+            f"Nsight Systems requires CUDA; device `{case.workload.device}` is the CPU here",
+            detail=f"torch {torch.__version__} sees no GPU" if not torch.cuda.is_available() else "a GPU is available",
+            hint="to record on a CPU with PyTorch's profiler, remove --nsys: stepscope profile",
         )
     check_functions(request.functions, compiled=case.workload.compile)
     step = prepare(case, device, lambda _: None)
@@ -73,7 +73,7 @@ def record(request: NsysRequest) -> NsysRecorded:
             samples = time_steps(step, count)
         return samples.step_ns, annotation.uncalled
 
-    record_steps(1)  # the first step with ranges loads what makes them
+    record_steps(1)  # the first step with ranges loads the libraries that create them
     with profiled_range(device):
         annotated_ns, uncalled = record_steps(request.record_steps)
     run = RecordedRun(
@@ -85,7 +85,7 @@ def record(request: NsysRequest) -> NsysRecorded:
         parameters=step.parameters,
         optimizer=step.optimizer_name,
         doubts=doubts,
-        notes=tuple(f"`{target}` was to be annotated and never ran under that name" for target in sorted(uncalled)),
+        notes=tuple(f"`{target}` was not annotated: nothing with that name ran" for target in sorted(uncalled)),
     )
     return NsysRecorded(run=run, environment=describe(device, {case.workload.precision}))
 

@@ -1,6 +1,7 @@
 """The first screen: the step in one sentence, the main figures, the measurement quality and the findings."""
 
 import re
+from collections.abc import Sequence
 
 from stepscope.findings import Advice, Cell, Copyable, Fact, Report, Soundness
 from stepscope.render.formats import COPYABLE
@@ -80,6 +81,12 @@ def _write_advice(advice: tuple[Advice, ...] | None) -> str:
         return '<p class="quiet">No findings: this run has no kernel trace.</p>'
     if not advice:
         return '<p class="quiet">No findings. Most rules need a GPU trace.</p>'
+    cards = [one for one in advice if not one.finding.is_remark]
+    remarks = [one for one in advice if one.finding.is_remark]
+    return (_write_cards(cards) if cards else "") + (_write_remarks(remarks) if remarks else "")
+
+
+def _write_cards(advice: Sequence[Advice]) -> str:
     first, rest = advice[:_CARDS], advice[_CARDS:]
     cards = "".join(map(_write_card, first))
     others = f'<div class="cards">{"".join(map(_write_card, rest))}</div>'
@@ -107,14 +114,34 @@ def _write_card(advice: Advice) -> str:
     if advice.fixes[1:]:
         others = "".join(map(write_copyable, advice.fixes[1:]))
         fixes += f'<details class="others"><summary>Other fixes</summary>{others}</details>'
+    action = f'<p class="fix">{prose(finding.action)}</p>' if finding.action else ""
     return f"""<article class="card">
 <h3>{markup(finding.title)}</h3>
 {saving}
 <p class="evidence">{prose(finding.evidence)}</p>
-<p class="fix"><span>Fix</span> {prose(finding.fix)}</p>
+{action}
 {fixes}
 <p class="rule"><code>stepscope rule {markup(finding.code, 20)}</code></p>
 </article>"""
+
+
+def _write_remarks(advice: Sequence[Advice]) -> str:
+    """Return the findings that cannot be fixed by pasting something, as a list."""
+    return (
+        '<section class="remarks" aria-labelledby="remarks-title"><h2 id="remarks-title">Remarks</h2>'
+        f"<ul>{''.join(map(_write_remark, advice))}</ul></section>"
+    )
+
+
+def _write_remark(advice: Advice) -> str:
+    finding = advice.finding
+    saving = f" (up to {format_value('ms', finding.saving_ns / 1e6)} per step)" if finding.saving_ns else ""
+    action = f" {prose(finding.action)}." if finding.action else ""
+    more = "".join(map(write_copyable, advice.fixes))
+    return (
+        f"<li><strong>{markup(finding.title)}</strong>{saving}: {prose(finding.evidence)}.{action} "
+        f'<code class="rule">stepscope rule {markup(finding.code, 20)}</code>{more}</li>'
+    )
 
 
 def write_copyable(copyable: Copyable) -> str:

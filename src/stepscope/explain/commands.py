@@ -1,0 +1,80 @@
+"""A workload as a command: the flags that run it again, for any verb that takes settings."""
+
+import shlex
+from collections.abc import Collection, Mapping
+
+from stepscope.spec import (
+    RUN_SETTINGS,
+    SHAPE_SETTINGS,
+    SIZES,
+    Factory,
+    HuggingFace,
+    ModelShape,
+    Workload,
+    flag_of,
+)
+
+
+def write_command(verb: str, workload: Workload, *, without: Collection[str] = ()) -> str:
+    """Return the command that runs a workload, without the flags of the settings in `without`. Settings at their
+    defaults are left out, except the context: its default differs between verbs."""
+    return shlex.join(["stepscope", verb, *_model_flags(workload), *_run_flags(workload, without)])
+
+
+def write_flags(workload: Workload, changes: Mapping[str, object]) -> str:
+    """Return the flags that make these changes to a workload: `--compile`, `--batch 8`, `--vocab 10048`."""
+    words: list[str] = []
+    for name, value in changes.items():
+        if isinstance(value, ModelShape):
+            words += [
+                part
+                for size in SHAPE_SETTINGS
+                if size != "size" and getattr(value, size) != getattr(workload.model, size)
+                for part in (flag_of(size), _say(getattr(value, size)))
+            ]
+        else:
+            words += [flag_of(name)] if value is True else [flag_of(name), _say(value)]
+    return shlex.join(words)
+
+
+def _model_flags(workload: Workload) -> list[str]:
+    model = workload.model
+    match model:
+        case ModelShape():
+            return _shape_flags(model)
+        case Factory():
+            own = ["--model", model.target]
+        case HuggingFace():
+            own = ["--hf", model.config]
+    return own + [part for name, value in model.arguments for part in ("--set", f"{name}={_say(value)}")]
+
+
+def _shape_flags(shape: ModelShape) -> list[str]:
+    if shape.name in SIZES:
+        flags = ["--size", shape.name]
+    else:
+        usual = {"num_kv_heads": shape.num_heads}  # every head has keys and values of its own unless told otherwise
+        flags = [
+            part
+            for name, setting in SHAPE_SETTINGS.items()
+            if name not in ("size", "vocab") and getattr(shape, name) != usual.get(name, setting.default)
+            for part in (flag_of(name), str(setting.read(shape)))
+        ]
+    return flags + (["--vocab", str(shape.vocab)] if shape.vocab != SIZES["nano"].vocab else [])
+
+
+def _run_flags(workload: Workload, without: Collection[str]) -> list[str]:
+    plain = Workload(model=workload.model)
+    flags = []
+    for name in RUN_SETTINGS:
+        value = getattr(workload, name)
+        is_said = value and (name == "context" or value != getattr(plain, name))
+        if is_said and name not in ("device", *without):
+            flags += [flag_of(name)] if value is True else [flag_of(name), _say(value)]
+    if workload.device not in ("auto", "cuda", "cuda:0") and "device" not in without:
+        flags += ["--device", workload.device]
+    return flags
+
+
+def _say(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
