@@ -39,7 +39,7 @@ def _ranks(folder: Path) -> list[int]:
     return workers(folder, "stepscope.measure.training")
 
 
-def test_ranks_that_somebody_else_started_are_served_and_rank_0_alone_speaks(tmp_path: Path) -> None:
+def test_ranks_started_by_torchrun_work_and_only_rank_0_prints(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]

@@ -33,7 +33,7 @@ def test_no_file_is_too_long() -> None:
     assert [name for name, text in modules() if text.count("\n") > LONGEST] == []
 
 
-def test_no_package_is_a_pile_of_modules() -> None:
+def test_no_package_has_too_many_modules() -> None:
     counts: dict[str, int] = defaultdict(int)
     for name, _ in modules():
         folder, _, file = name.rpartition("/")
