@@ -1,4 +1,4 @@
-"""`stepscope attention` from a person's side: tables, resuming, failures, pictures, bad input."""
+"""`stepscope attention` end to end: tables, resuming, failures, charts, bad input."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""`stepscope bench` from a person's side: tables, resuming, failures, bad input."""
+"""`stepscope bench` end to end: tables, resuming, failures, bad input."""
 
 import csv
 import json
@@ -336,7 +336,7 @@ def test_non_finite_loss_has_a_remark(tmp_path: Path) -> None:
 
 
 def test_without_torch_analysis_works_and_bench_says_what_to_install(tmp_path: Path) -> None:
-    """A path finder that does not see torch stands in for an installation without it."""
+    """A path finder that hides torch simulates an installation without it."""
     stepscope(tmp_path, "bench", *TINY, "--context", "8")
     (tmp_path / "hide").mkdir()
     (tmp_path / "hide/sitecustomize.py").write_text(

@@ -1,4 +1,4 @@
-"""`stepscope profile --counters` as a person types it, on a machine without a GPU."""
+"""`stepscope profile --counters` end to end, on a machine without a GPU."""
 
 from pathlib import Path
 

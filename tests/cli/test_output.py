@@ -1,4 +1,4 @@
-"""Where the output goes: a full disk, a reader that leaves, a stream that is closed."""
+"""Output to a full disk, a closed pipe or a closed stream."""
 
 import shlex
 import subprocess
@@ -11,7 +11,7 @@ from tests.unit.kineto_files import kernel, launch, training_step, write_trace
 
 
 def shell(folder: Path, command: str) -> "subprocess.CompletedProcess[str]":
-    """The exit status is that of stepscope, wherever its output goes."""
+    """Return the exit status of stepscope, wherever its output goes."""
     program = f"{shlex.quote(sys.executable)} -m stepscope"
     script = f"{command.replace('stepscope', program)}\nexit ${{PIPESTATUS[0]}}"
     return subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=False, timeout=120)

@@ -1,4 +1,4 @@
-"""Nothing that is not ours is deleted or changed, whatever a folder that the user names looks like."""
+"""stepscope never deletes or changes foreign files, whatever directory the user names."""
 
 import subprocess
 import time
@@ -22,7 +22,7 @@ def fill(folder: Path, *names: str) -> None:
 
 
 def see(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file below, with its content and when it was last changed; folders with when something came or went."""
+    """Every file with its content and modification time, and every directory with its modification time."""
     return {
         path.relative_to(folder).as_posix(): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
         for path in (folder, *folder.rglob("*"))
@@ -30,7 +30,7 @@ def see(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def refuse(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """The command ends with an error, and leaves `theirs` as it was, to the byte and to the nanosecond."""
+    """The command fails and leaves `theirs` unchanged, including modification times."""
     before = see(folder / "theirs")
     found = stepscope(folder, *arguments, **environment)
     assert found.returncode == 2, found.stderr

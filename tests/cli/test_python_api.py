@@ -1,4 +1,4 @@
-"""The Python API as a user has it: next to the command line, under a type checker, and with models that run."""
+"""The Python API end to end: compared with the command line, under a type checker, and with real models."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ TRACE = ROOT / "docs/examples/trace.json.gz"
 MEMORY = ROOT / "bench/results/memory_h200/small-train-fp32"
 TINY = stepscope.workload(d_model=16, d_ff=32, num_layers=1, num_heads=2, vocab=50, batch=1, context=16, device="cpu")
 
-# What a user writes who has everything checked. Every name of the API is in it.
+# A user's script under strict type checks. It uses every name of the API.
 SCRIPT = """
 import polars as pl
 

@@ -1,4 +1,4 @@
-"""`--slurm` against a real Slurm of one node, which is started here and ended afterwards."""
+"""`--slurm` against a real Slurm cluster of one node, which the tests start and stop."""
 
 import json
 import signal
@@ -81,7 +81,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def test_array_job_resumes_a_local_run(tmp_path: Path) -> None:
-    """The rows have the keys that they have here: what is there is not measured again."""
+    """Rows have the same keys as local ones, so finished cases are not measured again."""
     here = stepscope(tmp_path, "bench", *TINY, "--context", "8")
     assert here.returncode == 0, here.stderr
     first = (tmp_path / "runs/bench/results.jsonl").read_text()
@@ -105,8 +105,8 @@ def test_array_job_resumes_a_local_run(tmp_path: Path) -> None:
 
 
 def test_requeued_job_and_interrupted_command_resume(tmp_path: Path) -> None:
-    """One job in two lives, and two commands: the first is interrupted, and the second finds its job of before, which
-    queues itself again when it is told that its time is up. A case that fails is a row."""
+    """The first command is interrupted. The second one finds its job, which requeues itself at its time limit. A failed
+    case is a row."""
     (tmp_path / "mine.py").write_text(MODEL)
     command = ["bench", "--model", "mine:build", "--context", "16,32,64", "--device", "cpu", "--warmup", "1"]
     command += ["--steps", "2", *JOB]
@@ -279,8 +279,8 @@ def _slurm(*command: str) -> str:
 
 
 def _begin_again(number: str) -> None:
-    """A job that is queued again waits for two minutes, unless somebody says otherwise. Nobody may before its last life
-    is over, nor in the second after: the node would take its new credential for the one that was just revoked."""
+    """Start a requeued job now instead of after two minutes. This must happen more than a second after its last run
+    ended, or else the node takes its new credential for the revoked one."""
     show = ["squeue", "--noheader", "--format=%T %r", f"--jobs={number}"]
     wait_until(lambda: _slurm(*show).strip() == "PENDING BeginTime")
     time.sleep(2)

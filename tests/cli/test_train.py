@@ -1,4 +1,4 @@
-"""`stepscope train` as a person runs it: ranks, resuming, and every way a rank can go wrong."""
+"""`stepscope train` end to end: ranks, resuming, and every way a rank can fail."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`stepscope.annotate` in its three forms, off and on, with a backend that writes down what it is told."""
+"""`stepscope.annotate` in its three forms, with and without a recorder."""
 
 import inspect
 import subprocess
@@ -11,12 +11,12 @@ import pytest
 
 import stepscope
 
-layer = sys.modules["stepscope.annotate"]  # the attribute of that name is what users call
+layer = sys.modules["stepscope.annotate"]  # the attribute of this name is the public object
 
 
 @contextmanager
 def recording() -> Iterator[list[str]]:
-    """A recorder of our own in place of the profiler's: `+name` when a range opens, `-name` when it closes."""
+    """A recorder that lists `+name` when a range opens and `-name` when it closes."""
     log: list[str] = []
 
     def open_range(name: str) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Where caches are kept on machines without a home that can be written."""
+"""The cache directory on machines without a writable home."""
 
 import os
 import tempfile
@@ -35,7 +35,7 @@ def test_writable_home_is_used(tmp_path: Path) -> None:
 def test_private_temporary_directory_replaces_an_unwritable_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
-    if home == "read-only":  # root may write anywhere, so it is said to be
+    if home == "read-only":  # root can write anywhere, so this is simulated
         writable = os.access
         monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "home" and writable(path, mode))
     elif home == "file":

@@ -1,4 +1,4 @@
-"""Writing whole or not at all, and knowing what is ours."""
+"""Atomic writes, and recognizing files by stepscope."""
 
 import errno
 import os
@@ -26,12 +26,12 @@ from stepscope.files import (
     write_atomically,
 )
 
-# Newer Pythons warn of forking a process that has threads, as polars gives it. These children only write files.
+# Newer Pythons warn about forking a process with threads, which polars starts. These children only write files.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 
 def die_in(work: Callable[[], None]) -> None:
-    """Runs `work` in a process that is killed, as by SIGKILL, where it calls `kill`."""
+    """Run `work` in a process that dies, as by SIGKILL, where it calls `kill`."""
     child = os.fork()
     if not child:
         try:
@@ -229,7 +229,7 @@ def test_directories_that_only_look_like_scratch_stay(tmp_path: Path) -> None:
 
 
 def leave_scratch(parent: Path, *, target: str = "") -> Path:
-    """As a killed process would have left it."""
+    """Create a scratch directory as a killed process leaves it."""
     folder, lock = files._make_locked(parent, target or "stepscope", target)
     os.close(lock)
     return folder

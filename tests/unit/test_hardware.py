@@ -1,4 +1,4 @@
-"""Driver names lead to the right data sheet, or to none."""
+"""Driver names map to the right data sheet, or to none."""
 
 import pytest
 

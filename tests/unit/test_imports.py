@@ -1,4 +1,4 @@
-"""The analysis half, and every help page, come up without torch."""
+"""The analysis code and every help page work without importing torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The journal says which rank fell behind, and where."""
+"""The journal shows which rank fell behind, and where."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Files that somebody names: regular ones, up to a bound, and documents whose damage is one kind of error."""
+"""Reading files named by users: only regular ones, up to a size limit, with one kind of error for damage."""
 
 import os
 import threading
@@ -30,7 +30,7 @@ def open_results(path: Path) -> None:
         pass
 
 
-# A document of ours, the name that it has in its folder, and who reads it.
+# A document, its file name, and the function that reads it.
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "results": ("results.jsonl", lambda path: read_rows(path, BenchRow)),
     "results to resume": ("results.jsonl", open_results),

@@ -1,4 +1,4 @@
-"""What stands in two places says the same."""
+"""Versions that are declared twice agree."""
 
 import re
 import tomllib

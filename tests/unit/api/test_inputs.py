@@ -1,4 +1,4 @@
-"""Files for a report: what each is, and which run it goes to."""
+"""The input files of a report: their kinds, and the runs they belong to."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ OTHER_MEMORY = RESULTS / "memory_h200/large-train-bf16"
 
 
 def record(folder: Path, *, rank: int | None = None, world_size: int | None = None, **settings: Scalar) -> Path:
-    """A recording of time in `folder`."""
+    """Save a trace in `folder`."""
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"), timeline.module("head"):
         timeline.launch(GEMM_BF16, 100, op="aten::mm")
@@ -37,7 +37,7 @@ def record(folder: Path, *, rank: int | None = None, world_size: int | None = No
 
 
 def write_rows(path: Path, *rows: Row, device: str = "NVIDIA H200") -> Path:
-    """As measured on `device`, which is that of recordings, too."""
+    """Write rows measured on `device`, which is also the device of recordings."""
     environment = msgspec.structs.replace(ENVIRONMENT, driver_name=device)
     moved = (msgspec.structs.replace(one, environment=environment) for one in rows)
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in moved))
@@ -158,7 +158,7 @@ def test_directory_is_read_through_its_results_file(tmp_path: Path) -> None:
 
 
 def keep(folder: Path, *done: str) -> Path:
-    """A folder as a report leaves it."""
+    """Create the directory of a report."""
     bench = row(size="small")
     for stage in ("bench", "attention"):
         (folder / stage).mkdir(parents=True)

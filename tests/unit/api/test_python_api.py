@@ -1,4 +1,4 @@
-"""The public Python API on recordings: what `stepscope` exports, and what a run answers."""
+"""The public Python API on recordings."""
 
 import pickle
 import subprocess

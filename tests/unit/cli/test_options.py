@@ -1,4 +1,4 @@
-"""Flags that may stand alone."""
+"""Flags that may be given without a value."""
 
 import pytest
 

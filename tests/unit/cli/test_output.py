@@ -1,4 +1,4 @@
-"""What verbs print: one JSON document, CSV that a spreadsheet only reads, and nothing that a terminal obeys."""
+"""What verbs print: one JSON document, CSV without formulas, and no terminal control sequences."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""The registry of attention's backends, and that what lists them agrees with it."""
+"""The registry of attention backends, and whether other lists agree with it."""
 
 from itertools import groupby
 from pathlib import Path

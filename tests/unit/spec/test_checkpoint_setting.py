@@ -1,4 +1,4 @@
-"""`--checkpoint` is none, a number of blocks, or nested: and a number; one setting has one text."""
+"""`--checkpoint` is none, a number of blocks, or nested: and a number, with one canonical text each."""
 
 from pathlib import Path
 

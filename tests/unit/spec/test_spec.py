@@ -1,4 +1,4 @@
-"""Workloads come in by flags, by TOML and from Python, and mean the same; what cannot be says what to change."""
+"""Flags, TOML and Python give the same workloads, and invalid ones are rejected with a hint."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -198,7 +198,7 @@ def test_named_size_keeps_its_name_with_any_vocabulary() -> None:
 
 @given(st.integers(1, 10**9), st.integers(1, 10**9))
 def test_the_hint_for_heads_always_works(d_model: int, num_heads: int) -> None:
-    """Whatever is wrong with the shape, following the hints leads to one that is accepted."""
+    """Following the hints leads to an accepted shape, whatever was wrong with it."""
     flags = {"d_model": str(d_model), "num_heads": str(num_heads)}
     for _ in range(4):
         try:
@@ -222,7 +222,7 @@ def test_every_field_is_declared_as_a_setting(struct: type[msgspec.Struct], sett
 
 
 class Declared(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of every kind, with no more said about them than has to be."""
+    """Settings of every kind, with minimal declarations."""
 
     tile_size: Annotated[int, Setting(help="Rows of a tile.")] = 64
     shape: Annotated[Literal["round", "square"] | None, Setting(help="Of a tile.", phrase="{} tiles")] = None
