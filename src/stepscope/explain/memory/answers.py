@@ -154,7 +154,7 @@ def _block(profile: MemoryProfile) -> Answer:
         return missing(
             key,
             question,
-            "it has no saved activations: the step ran without autograd, or another tool recorded it",
+            "this recording has no saved activations: the step ran without autograd, or another tool recorded it",
             _TRAIN,
         )
     table = saved_in_block(saved)
