@@ -220,7 +220,7 @@ def test_long_tables_get_a_search_and_a_box_of_their_own(num_rows: int, has_sear
 
 def test_what_is_missing_says_so() -> None:
     text = visible(write_site(one_run()))
-    assert "Precision was not measured. The stage was not run. stepscope precision --size small" in text
+    assert "precision : the stage was not run: stepscope precision --size small" in text
     assert "incomplete" not in text
     text = visible(write_site(partial()))
     assert "This report is incomplete." in text
