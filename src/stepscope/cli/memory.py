@@ -26,7 +26,9 @@ def memory(
         "runs/memory"
     ),
     from_: FromFlag = None,
-    table: Annotated[MemoryPart | None, typer.Option("--table", help="Show a single table of one case.")] = None,
+    table: Annotated[
+        MemoryPart | None, typer.Option("--table", help="Show only this table; needs a single case.")
+    ] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Number of rows in long tables.")] = 20,
     questions: Annotated[bool, typer.Option("--questions", help="Answer common questions about memory.")] = False,
     format_: Annotated[
@@ -40,7 +42,9 @@ def memory(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Plot memory over time: .html (interactive), .png, .svg or .pdf."),
+        typer.Option(
+            metavar="FILE", help="Save a chart of memory over time as .html (interactive), .png, .svg or .pdf."
+        ),
     ] = None,
     by: Annotated[Stacked, typer.Option("--by", help="Stack the plot by category or module.")] = "category",
     step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step to plot.")] = "last",

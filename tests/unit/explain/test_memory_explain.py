@@ -74,7 +74,7 @@ class Training:
         return self
 
     def profile(self, folder: Path, first: int = 0) -> MemoryProfile:
-        self.model.frames = []  # of the blocks that are still there
+        self.model.frames = []  # of the live blocks
         return read(self.model.snapshot(first), folder)
 
 
@@ -208,7 +208,7 @@ def test_our_own_recording_leaks_nothing(ours: MemoryProfile) -> None:
     assert leaks_table(ours).rows == ()
 
 
-# --- What was there before, and several devices -----------------------------------------------------------------------
+# --- Memory from before the recording, and several devices ------------------------------------------------------------
 
 
 def test_memory_from_before_the_recording_counts(tmp_path: Path) -> None:

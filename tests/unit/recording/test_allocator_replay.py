@@ -148,7 +148,7 @@ def test_pending_free_keeps_its_memory() -> None:
     first = len(model.entries)
     model.complete(waits)
     model.malloc(100)
-    replayed = replay(trace_of(model.snapshot(first)))  # the request for it is from before
+    replayed = replay(trace_of(model.snapshot(first)))  # the free was requested before the trace
     assert replayed.exact
     assert agree(replayed, model, first)
     assert replayed.allocations.height == 2
@@ -156,7 +156,7 @@ def test_pending_free_keeps_its_memory() -> None:
 
 def test_remainder_that_is_not_split_off_belongs_to_the_block() -> None:
     model = Model()
-    model.malloc(19 * MIB + 5)  # of a segment of 20 MiB
+    model.malloc(19 * MIB + 5)  # in a segment of 20 MiB
     model.malloc(100)
     replayed = replay(trace_of(model.snapshot()))
     assert replayed.allocations["bytes"].to_list() == [20 * MIB, 512]
@@ -164,7 +164,7 @@ def test_remainder_that_is_not_split_off_belongs_to_the_block() -> None:
 
 
 def test_block_above_the_split_limit_is_not_split() -> None:
-    size = 28 * MIB + 400_000  # of a segment of 30 MiB
+    size = 28 * MIB + 400_000  # in a segment of 30 MiB
     for limit, taken in ((None, 28 * MIB + 400_384), (24 * MIB, 30 * MIB)):
         model = Model(max_split=limit)
         block = model.malloc(size)
@@ -223,7 +223,7 @@ def test_tables_have_times_addresses_and_stacks() -> None:
             *("start_event", "end_event", "start_ns", "end_ns", "device", "stream", "address", "bytes"),
             *("requested_bytes", "stack", "metadata"),
         ]
-        stack = 0 if given_start else None  # a free tells who freed
+        stack = 0 if given_start else None  # a free has the stack of the caller
         assert table.rows() == [
             (None, None, None, None, 0, 0, early, 512, 100, 0, None),
             (None, 0, None, times[0], 0, 0, gone, 1024, 600, stack, None),

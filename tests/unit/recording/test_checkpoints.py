@@ -190,7 +190,7 @@ def test_kill_at_any_moment_leaves_the_previous_or_the_new_checkpoint(
     for name in ("_digest", "write_atomically", "_forget_old"):
         count_down(checkpoints, name)
     count_down(Path, "replace")
-    count_down(Path, "unlink")  # the dead tidy nothing up
+    count_down(Path, "unlink")  # a killed process does not clean up
     with contextlib.suppress(KilledError):
         _save(tmp_path, 2, b"new")
     monkeypatch.undo()

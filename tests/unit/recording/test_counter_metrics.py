@@ -32,7 +32,7 @@ def test_few_is_a_subset_of_full_without_duplicates() -> None:
         ("smsp__sass_thread_inst_executed_op_ffma_pred_on.sum", "ffma"),
         ("smsp__inst_executed_pipe_tensor.sum", "tensor_instructions"),
         ("dram__bytes_write.sum", "dram_write_bytes"),
-        # A mean is no sum, a child is part of its parent, and the tensor pipe of fp64 is none of a Transformer's.
+        # Not a sum, part of another metric, and the fp64 tensor pipe, which Transformers do not use.
         ("sm__inst_executed_pipe_tensor.avg", None),
         ("sm__ops_path_tensor_src_fp16_sparsity_off.sum", None),
         ("sm__inst_executed_pipe_fp64_op_dmma.avg.pct_of_peak_sustained_active", None),

@@ -22,7 +22,7 @@ from tests.unit.kineto_files import training_step, write_trace
 from tests.unit.ncu_files import COUNTED
 
 SNAPSHOT = COUNTED.with_name("h200_tiny_train.pickle.gz")
-# A table `stacks` with one byte changed, of which polars panics.
+# A table `stacks` with one changed byte, which makes polars panic.
 PANICS = (
     "c-oay&2G~`5MHlMWT`zAkzLu6RauBysfdDOX!9d_*p$!)N^l}XRBoF%POGLhvO`0A<b*i$2o>Tv5RbzF@dV7+tBQ(KN4qmSGvCbT@!Fvn)|tU9"
     "W*x8+BZX+Nb=ZusGAmb^$<`oQa<*y3z_?{7AVuH`)gKT>?JZJTv#mSXLQYN?;U@pA!SdRk`ClP0uCsN;h-?zo7*&*$k{hI2WNGpy-KwH1#i=}<"

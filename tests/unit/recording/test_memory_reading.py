@@ -302,7 +302,7 @@ def test_events_with_and_without_frames_are_read(tmp_path: Path) -> None:
 def test_cpu_blocks_have_the_requested_size(tmp_path: Path) -> None:
     model = make_step()
     content = label(model, device="cpu", segments_at_start=[{"address": 64, "total_size": 100}])
-    # The address comes again without having been given back: that was missed.
+    # The address is allocated again: the free was not recorded.
     content["device_traces"][0].append({**model.entries[1], "size": 30, "user_metadata": "5"})
     content["device_traces"][0].append({**model.entries[1], "size": 20, "user_metadata": "5"})
     recording = read(content, tmp_path)

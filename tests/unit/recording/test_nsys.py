@@ -79,7 +79,7 @@ def test_kernel_without_its_long_name_uses_a_shorter_one(path: Path) -> None:
 @pytest.mark.parametrize("with_words", [True, False])
 def test_copies_and_sets_are_named_like_in_pytorch(path: Path, with_words: bool) -> None:
     export = Export()
-    shift = 20 if with_words else 0  # another version, with other numbers, that says what they mean
+    shift = 20 if with_words else 0  # another version with other numbers, and their names
     export.work("MEMCPY", 0, 5, bytes=64, copyKind=1 + shift, srcKind=0 + shift, dstKind=2 + shift)
     export.work("MEMCPY", 5, 6, bytes=64, copyKind=8 + shift, srcKind=2 + shift, dstKind=2 + shift, graphNodeId=3)
     export.work("MEMCPY", 6, 7, bytes=64, copyKind=77, srcKind=None, dstKind=99)
@@ -197,7 +197,7 @@ def test_file_is_read_in_place_and_unchanged(tmp_path: Path) -> None:
     folder.mkdir()
     path = training_step().write(folder / "report.sqlite")
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA journal_mode = WAL")  # whoever reads such a file leaves two more beside it
+        connection.execute("PRAGMA journal_mode = WAL")  # other readers create two more files next to it
     before = path.read_bytes()
     assert nsys.read(path).kernels.height == 2
     assert [one.name for one in folder.iterdir()] == ["report.sqlite"]
@@ -252,7 +252,7 @@ def test_damaged_export_is_read_or_rejected(
         training_step().write(whole)
     content = bytearray(whole.read_bytes())
     chance = random.Random(seed)
-    # Most of a small file is empty: half of the examples damage what is not.
+    # Most of a small file is empty: half of the examples only damage the used bytes.
     places = [at for at, byte in enumerate(content) if byte and at >= 100] if only_pages else range(len(content))
     for _ in range(flips):
         content[chance.choice(places)] = chance.randrange(256)

@@ -55,8 +55,8 @@ def test_backward_operators_know_the_thread_that_created_their_node(path: Path) 
         ("aten::mm", 12, None),
         ("autograd::engine::evaluate_function: MmBackward0", 12, MAIN),
         ("MmBackward0", 12, MAIN),
-        ("aten::mm", 12, MAIN),  # inside of the node
-        ("aten::add_", 12, MAIN),  # after the node, inside of its evaluation
+        ("aten::mm", 12, MAIN),  # inside the node
+        ("aten::add_", 12, MAIN),  # after the node, inside its evaluation
         ("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", None, None),
         ("torch::autograd::AccumulateGrad", None, None),
         ("aten::detach", None, None),
@@ -69,7 +69,7 @@ def test_evaluation_may_have_its_own_number(path: Path) -> None:
     export.range("aten::mm, seq = 3, op_id = 1", 0, 10)
     export.range("autograd::engine::evaluate_function: MmBackward0, seq = 3", 20, 40, thread=AUTOGRAD)
     export.range("autograd::engine::evaluate_function: MmBackward0, op_id = 5", 50, 60, thread=AUTOGRAD)
-    export.range("MmBackward0, seq = 3", 70, 80, thread=AUTOGRAD)  # inside of neither
+    export.range("MmBackward0, seq = 3", 70, 80, thread=AUTOGRAD)  # inside neither
     ops = read(export, path).ops
     assert rows(ops, "sequence", "forward_thread") == [(3, None), (3, MAIN), (None, None), (3, MAIN)]
 
@@ -85,7 +85,7 @@ def test_a_backward_pass_on_the_thread_of_the_forward_pass_is_found_there(path: 
 def test_node_of_several_threads_has_no_forward_thread(path: Path) -> None:
     export = training_step()
     export.range("aten::mul, seq = 12, op_id = 90", 0, 5, thread=333)
-    export.range("MulBackward0, seq = 70, op_id = 91", 910, 920, thread=AUTOGRAD)  # made before the recording began
+    export.range("MulBackward0, seq = 70, op_id = 91", 910, 920, thread=AUTOGRAD)  # created before the recording
     recording = read(export, path)
     backward = recording.ops.filter(pl.col("thread") == AUTOGRAD)
     assert backward["forward_thread"].to_list() == [None] * 8
@@ -105,7 +105,7 @@ def test_recomputed_forward_pass_inside_backward_is_forward(path: Path) -> None:
     export.range("aten::gelu, seq = 4, op_id = 50", 504, 510, thread=AUTOGRAD)
     export.range("aten::to, seq = 4, op_id = 51", 505, 506, thread=AUTOGRAD)
     export.range("aten::copy_, op_id = 52", 507, 508, thread=AUTOGRAD)
-    export.range("aten::mm, seq = 12, op_id = 51", 511, 515, thread=AUTOGRAD)  # the same number by chance
+    export.range("aten::mm, seq = 12, op_id = 51", 511, 515, thread=AUTOGRAD)  # coincidentally the same number
     ops = read(export, path).ops
     again = ops.filter(pl.col("start_ns").is_between(504, 511))
     assert rows(again, "name", "sequence", "forward_thread") == [

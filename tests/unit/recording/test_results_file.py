@@ -1,4 +1,4 @@
-"""A results file survives what happens to files: cut lines, full disks, other versions, second writers."""
+"""A results file survives truncated lines, full disks, other versions and second writers."""
 
 import errno
 import os
@@ -248,7 +248,7 @@ def test_cases_of_saved_results_are_found_by_key(name: str) -> None:
 
 
 def test_case_from_before_new_settings_keeps_its_key() -> None:
-    # Kept from before any setting was added: the rows of this file have keys of an earlier version.
+    # The rows of this file have keys from before any setting was added.
     rows, _ = read_rows(RECORDED / "bench_h200.jsonl", BenchRow)
     assert case_key(rows[0].case, rows[0].environment, rows[0].source) == "d2f04e04d2f50db0"
 

@@ -49,7 +49,7 @@ def short_programme() -> Model:
     return model
 
 
-# What is in a good one
+# Valid snapshots
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -191,7 +191,7 @@ def test_pickle_of_a_dict_is_recognized_by_its_first_bytes(protocol: int) -> Non
         assert not snapshot_pickle.begins_like_pickle(other)
 
 
-# What is hostile
+# Hostile files
 
 
 class Creates:
@@ -266,7 +266,7 @@ def test_gzip_bomb_is_stopped(path: Path) -> None:
     """In a separate process, because memory that other tests freed here would not count."""
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b"\x80\x04](")
-        file.write(b"]" * (8 * MIB))  # a list each
+        file.write(b"]" * (8 * MIB))  # one list per byte
     assert path.stat().st_size < MIB
     code = (
         "import pathlib, sys; from stepscope.recording.memory import snapshot, snapshot_pickle;"

@@ -2,7 +2,7 @@
 
 `ncu --csv --page raw` prints one row per kernel and one column per metric, below a header and a row of units, between
 its own messages (`==PROF==`) and the output of the program. Other pages print one row per kernel and metric. Nsight
-Compute runs kernels one at a time and several times, so there is no timeline: kernels are placed end to end from zero.
+Compute runs kernels one at a time and several times, so the file has no timeline: kernels are placed end to end from 0.
 """
 
 import csv
@@ -48,7 +48,7 @@ _SHARED = ("launch__shared_mem_per_block_static", "launch__shared_mem_per_block_
 
 @dataclass(slots=True)
 class _Seen:
-    """What was found while reading, for the notes and for the error if there are no kernels."""
+    """What was found while reading, for the notes, and for the error if no kernel was found."""
 
     program_lines: int = 0
     bad_rows: int = 0

@@ -65,7 +65,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of a GPU. None is unknown to the driver."""
+    """The current state of a GPU. None: the driver does not report it."""
 
     name: str
     capability: str
@@ -97,7 +97,7 @@ class Doubt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def require_samples(*samples_ns: tuple[int, ...]) -> None:
-    """Raise ValueError if there are no samples, or some are not positive: rates and shares would be undefined."""
+    """Raise ValueError if samples are missing or not positive: rates and shares would be undefined."""
     if not all(samples_ns) or min(map(min, samples_ns), default=0) <= 0:
         raise ValueError("expected positive durations")
 
