@@ -42,7 +42,7 @@ PHRASES = {
     r"\bwas not looked for\b": "was not measured",
     r"\bmatrix products?\b": "GEMM",
     r"(?<![\w.:/`_-])gemms?(?![\w:/`_.-])": "GEMM",
-    r"\bwarm ?ups?\b(?! must)|\bwarm-up(?:s)? (?!steps?\b|iterations?\b|runs?\b|calls?\b|time\b)(?=and\b)": "warm-up steps",
+    r"\bwarm ?ups?\b(?! must)": "warm-up steps",
     r"(?<=[\d}]) %": "18%, without a space",
     r"\bhost is away\b": "CPU stall",
     r"\bfolders?\b": "directory",
