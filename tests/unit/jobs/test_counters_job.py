@@ -175,7 +175,7 @@ def test_a_recording_of_something_else_is_neither_taken_nor_replaced(bench: Benc
 
 def test_one_case_replaces_only_what_the_same_command_counted(bench: Bench) -> None:
     bench.count(ONE)
-    with pytest.raises(StepscopeError, match="out` exists"):
+    with pytest.raises(StepscopeError, match="out` already exists"):
         bench.count(ONE, command="stepscope profile --stacks")
     assert len(bench.ncu.calls()) == 1
     with pytest.raises(StepscopeError, match="cannot hold the 2 recordings"):
@@ -255,7 +255,7 @@ def test_a_machine_that_permits_no_counters_is_told_at_the_first_case(bench: Ben
             "ncu exited with status 9",
             "==ERROR== Failed to find metric x__y.sum",
         ),
-        ({"no_kernels": True}, "not the CSV of Nsight Compute", "expected a header"),
+        ({"no_kernels": True}, "not an Nsight Compute CSV", "expected a header"),
     ],
 )
 def test_a_failure_of_ncu_is_told_in_its_words(

@@ -155,7 +155,7 @@ def test_what_the_program_refused_is_the_error(stand_in: StandIn, tmp_path: Path
         ({"answer": None}, "nsys exited with status 0, before the case ran"),
         ({"answer": "{"}, "nsys exited with status 0, before the case ran"),
         ({"code": 4}, "nsys exited with status 4"),
-        ({"export_fails": True}, "nsys could not export"),
+        ({"export_fails": True}, "nsys failed to export"),
     ],
 )
 def test_a_failure_of_nsys_is_told_in_its_words(
