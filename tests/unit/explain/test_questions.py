@@ -88,13 +88,13 @@ def test_top_kernel_of_the_whole_step_may_differ() -> None:
     assert "in forward and backward together it is `sgemm 64×32 tn (cuBLAS)`" in sentence
 
 
-def test_classes_besides_gemm() -> None:
+def test_classes_besides_GEMM() -> None:
     found = ask("besides-products", model_profile())
     assert found.figure == "5%"
     assert [(row["scope"], row["share"]) for row in evidence(found)] == [("class", 0.05), ("kernel", 0.05)]
 
 
-def test_gemm_share_from_forward_or_inference_to_the_whole_step() -> None:
+def test_GEMM_share_from_forward_or_inference_to_the_whole_step() -> None:
     train, inference = model_profile(), model_profile(mode="inference", gemm_ns=50)
     within = ask("share-of-products", train)
     # Forward 1900 of 2000; the step 1900 + 3800 of 2000 + 3800 + 50 + 300.
@@ -107,7 +107,7 @@ def test_gemm_share_from_forward_or_inference_to_the_whole_step() -> None:
     assert alone.status == "not in this recording"
 
 
-def test_softmax_compared_with_the_two_gemms() -> None:
+def test_softmax_compared_with_the_two_GEMMs() -> None:
     found = ask("softmax", model_profile())
     rows = {str(row["part"]): row for row in evidence(found)}
     flops = 2 * 2 * (2 * 4 * 16 * 32 * 16)  # two layers, two products
@@ -127,7 +127,7 @@ def test_softmax_without_shapes_takes_them_from_the_case() -> None:
     assert ask("softmax", make_profile(replace(profile.recording, ops=bare))).figure == ask("softmax", profile).figure
 
 
-def test_bf16_gemms_move_half_the_bytes_of_fp32_softmax() -> None:
+def test_bf16_GEMMs_move_half_the_bytes_of_fp32_softmax() -> None:
     profile = model_profile()
     of = pl.when(pl.col("name") == "aten::bmm").then(pl.lit('["c10::BFloat16", "c10::BFloat16"]'))
     ops = profile.recording.ops.with_columns(dtypes=of.otherwise(pl.lit('["float"]')))
@@ -162,7 +162,7 @@ def test_foreign_attention_is_found_around_the_softmax() -> None:
     assert ask("softmax", profile).figure.startswith("1× the time")
 
 
-def test_nine_gemms_per_layer_and_the_head() -> None:
+def test_nine_GEMMs_per_layer_and_the_head() -> None:
     found = ask("products", model_profile(steps=3))
     assert "2 × 9 and the head = 19 per forward pass" in found.sentence
     assert "Yes. Found 19 in forward and 38 in backward" in found.sentence
@@ -176,7 +176,7 @@ def test_nine_gemms_per_layer_and_the_head() -> None:
     assert shapes["scores"] == "4× (16×32)·(32×16)"
 
 
-def test_missing_gemms_are_reported() -> None:
+def test_missing_GEMMs_are_reported() -> None:
     profile = model_profile()
     ops = profile.recording.ops
     row = ops.with_row_index().filter((pl.col("name") == "aten::mm") & (pl.col("thread") == 1))["index"][0]
@@ -195,7 +195,7 @@ def test_unknown_roles_do_not_count_as_missing() -> None:
     assert sum(float(row["counted"] or 0) for row in rows if row["stage"] == "forward") == 19
 
 
-def test_gemm_in_two_kernels_counts_once() -> None:
+def test_GEMM_in_two_kernels_counts_once() -> None:
     tape = Tape()
     with tape.inside("phase:forward"), tape.inside("module:blocks.0.ffn.up"), tape.operator("aten::mm"):
         tape.kernel(GEMM, 10)

@@ -173,7 +173,7 @@ def test_remarks_follow_what_can_be_fixed() -> None:
 
 
 def test_the_first_advice_is_three_different_things_to_do() -> None:
-    """One flag mends SS001 and SS003: the second of them waits until other things were named."""
+    """One flag fixes SS001 and SS003: the second one comes after other fixes."""
     found = tuple(finding(code) for code in ("SS001", "SS003", "SS004", "SS007"))
     with patch("stepscope.explain.story.run.find_once", return_value=found):
         advice = list_advice(Materials(name="a", profile=record_ours(product)))
