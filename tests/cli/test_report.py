@@ -1,4 +1,4 @@
-"""`stepscope report`: one page, whatever ends it, and the same command goes on."""
+"""`stepscope report`: any end leaves a page, and the same command resumes."""
 
 import shutil
 import signal

@@ -1,9 +1,9 @@
 """What limits a step: the CPU, communication, compute, memory bandwidth or, if the device's limits are unknown, the
 kernel class that takes the most time.
 
-Shares refer to the step's wall time, and the largest one names the bound. An operator is bound by its FLOPs or its bytes,
-whichever needs longer at the device's limit (`trace.roofline`); this is known for operators whose shapes were recorded.
-If it is unknown for most of the kernel time, no limit is named.
+Shares refer to the step's wall time, and the largest one names the bound. An operator is bound by its FLOPs or its
+bytes, whichever needs longer at the device's limit (`trace.roofline`); this is known for operators whose shapes were
+recorded. If it is unknown for most of the kernel time, no limit is named.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The kernels' time taken apart: it adds up, in every dimension, for one run and for two."""
+"""The breakdown of the kernel time adds up in every dimension, for one run and for two."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from tests.unit.recordings import GEMM_BF16, Timeline
 
 
 def times_by(told: Breakdown, key: str, run: int = 0) -> dict[str, float]:
-    """By the values of a dimension, as shown."""
+    """The time of each value of a dimension, as shown."""
     place = [one.key for one in told.dimensions].index(key)
     times: dict[str, float] = {}
     for row, time in zip(told.places, told.times_ns[run], strict=True):
