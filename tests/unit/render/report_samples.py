@@ -179,7 +179,7 @@ def partial() -> Report:
 
 
 def empty() -> Report:
-    """Nothing was measured, and every kind of part is there without anything in it."""
+    """Nothing was measured: every kind of part is there, and empty."""
     parts: tuple[Part, ...] = (
         lay_lanes([]),
         break_down([[]], [0.0]),
@@ -216,7 +216,7 @@ def huge() -> Report:
 
 
 def hostile() -> Report:
-    """`one_run` and `two_runs` with every text replaced, keys, units and kinds left alone."""
+    """`one_run` and `two_runs` with every text replaced, except keys, units and kinds."""
     one, two = one_run(), two_runs()
     sections = one.sections + tuple(
         msgspec.structs.replace(
@@ -233,7 +233,7 @@ def hostile() -> Report:
 
 
 def _spoil(value: Any, names: Iterator[str]) -> Any:
-    """The same with every text replaced, except those that are a choice of ours."""
+    """Return the same with every text replaced, except fixed choices."""
     if isinstance(value, str):
         return next(names)
     if isinstance(value, tuple):

@@ -76,7 +76,7 @@ class GemmReading:
     layout: str | None = None
     tensor_cores: bool | None = None
     split_k: bool = False
-    operation: str = ""  # gemm, fprop, dgrad, wgrad
+    operation: str = ""  # `gemm`, `fprop`, `dgrad` or `wgrad`
     letter: str = ""  # of BLAS: s, d, h
     parts: list[NamePart] = field(default_factory=list)
     factors: bool = False  # whether the dtype of the operands was named

@@ -139,8 +139,8 @@ def _draw_roofs(canvas: Canvas, plane: _Plane, width: float) -> list[Text]:
 
 
 def _name_slope(plane: _Plane, start: float, end: float) -> Text:
-    """Place the label left of the slope, a little over halfway up, where no points can be; right of it if there is no
-    room."""
+    """Place the label left of the slope, a little over halfway up, where no points can be; right of it if that is too
+    narrow."""
     bandwidth = plane.roofline.bytes_per_s
     middle = start * (end / start) ** 0.6
     text = f"memory, {format_rate(bandwidth, 'B/s', exact=True)}"
