@@ -188,7 +188,7 @@ def _wrap(text: str, width: int | None) -> str:
 
 
 def render_page(page: Page, *, width: int | None) -> str:
-    """Render the headline, the tables, and the findings with their fixes."""
+    """Return a page as text: the headline, the tables, and the findings with their fixes."""
     parts = ["\n".join(one_line(line) for line in page.headline.splitlines())]
     # Tables often repeat their notes; only the last table of a page shows them.
     parts += [

@@ -121,7 +121,7 @@ class Shares:
         share = say_percent(bound.share)
         match bound.limit:
             case "host":
-                return f"the GPU is idle {share} of the time, waiting for the CPU"
+                return f"the GPU waits for the CPU {share} of the time"
             case "idle":
                 return f"the GPU is idle {share} of the time"
             case "communication":
